@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.engine.paged.decode import PagedDecodeEngine
-from services.engine.paged.prefill import PagedPrefillEngine
 from services.engine.paged.runner import ModelRunner
+from services.engine.paged.shell.decode import PagedDecodeEngine
+from services.engine.paged.shell.prefill import PagedPrefillEngine
 from services.engine.settings import EngineSettings
 from services.kv.carried.pool_sizes import PoolSizes
 from services.net.channels import open_channel

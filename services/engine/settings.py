@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.engine.paged.decode import WriteLease
 from services.engine.paged.drafts.speculation import Mode, Speculation
-from services.engine.paged.engine import CacheSettings
 from services.engine.paged.queue.limits import Limits
+from services.engine.paged.shell.decode import WriteLease
+from services.engine.paged.shell.engine import CacheSettings
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.hub import MODEL_HELP

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
 from services.engine.paged.core import EngineCore
-from services.engine.paged.engine import PagedEngine
+from services.engine.paged.shell.engine import PagedEngine
 from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig

@@ -52,7 +52,7 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     """A prefill rank takes what was meant for an earlier life of it, and decode does not look either."""
     from dataclasses import replace
 
-    from services.engine.paged.prefill import PagedPrefillEngine
+    from services.engine.paged.shell.prefill import PagedPrefillEngine
     from services.transfer.decode import links
     from services.transfer.prefill import rooms
 

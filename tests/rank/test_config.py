@@ -3,8 +3,8 @@
 import pytest
 
 from services.decode.role import decode_roles
-from services.engine.paged.decode import PagedDecodeEngine
-from services.engine.paged.engine import PagedEngine
+from services.engine.paged.shell.decode import PagedDecodeEngine
+from services.engine.paged.shell.engine import PagedEngine
 from services.prefill.role import prefill_roles
 from services.process.supervisor import rank_commands
 from services.rank import main as rank_main

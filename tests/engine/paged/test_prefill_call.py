@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from services.engine.paged.events import Reserved, Token
-from services.engine.paged.legs import both
-from services.engine.paged.prefill import _Computed
+from services.engine.paged.shell.legs import both
+from services.engine.paged.shell.prefill import _Computed
 
 TOLD = (Reserved(0, (), 0.0), Token(7, None, None))
 

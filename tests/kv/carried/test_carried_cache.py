@@ -1,4 +1,4 @@
-"""Tails, states and their books, by hand; under a core: tests/engine/paged/test_core_stateful.py."""
+"""Tails, states and their books, by hand; under a core: tests/engine/paged/core/test_core_stateful.py."""
 
 import pytest
 

@@ -18,8 +18,8 @@ from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import CheckBooks, Command, EngineThread, StepReport, Submit
-from services.engine.paged.warm_up import warm_up
+from services.engine.paged.shell.thread import CheckBooks, Command, EngineThread, StepReport, Submit
+from services.engine.paged.shell.warm_up import warm_up
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import CarriedCache

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.events import Carried, Offered, Reserved, Said, Token
-from services.engine.paged.legs import both
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import Cancel, RoomEnded
+from services.engine.paged.shell.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
+from services.engine.paged.shell.legs import both
+from services.engine.paged.shell.thread import Cancel, RoomEnded
 from services.transfer.base import Transport
 from services.transfer.hearing import Hearing
 from services.transfer.prefill.handshake_server import HandshakeService

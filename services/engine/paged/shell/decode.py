@@ -17,14 +17,14 @@ import grpc
 
 from services.engine.base import RemotePrefill
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.events import Reserved, Token
-from services.engine.paged.legs import both
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner, Sampled
 from services.engine.paged.scores import check_told
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
+from services.engine.paged.shell.engine import CacheSettings, Mailbox, PagedEngine
+from services.engine.paged.shell.legs import both
+from services.engine.paged.shell.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket, targets_of
