@@ -187,8 +187,13 @@ async def run_ranks(
         ]
         stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
         ranks = []
+
+        def waits() -> None:
+            _keep_for_good()  # while nobody asks for anything yet
+            notifier.waits()
+
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
-            opening = open_rank(config, own_id, role, page, stopping, notifier.waits, end_soon)
+            opening = open_rank(config, own_id, role, page, stopping, waits, end_soon)
             try:
                 rank = await stack.enter_async_context(opening)
             except StoppedEarly:
@@ -199,7 +204,6 @@ async def run_ranks(
             if not (stopping.is_set() or rank.failed.is_set()):
                 _tell_ready(rank, role)
         if not stopping.is_set():
-            _keep_for_good()
             notifier.serves()
         grace_s = configs[0].grace_s
         await asyncio.gather(
@@ -215,7 +219,7 @@ async def run_ranks(
 
 def _keep_for_good() -> None:
     """What there is now, modules and a model, never becomes garbage: looking through it would hold up every
-    token by a tenth of a second and more, from time to time."""
+    token by a tenth of a second and more, from time to time, and does so once here."""
     gc.collect()
     gc.freeze()
 

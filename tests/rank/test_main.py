@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,12 +12,11 @@ import pytest
 
 from services.engine.choose import decode_engine
 from services.process import signals
-from services.process.notify import Notifier
 from services.rank import main as rank
 from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
-from services.values.rank import RankAddress, Role
+from services.values.rank import Role
 
 WITHIN_S = 60.0
 CONFIG = RankConfig(
@@ -159,29 +158,24 @@ async def test_the_spans_of_all_ranks_of_a_process_go_out_together(stopping, mon
 
 
 async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(stopping, monkeypatch):
-    """Before it says that it serves."""
+    """Before anybody knows of it, for looking through it once more holds up whoever asks."""
     said, own_id = [], own_rank_id(CONFIG)
     collector = SimpleNamespace(
         collect=partial(said.append, "collect"), freeze=partial(said.append, "freeze")
     )
-    address = RankAddress(own_id, "localhost:1")
 
-    @asynccontextmanager
-    async def opened(*_):
-        yield rank.OpenRank(address, Engine(own_id), None, Intake(own_id), 1, asyncio.Event())
+    async def say_draining(draining):
+        return True
 
-    async def stopped(*_):
+    async def join(*_):
+        said.append("join")
         stopping.set()
-
-    class Said(Notifier):
-        def serves(self):
-            said.append("serves")
+        return SimpleNamespace(say_draining=say_draining)
 
     monkeypatch.setattr(rank, "gc", collector)
-    monkeypatch.setattr(rank, "open_rank", opened)
-    monkeypatch.setattr(rank.servers, "serve_until_stopped", stopped)
-    await run(own_id, Engine(own_id), notifier=Said())
-    assert said == ["collect", "freeze", "serves"]
+    monkeypatch.setattr(rank, "_join", join)
+    await run(own_id, Engine(own_id))
+    assert said == ["collect", "freeze", "join"]
 
 
 @pytest.mark.parametrize(("flag", "told"), [(None, math.inf), (900.0, 900.0)])

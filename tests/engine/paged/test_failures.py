@@ -173,6 +173,22 @@ async def test_books_that_are_broken_end_the_rank(pair, monkeypatch):
         await pair.generate(PROMPT, 5, Plan.LOCAL)
 
 
+async def test_a_step_that_cannot_be_told_of_ends_the_rank(pair):
+    """Else whoever comes behind in the same step would wait for ever."""
+
+    def broken(token_id):
+        raise TypeError("not a token")
+
+    async def ask(tell):
+        async with pair.outputs(pair.request(PROMPT, 500, Plan.LOCAL), tell=tell) as outputs:
+            async for _ in outputs:
+                pass
+
+    for told in await asyncio.wait_for(asyncio.gather(ask(broken), ask(None), return_exceptions=True), 20):
+        assert isinstance(told, Unavailable) and "the engine crashed: TypeError" in str(told)
+    await asyncio.wait_for(pair.decode.crashed(), 20)
+
+
 async def test_a_sender_on_which_no_write_lands_ends_its_rank(monkeypatch):
     """All transfers would fail, and the rank go on saying that it is ready."""
 

@@ -337,6 +337,14 @@ class PagedEngine:
         self._crashed.set()
 
     def _deliver(self, report: StepReport) -> None:
+        try:
+            self._deliver_all(report)
+        except Exception as error:
+            # Our own mistake: others' events of the step are lost, and they would wait for ever.
+            log.critical("engine_report_lost", exc_info=True)
+            self._fail_all(error)
+
+    def _deliver_all(self, report: StepReport) -> None:
         self._load = report.load
         if report.cache_events != _NO_EVENTS:
             self._cache_events.put_nowait(report.cache_events)
