@@ -35,17 +35,20 @@ def test_a_loop_beats_until_it_stands_still():
     assert beaten.acquire(timeout=60)
 
 
-def test_what_fails_once_is_called_again():
+def test_what_fails_is_called_again_and_tells_so_once_until_it_goes_well(caplog):
     calls, called_again = [], threading.Event()
+    fails = [True, True, False, True, True]
 
-    def fails_at_first():
+    def sometimes():
         calls.append(1)
-        if len(calls) == 1:
-            raise OSError("once")
-        called_again.set()
+        if len(calls) > len(fails):
+            called_again.set()
+        elif fails[len(calls) - 1]:
+            raise OSError(f"call {len(calls)}")
 
-    LoopThread("a-test").every(0.001, fails_at_first)
+    LoopThread("a-test").every(0.001, sometimes)
     assert called_again.wait(60)
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["call 1", "call 4"]
 
 
 async def test_it_looks_until_somebody_is_silent(monkeypatch):

@@ -1,12 +1,15 @@
 """An asyncio loop in a thread of its own, inside a process whose main thread must not wait."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class LoopThread:
@@ -22,11 +25,21 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function, *args)
 
     def every(self, pause_s: float, function: Callable[[], Any]) -> None:
-        """Call it on the loop now, and again each `pause_s`, whatever it raises, which the loop logs."""
+        """Call it on the loop now, and again each `pause_s`, whatever it raises. The first of failures in
+        a row is logged."""
+        failed = False
 
         def call() -> None:
+            nonlocal failed
             self._loop.call_later(pause_s, call)
-            function()
+            try:
+                function()
+            except Exception:
+                if not failed:
+                    log.exception("regular_call_failed")
+                failed = True
+            else:
+                failed = False
 
         self.soon(call)
 
