@@ -11,7 +11,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
     (Two pages in each other's place would not do: attention does not care for the order of what it reads.)
     """
-    from services.engine.paged import decode
+    from services.engine.paged.shell import decode
 
     wrong_page_with_digests(patch)
     patch.setattr(decode, "is_sampled", lambda room, share: False)
@@ -33,7 +33,7 @@ def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
 
 def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
     """Decode claims one page more than it holds, asks for one less, and checks neither bytes nor digests."""
-    from services.engine.paged import decode
+    from services.engine.paged.shell import decode
 
     make_ticket = decode.make_ticket
 

@@ -9,7 +9,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from services.engine import choose
 from services.engine.fake import continuation, parse_carried
-from services.engine.paged import prefill as prefill_module
+from services.engine.paged.shell import prefill as prefill_module
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
 from services.transfer.local import LocalTransport

@@ -8,7 +8,7 @@ import pytest
 from engine.pair import FAKE, Pair
 from services.engine import choose
 from services.engine.fake import continuation
-from services.engine.paged import decode
+from services.engine.paged.shell import decode
 from services.transfer.prefill.room import PrefillRoom
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan

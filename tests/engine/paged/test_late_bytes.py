@@ -7,7 +7,7 @@ import pytest
 
 from engine.pair import FAKE, Pair
 from services.engine.fake import continuation
-from services.engine.paged import prefill as prefill_module
+from services.engine.paged.shell import prefill as prefill_module
 from services.transfer.base import Unsettled
 from services.transfer.local import LocalTransport, _LandedWrite
 from services.transfer.prefill import rooms as rooms_module

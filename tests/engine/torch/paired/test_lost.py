@@ -18,7 +18,7 @@ from engine.torch.paired.families import (
     new_text,
     torch_settings,
 )
-from services.engine.paged import decode
+from services.engine.paged.shell import decode
 from services.engine.torch.model.slots import SlotPool
 from services.kv.carried.carried_cache import CarriedCache
 from services.transfer.prefill import delta_write
