@@ -57,6 +57,7 @@ async def _saturated(arguments: argparse.Namespace) -> dict[str, list[Row]]:
         routers=arguments.routers,
         router_flags=arguments.router_flag,
         ranks=arguments.ranks,
+        step_s=arguments.step_ms / 1000,
     )
     rows = await saturated(grid)
     report = {"saturated": rows, "added ms": added(rows)}
@@ -86,6 +87,9 @@ def _parse() -> argparse.Namespace:
         choices=("rank", "stand_in"),
         default="rank",
         help="stand_in: they only answer, and cost little",
+    )
+    group.add_argument(
+        "--step-ms", type=float, default=10.0, help="of a rank; with 0 stand-ins answer at once"
     )
     group.add_argument("--routers", type=int, default=1, help="asked in turn")
     group.add_argument("--router-flag", action="append", default=[], help="--router-flag=--coalesce-ms=0")

@@ -1,7 +1,8 @@
 """Decode ranks that only answer, all in one process: so that a router is short of CPU before they are.
 
 `python -m bench.router.stand_in --worker=decode` takes the flags of services.decode. They hold and compute
-nothing: every --fake-step-s each request has one more token, and a rank tells of a step in one message.
+nothing: every --fake-step-s each request has one more token, and a rank tells of a step in one message. With
+--fake-step-s=0 they answer at once: what is left is what the way costs.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ class StandIn(decode_pb2_grpc.DecodeServicer):
             while not reading.done():
                 if session.is_due(time.monotonic()):
                     await context.write(session.step(self._load))
-                await asyncio.sleep(self._step_s)
+                await session.wait(self._step_s)
         finally:
             reading.cancel()
 
@@ -67,10 +68,23 @@ class _Session:
         self._left: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._told_s = -math.inf
+        self._has_come = asyncio.Event()
+
+    async def wait(self, step_s: float) -> None:
+        """For a step; with one of no time for anything to do, while there is nothing."""
+        if step_s or self._has_work():
+            await asyncio.sleep(step_s)
+            return
+        self._has_come.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_come.wait(), IDLE_REPORT_S)
+
+    def _has_work(self) -> bool:
+        return bool(self._come or self._left)
 
     def is_due(self, now_s: float) -> bool:
         """Whether a message is: a rank's load is told now and then."""
-        is_due = bool(self._come or self._left) or now_s - self._told_s >= IDLE_REPORT_S
+        is_due = self._has_work() or now_s - self._told_s >= IDLE_REPORT_S
         self._told_s = now_s if is_due else self._told_s
         return is_due
 
@@ -78,6 +92,7 @@ class _Session:
         async for command in commands:
             if command.HasField("start"):
                 self._come.append(command.start)
+                self._has_come.set()
 
     def step(self, load: common_pb2.RankLoad) -> decode_pb2.StepOutputs:
         last = [number for number, left in self._left.items() if left == 1]
