@@ -46,14 +46,13 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
-from services.router.server import GenerationService
+from services.router.server import SERVICE_NAME, GenerationService, add_to_server
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
 from services.router.watch.metrics import WatchMetrics
 from services.router.watch.watch import Watch
 from services.values.errors import ConfigError, root_cause
-from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 _RANKS_LATE_S = 10.0
 _INDEX_TIMEOUT_S = 1.0
@@ -203,14 +202,13 @@ def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDe
 async def _serve_grpc(
     config: RouterConfig, service: GenerationService, api_keys: ApiKeys | None
 ) -> servers.RpcServer:
-    name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
     return await servers.open_server(
         host_port(bindable(config.host), config.port),
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        [name],
+        partial(add_to_server, service),
+        [SERVICE_NAME],
         config.tls(),
         serving=False,
-        interceptors=[] if api_keys is None else [GrpcDoor(api_keys, name)],
+        interceptors=[] if api_keys is None else [GrpcDoor(api_keys, SERVICE_NAME)],
     )
 
 

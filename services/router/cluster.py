@@ -34,8 +34,8 @@ from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)
 
-# Hashing so many ids takes about a millisecond; longer prompts would be felt by every stream on the loop.
-_LONG_PROMPT = 8_192
+# Hashing fewer takes less than the 5 ms for which a thread would keep the loop from running, too.
+_LONG_PROMPT = 1 << 16
 _ROLES = (Role.DECODE, Role.PREFILL)
 _MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
 

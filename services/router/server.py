@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 
@@ -20,8 +21,19 @@ from services.router.watch.watch import Watch
 from services.values.errors import Forbidden, InvalidRequest, IsthmusError, Unauthenticated
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.packed_ids import PackedIds
+from services.wire.read_request import ReadRequest, read_request
 
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _UNREAD_S = 60.0  # that a response may wait for its reader
+
+
+def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None:
+    """As the generated function does, but for how Generate's messages are read and written."""
+    generate = grpc.unary_stream_rpc_method_handler(service.Generate, request_deserializer=read_request)
+    generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
+    server.add_registered_method_handlers(SERVICE_NAME, {"Generate": generate})  # takes the place of its own
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -36,21 +48,25 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._cluster = cluster
         self._watch = watch
 
-    async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
+        """Writes serialized responses (`add_to_server`)."""
         traceparent = traces.traceparent_in(context.invocation_metadata())
         timeout_s = servers.remaining_s(context)
         try:
-            request = _callers_own(request)
+            request = _callers_own(read.request)
         except Forbidden as error:
             self._generator.rejected(error)
             raise
+        prompts: list[PackedIds] = []
+        generated = self._generator.generate(
+            request, timeout_s, traceparent, ids=read.ids, tell_prompt=prompts.append
+        )
         # A client may have stopped reading.
         async with asyncio.timeout(self.time_limit_s(timeout_s)):
-            async with aclosing(self._generator.generate(request, timeout_s, traceparent)) as responses:
+            async with aclosing(generated) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    prompt = prompts.pop().field(_PROMPT_TOKEN_IDS) if prompts else b""
+                    await context.write(response.SerializeToString() + prompt)
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -106,8 +122,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         tells_prompt: bool,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         own = _callers_own(request)
-        tells_prompt = tells_prompt or request.sampling.HasField("prompt_logprobs")  # which names no ids
-        return self._generator.generate(own, timeout_s, traceparent, tells_prompt=tells_prompt)
+        generate = partial(self._generator.generate, own, timeout_s, traceparent)
+        scores = own.sampling.HasField("prompt_logprobs")  # which name no ids
+        return _with_prompt(generate) if tells_prompt or scores else generate()
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
         ids, context_tokens = await self._generator.tokenize(_callers_own(request))
@@ -153,6 +170,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     def _num_up(self, role: Role) -> int:
         return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
+
+
+async def _with_prompt(
+    generate: Callable[..., AsyncGenerator[generation_pb2.GenerateResponse, None]],
+) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    """The first response has its ids. `generate` is Generator's."""
+    prompts: list[PackedIds] = []
+    async with aclosing(generate(tell_prompt=prompts.append)) as responses:
+        async for response in responses:
+            if prompts:
+                response.MergeFromString(prompts.pop().field(_PROMPT_TOKEN_IDS))
+            yield response
 
 
 async def _while_good(

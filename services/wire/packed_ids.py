@@ -16,7 +16,8 @@ from services.wire.isthmus.v1.generation_pb2 import TokenIds
 
 _MORE = 0x80  # of a varint's bytes, all but the last have it
 _MOST_BYTES = 5  # of a varint below 2**32
-_LENGTH_DELIMITED = 2  # wire type
+_BEFORE = bytes(7)  # in front of the first one's
+LENGTH_DELIMITED = 2  # wire type
 _MANY_BYTES = 1 << 10  # of varints: from some hundred on numpy takes half of protobuf's time
 
 
@@ -37,7 +38,12 @@ class PackedIds:
         pb.DiscardUnknownFields()
         varints = _payload(pb.SerializeToString())
         # Out of a message protobuf hands over number by number, too.
-        return cls(array("I", pb.ids) if len(varints) < _MANY_BYTES else unpacked(varints), varints)
+        return cls(array("I", pb.ids), varints) if len(varints) < _MANY_BYTES else cls.from_varints(varints)
+
+    @classmethod
+    def from_varints(cls, varints: bytes) -> Self:
+        """At least one. Raises ValueError as `unpacked`."""
+        return cls(unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
         """Of a message whose field of that number is `repeated uint32`: to be merged or appended."""
@@ -45,21 +51,34 @@ class PackedIds:
 
 
 def unpacked(varints: bytes) -> "array[int]":
-    """The numbers of at least one whole varint, all below 2**32, a byte of each at a time."""
-    octets = np.frombuffer(varints + bytes(_MOST_BYTES), np.uint8)
-    ends = np.flatnonzero(octets[: len(varints)] < _MORE)
-    starts = np.concatenate(([0], ends[:-1] + 1))
-    num_more = ends - starts
-    numbers = (octets[starts] & 0x7F).astype(np.uint32)
-    for nth in range(1, int(num_more.max()) + 1):
-        part = (octets[starts + nth] & 0x7F).astype(np.uint32)
-        numbers |= (part * (num_more >= nth)).astype(np.uint32) << np.uint32(7 * nth)
-    return array("I", numbers.tobytes())
+    """The numbers of at least one varint, all below 2**32.
+
+    Raises ValueError: the last one is not whole, or one takes more than five bytes or bits than 32 has.
+    """
+    octets = np.frombuffer(_BEFORE + varints, np.uint8)
+    ends = np.flatnonzero(octets[len(_BEFORE) :] < _MORE)
+    if not len(ends) or ends[-1] != len(varints) - 1:
+        raise ValueError("the last number breaks off")
+    num_bytes = np.diff(ends, prepend=ends.dtype.type(-1))
+    most_bytes = int(num_bytes.max())
+    if most_bytes > _MOST_BYTES:
+        raise ValueError(f"a number takes {most_bytes} bytes")
+    dtype = np.dtype("<u4" if most_bytes <= 4 else "<u8")
+    # Each byte with those in front of it: a number's last byte has all of it, below it what is not its own.
+    windows = np.ndarray(len(varints), dtype, octets, len(_BEFORE) + 1 - dtype.itemsize, (1,))
+    windows = np.ascontiguousarray(windows).take(ends)  # one copy: to gather what is not aligned takes longer
+    windows >>= ((dtype.itemsize - num_bytes) * 8).astype(dtype)
+    numbers = windows & 0x7F
+    for nth in range(1, most_bytes):
+        numbers |= (windows >> nth) & (0x7F << 7 * nth)
+    if most_bytes == _MOST_BYTES and numbers.max() >= 1 << 32:
+        raise ValueError("a number is too large")
+    return array("I", numbers.astype(np.uint32, copy=False).tobytes())
 
 
 def length_delimited(number: int, payload: bytes) -> bytes:
     """A field that is a message, a string, bytes or packed numbers."""
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(payload)) + payload
+    return _varint(number << 3 | LENGTH_DELIMITED) + _varint(len(payload)) + payload
 
 
 def _payload(field: bytes) -> bytes:

@@ -2,14 +2,16 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from services.net import channels, servers
-from services.router.server import GenerationService
+from services.router.server import GenerationService, add_to_server
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.packed_ids import PackedIds
 
 DEADLINE_S = 20.0
 
@@ -40,7 +42,7 @@ async def talker():
 async def serving(service):
     server = await servers.open_server(
         "127.0.0.1:0",
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        partial(add_to_server, service),
         [],
     )
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
@@ -67,6 +69,31 @@ async def test_a_client_that_leaves_closes_its_generation(stub, talker):
     await call.read()
     call.cancel()
     await asyncio.wait_for(talker.closed.wait(), DEADLINE_S)
+
+
+class Reader(Talker):
+    """A generator that tells its prompt, in two responses, and keeps what it was asked."""
+
+    async def generate(self, request, timeout_s, traceparent, *, ids=None, tell_prompt):
+        self.asked = request
+        self.ids_apart = None if ids is None else list(ids.ids)
+        tell_prompt(PackedIds.of(request.token_ids.ids) if ids is None else ids)
+        for text in ("a", "b"):
+            yield generation_pb2.GenerateResponse(text=text)
+
+
+@pytest.mark.parametrize(("num_ids", "apart"), [(10, False), (1_000, True)])
+async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(num_ids, apart):
+    reader, prompt = Reader(), [200 + i for i in range(num_ids)]
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=prompt), conversation_id="c"
+    )
+    async with serving(GenerationService("m", SimpleNamespace(), reader, SimpleNamespace(), None)) as stub:
+        responses = [response async for response in stub.Generate(request, timeout=DEADLINE_S)]
+    assert [response.text for response in responses] == ["a", "b"]
+    assert [list(response.prompt_token_ids) for response in responses] == [prompt, []]
+    assert reader.asked.conversation_id == "c" and reader.asked.WhichOneof("prompt") == "token_ids"
+    assert reader.ids_apart == (prompt if apart else None)
 
 
 async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):

@@ -49,7 +49,6 @@ from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.packed_ids import PackedIds
 
-_PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _REMEMBERED_ANSWERS_BYTES = 256 << 20
@@ -199,10 +198,12 @@ class Generator:
         timeout_s: float | None = None,
         traceparent: str = "",
         *,
-        tells_prompt: bool = True,
+        ids: PackedIds | None = None,
+        tell_prompt: Callable[[PackedIds], None] | None = None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Responses as they come. Each answer's last one has `finish`; with the last of all nothing is held
-        any more. The first one has the prompt's ids, if it `tells_prompt`.
+        any more. `ids`: those of `request.token_ids`, if they are not in it. `tell_prompt` is told the prompt
+        before the first response.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
@@ -220,7 +221,8 @@ class Generator:
             checked = await self._admit(request, timeout_s)
             with self._track(checked, span, deadline) as progress:
                 past = self._past(request)
-                prompt = await self._encoder().encode(request, past)
+                encoder = self._encoder()
+                prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
                 checked = await self._obliged(checked, prompt)
                 scored_of(checked.sampling, len(prompt.ids))
                 progress.tokenize_s = self._clock() - progress.began_s
@@ -230,8 +232,8 @@ class Generator:
                 answers = answers_to(self._means, checked, prompt, past, progress, deadline)
                 async with aclosing(answers):
                     response = await answers.next_response()
-                    if tells_prompt:
-                        response.MergeFromString(prompt.field(_PROMPT_TOKEN_IDS))
+                    if tell_prompt is not None:
+                        tell_prompt(prompt)
                     unfinished = checked.answered
                     while unfinished := unfinished - response.HasField("finish"):
                         yield response

@@ -16,8 +16,12 @@ from services.wire.packed_ids import PackedIds
 
 _Result = TypeVar("_Result")
 
-# Bytes of a serialized request, or ids; encoding a longer one would be felt by every stream on the loop.
-_LONG_REQUEST, _MANY_IDS = 4096, 2048
+# Bytes of a serialized request; encoding a longer one would be felt by every stream on the loop.
+_LONG_REQUEST = 4096
+# Fewer take less than the 5 ms for which a thread would keep the loop from running, too.
+_MANY_IDS = 1 << 16
+
+_IDS_NAME = "token_ids.ids"
 
 
 class PromptEncoder:
@@ -50,6 +54,11 @@ class PromptEncoder:
             past.recall()
         return await _do(is_long, partial(self.encode_now, request, past))
 
+    def check(self, given: PackedIds) -> PackedIds:
+        """As `encode_now` of a request with those ids."""
+        self._check_prompt(given, _IDS_NAME)
+        return given
+
     def encode_now(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
         """At least one id, every one in the vocabulary, with room for one more token in the context.
 
@@ -58,7 +67,7 @@ class PromptEncoder:
             InvalidRequest: no prompt, an empty one, an id that is not in the vocabulary, or a chat that the
                 template refuses; the message begins with the field.
         """
-        name = "token_ids.ids" if request.HasField("token_ids") else "prompt"
+        name = _IDS_NAME if request.HasField("token_ids") else "prompt"
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
@@ -70,9 +79,12 @@ class PromptEncoder:
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
+        self._check_prompt(prompt, name)
+        return prompt
+
+    def _check_prompt(self, prompt: PackedIds, name: str) -> None:
         self._check_len(len(prompt.ids), name)
         self._check_ids(prompt.ids, name)
-        return prompt
 
     def _encode_text(self, text: str, special_tokens: bool) -> list[int]:
         if not text:

@@ -5,6 +5,7 @@ import hmac
 import os
 import re
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from services.router.http.routes import http_app
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
 from services.router.request.telemetry.metrics import RouterMetrics
-from services.router.server import GenerationService
+from services.router.server import GenerationService, add_to_server
 from services.values.errors import ConfigError, Forbidden, Unauthenticated
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -315,7 +316,7 @@ async def serving(keys, player, told=told_of):
     service = service_of(player, told)
     server = await servers.open_server(
         "127.0.0.1:0",
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        partial(add_to_server, service),
         [],
         interceptors=[GrpcDoor(keys, "isthmus.v1.Generation")],
     )
