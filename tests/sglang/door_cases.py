@@ -145,16 +145,30 @@ def sent(door, output, socket=True):
 def test_a_step_is_one_report(door):
     passed, chunks = sent(door, batch("0a", "0b"))
     assert passed == [] and len(door[1].told) == 1
-    told = {"finish_reason": None, "num_retractions": 0, "cached_tokens": 16}
-    going_on = {"rid": "0a", "output_ids": [7, 0], "meta_info": told}
-    assert chunks[0] == going_on
+    assert door[1].told[0].tokens == {"0a": [7, 0]}
     meta_info = {
         "finish_reason": {"type": "length", "length": 2},
         "num_retractions": 0,
         "cached_tokens": 16,
         "queue_time": 0.5,
     }
-    assert chunks[1] == {"rid": "0b", "output_ids": [7, 1], "meta_info": meta_info}
+    assert chunks == [{"rid": "0b", "output_ids": [7, 1], "meta_info": meta_info}]
+
+
+def test_of_a_request_that_was_retracted_more_is_told_than_its_tokens(door):
+    output = batch("0a", "0b", "0c")
+    output.retraction_counts = [0, 2, 0]
+    _, chunks = sent(door, output)
+    assert door[1].told[0].tokens == {"0a": [7, 0]}
+    told = {"finish_reason": None, "num_retractions": 2, "cached_tokens": 16}
+    assert chunks[0] == {"rid": "0b", "output_ids": [7, 1], "meta_info": told}
+
+
+def test_a_step_in_which_none_ends_is_told(door):
+    output = batch("0a")
+    output.finished_reasons = [None]
+    assert sent(door, output) == ([], [])
+    assert door[1].told == [Outputs([], {"0a": [7, 0]})]
 
 
 def test_what_is_not_ours_goes_on_to_sglang(door):
@@ -165,8 +179,8 @@ def test_what_is_not_ours_goes_on_to_sglang(door):
     for output in (batch(health), AbortReq(rid=health), FlushCacheReqOutput(success=True), batch()):
         assert sent(door, output) == ([output], [])
     mixed = batch("0a", health)
-    passed, chunks = sent(door, mixed)
-    assert passed == [mixed] and [chunk["rid"] for chunk in chunks] == ["0a"]
+    assert sent(door, mixed) == ([mixed], [])
+    assert door[1].told == [Outputs([], {"0a": [7, 0]})]
 
 
 def test_a_process_without_a_socket_of_sglangs_tells_nothing(door):
@@ -207,8 +221,9 @@ def test_scores_of_several_prompts_are_a_report_each(door):
         input_token_logprobs_idx=[[5, 6], [], [5, 7]],
     )
     _, chunks = sent(door, batch("0a", "0b", "0c", **logprobs))
-    assert sorted(chunk["rid"] for chunk in chunks) == ["0a", "0b", "0c"]
-    assert [[chunk["rid"] for chunk in report.chunks] for report in door[1].told] == [["0a"], ["0c"], ["0b"]]
+    assert [chunk["rid"] for chunk in chunks] == ["0a", "0c"]
+    assert [[chunk["rid"] for chunk in report.chunks] for report in door[1].told] == [["0a"], ["0c"], []]
+    assert [report.tokens for report in door[1].told] == [{}, {}, {"0b": [7, 1]}]
 
 
 def test_drafts_are_counted_at_the_end(door, monkeypatch):
@@ -225,5 +240,7 @@ def test_outputs_survive_the_socket(door):
     from services.engine.sglang.lines import decode, encode
     from services.engine.sglang.reports import REPORTS
 
-    _, chunks = sent(door, batch("0a"))
-    assert decode(encode(Outputs(chunks)), REPORTS) == Outputs(chunks)
+    sent(door, batch("0a", "0b"))
+    (told,) = door[1].told
+    assert told.chunks and told.tokens
+    assert decode(encode(told), REPORTS) == told

@@ -1,5 +1,7 @@
 """What a request is to SGLang, and what its answer says of the time it took."""
 
+import asyncio
+
 import pytest
 
 from engine.sglang.stand_in import OWN, PAGE_BYTES, chunk, worker_on
@@ -70,16 +72,42 @@ async def test_several_tokens_of_a_step_come_together_and_end_at_a_stop_token(
 ):
     async def generate(answer):
         for step in STEPS[:-1]:
-            answer.write(chunk(None, step))
+            answer.write_tokens(*step)
         answer.write(chunk({"type": "length"}, STEPS[-1], **drafts))
 
     drafts = {"spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 3}  # of SGLang's last chunk
-    sampling = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(stop,))
-    request = GenerationRequest("r", (1, 2, 3), sampling)
     async with worker_on(generate, checkpoint) as worker:
-        outputs = SglangDecodeEngine(worker, OWN).generate(request, prefilled)
+        outputs = SglangDecodeEngine(worker, OWN).generate(request_of(stop), prefilled)
         told = [output async for output in outputs]
     said = [(output.token_ids, output.finished) for output in told]
     assert said == [*((step, None) for step in answered[:-1]), (answered[-1], finish)]
     counted = (told[-1].drafted_tokens, told[-1].accepted_draft_tokens)
     assert counted == ((6, 3) if len(answered) == len(STEPS) else (0, 0))
+
+
+def request_of(stop):
+    sampling = SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(stop,))
+    return GenerationRequest("r", (1, 2, 3), sampling)
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"), [(99, [(5,), 6, 7, 8, (9, 3)]), (7, [(5,), (6, 7)]), (3, [(5,), 6, 7, 8, (9, 3)])]
+)
+async def test_tokens_behind_the_first_are_told_without_an_output(checkpoint, stop, said):
+    first_is_there = asyncio.Event()
+
+    async def generate(answer):
+        answer.write_tokens(*STEPS[0])
+        await first_is_there.wait()
+        answer.write_tokens(*STEPS[1])
+        answer.write(chunk({"type": "length"}, STEPS[2]))
+
+    told = []
+    async with worker_on(generate, checkpoint) as worker:
+        engine = SglangDecodeEngine(worker, OWN)
+        async for output in engine.generate(request_of(stop), prefilled, told.append):
+            told.append(output.token_ids)
+            assert (output.admitted is None) == first_is_there.is_set()
+            # What is told from here on comes when whoever reads has asked for more.
+            asyncio.get_running_loop().call_soon(first_is_there.set)
+    assert told == said

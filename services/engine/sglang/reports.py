@@ -3,7 +3,7 @@
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,11 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What requests of a rank gained in one step of its scheduler, or why they ended."""
+    """What requests of a rank gained in one step of its scheduler, or why they ended. None is in both."""
 
     chunks: list[dict[str, Any]]  # rid, output_ids (new ones), meta_info: SGLang's words, as over HTTP
+    # By rid the new ids of those of which there is nothing else to tell: nearly all of a step's.
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,9 @@ class Answer:
     def write(self, chunk):
         self._writer.write(encode(Outputs([{"rid": self._rid, **chunk}])))
 
+    def write_tokens(self, *ids):
+        self._writer.write(encode(Outputs([], {self._rid: list(ids)})))
+
     def break_off(self):
         self._writer.close()
 

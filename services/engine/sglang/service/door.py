@@ -1,11 +1,12 @@
 """Requests into SGLang's schedulers: token ids in, token ids out.
 
 stream --Generate--> scheduler --Outputs--> chunks --a finish reason--> end
-   +--left before its end: Abort          +--SGLang ends: Unavailable
+   |                                 +-----> tokens, to who is told them
+   +--left before its end: Abort     +--SGLang ends: Unavailable
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Set
 from typing import Any
 
 from services.engine.sglang.reports import Abort, Generate, Outputs
@@ -15,12 +16,46 @@ from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, Una
 Chunk = dict[str, Any]
 
 
+class Telling:
+    """Who is told tokens that nothing else is said with, in the place of a chunk; not those of `stops`."""
+
+    def __init__(self, tell: Callable[[int], None], stops: Set[int]) -> None:
+        self._tell = tell
+        self._stops = stops
+        self._is_on = False
+
+    def begin(self) -> None:
+        """All that has come so far has been passed on."""
+        self._is_on = True
+
+    def take(self, ids: list[int]) -> bool:
+        """Whether they are told."""
+        if not self._stops.isdisjoint(ids):
+            self._is_on = False  # with a stop the request ends, for us
+        if self._is_on:
+            for token_id in ids:
+                self._tell(token_id)
+        return self._is_on
+
+
+class _Open:
+    """A request, and what has come of it."""
+
+    def __init__(self, telling: Telling | None) -> None:
+        self.chunks: asyncio.Queue[Chunk | IsthmusError] = asyncio.Queue()
+        self._telling = telling
+
+    def put_tokens(self, rid: str, ids: list[int]) -> None:
+        if self._telling is None or not self.chunks.empty() or not self._telling.take(ids):
+            self.chunks.put_nowait({"rid": rid, "output_ids": ids, "meta_info": {"finish_reason": None}})
+
+
 class Door:
     """Of all DP ranks of a worker; on one loop."""
 
     def __init__(self) -> None:
         self._schedulers: dict[int, Say] = {}  # by DP rank
-        self._open: dict[str, asyncio.Queue[Chunk | IsthmusError]] = {}  # by rid
+        self._open: dict[str, _Open] = {}  # by rid
 
     def __repr__(self) -> str:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
@@ -32,8 +67,10 @@ class Door:
     def is_open(self, dp_rank: int) -> bool:
         return dp_rank in self._schedulers
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one request; leaving them before the end aborts it.
+    async def stream(
+        self, body: dict[str, Any], telling: Telling | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one request, but for what `telling` takes; leaving them before the end aborts it.
 
         Raises:
             InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
@@ -46,11 +83,11 @@ class Door:
         rid, ended = body["rid"], False
         if rid in self._open:
             raise InvalidRequest(f"request {rid} is under way already")
-        chunks = self._open[rid] = asyncio.Queue()
+        opened = self._open[rid] = _Open(telling)
         try:
             say(Generate(body))
             while not ended:
-                chunk = await chunks.get()
+                chunk = await opened.chunks.get()
                 ended = isinstance(chunk, IsthmusError) or chunk["meta_info"]["finish_reason"] is not None
                 yield _read(chunk)
         finally:
@@ -61,14 +98,17 @@ class Door:
     def take(self, outputs: Outputs) -> None:
         """Those of requests that were left are dropped."""
         for chunk in outputs.chunks:
-            if (chunks := self._open.get(chunk["rid"])) is not None:
-                chunks.put_nowait(chunk)
+            if (opened := self._open.get(chunk["rid"])) is not None:
+                opened.chunks.put_nowait(chunk)
+        for rid, ids in outputs.tokens.items():
+            if (opened := self._open.get(rid)) is not None:
+                opened.put_tokens(rid, ids)
 
     def close(self, reason: str) -> None:
         """All requests end with Unavailable, and new ones begin no more."""
         self._schedulers.clear()
-        for chunks in self._open.values():
-            chunks.put_nowait(Unavailable(reason))
+        for opened in self._open.values():
+            opened.chunks.put_nowait(Unavailable(reason))
 
 
 def _read(chunk: Chunk | IsthmusError) -> Chunk:

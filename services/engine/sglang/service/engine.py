@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Set
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from services.engine.base import RemotePrefill
 from services.engine.paged.scores import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
+from services.engine.sglang.service.door import Telling
 from services.engine.sglang.service.prompt_scores import check_scored, scoring_arguments, told_of_prompt
 from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
 from services.engine.sglang.service.worker import SglangWorker
@@ -143,17 +144,22 @@ class SglangDecodeEngine(SglangRank):
         body |= {"bootstrap_host": host, "bootstrap_port": int(port)}
         began = time.monotonic()
         rendezvous = Rendezvous(room, self._own_id, peer.id)
+        stops = _stops(request)
+        telling = None if tell is None else Telling(tell, stops)
         leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
         try:
-            async with aclosing(self._worker.stream(body)) as chunks:
+            async with aclosing(self._worker.stream(body, telling)) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
                     check_told(prefill.prompt_logprobs, request)
                     admitted = await self._admitted(request, room, prefill, began, time.monotonic())
-                async for output in _outputs(request, first, chunks, admitted, prefill):
+                output = _output(first, stops)
+                yield replace(output, admitted=admitted, prompt_logprobs=prefill.prompt_logprobs)
+                if telling is not None:
+                    telling.begin()
+                while output.finished is None:
+                    output = _output(await _next_of_decode(chunks), stops)
                     yield output
-                    if output.finished is not None:
-                        break
         finally:
             leg.cancel()
             with suppress(asyncio.CancelledError, Exception):  # whoever waited for it has had its error
@@ -285,37 +291,30 @@ async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 
 async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
-    """The last chunk of a request of one token."""
+    """What the chunks of a request of one token say together."""
     async with aclosing(chunks):
-        last = await _next(chunks)
+        told = await _next(chunks)
         async for chunk in chunks:
-            last = chunk if chunk["output_ids"] else last
-    return last
+            ids = chunk["output_ids"] or told["output_ids"]
+            told = {"output_ids": ids, "meta_info": {**told["meta_info"], **chunk["meta_info"]}}
+    return told
 
 
-async def _outputs(
-    request: GenerationRequest,
-    first: dict[str, Any],
-    chunks: AsyncGenerator[dict[str, Any], None],
-    admitted: Admitted,
-    prefill: PrefillResult,
-) -> AsyncIterator[Output]:
-    """Deltas until the finish; a stop token of the request's ends it whatever SGLang makes of it."""
-    stops = set(request.sampling.stop_token_ids)
-    if not request.sampling.ignore_eos:
-        stops |= set(request.eos_token_ids)
-    output = _output(first, stops)
-    yield replace(output, admitted=admitted, prompt_logprobs=prefill.prompt_logprobs)
-    while output.finished is None:
-        try:
-            chunk = await _next(chunks)
-        except PeerFailed as error:  # prefill's part is over: this is SGLang's own failure
-            raise Unavailable(str(error)) from error
-        output = _output(chunk, stops)
-        yield output
+async def _next_of_decode(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    """When prefill's part is over: a failure is SGLang's own."""
+    try:
+        return await _next(chunks)
+    except PeerFailed as error:
+        raise Unavailable(str(error)) from error
 
 
-def _output(chunk: dict[str, Any], stops: set[int]) -> Output:
+def _stops(request: GenerationRequest) -> Set[int]:
+    """A stop token of the request's ends it whatever SGLang makes of it."""
+    stop_token_ids = frozenset(request.sampling.stop_token_ids)
+    return stop_token_ids if request.sampling.ignore_eos else stop_token_ids.union(request.eos_token_ids)
+
+
+def _output(chunk: dict[str, Any], stops: Set[int]) -> Output:
     """SGLang tells of a request's drafts at its end."""
     ids, meta_info = tuple(int(token) for token in chunk["output_ids"]), chunk["meta_info"]
     reason = meta_info.get("finish_reason")

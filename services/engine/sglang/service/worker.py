@@ -35,7 +35,7 @@ from services.engine.sglang.reports import (
     group_of,
 )
 from services.engine.sglang.service import loads, own_metrics
-from services.engine.sglang.service.door import Door
+from services.engine.sglang.service.door import Door, Telling
 from services.engine.sglang.service.http_client import SglangHttp
 from services.engine.sglang.service.launch.entry_point import require_entry_point
 from services.engine.sglang.service.launch.model_shape import ModelShape
@@ -339,12 +339,14 @@ class SglangWorker:
         assert self._http is not None, "the worker has not been started"
         return self._http
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, body: dict[str, Any], telling: Telling | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of one request. Raises as Door.stream, or Unavailable when we end."""
         if self.ending:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
-            async with aclosing(self._door.stream(body)) as chunks:
+            async with aclosing(self._door.stream(body, telling)) as chunks:
                 retractions = 0
                 async for chunk in chunks:
                     counted = int(chunk["meta_info"].get("num_retractions") or 0)

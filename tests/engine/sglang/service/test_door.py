@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from services.engine.sglang.reports import Abort, Generate, Outputs
-from services.engine.sglang.service.door import Door
+from services.engine.sglang.service.door import Door, Telling
 from services.values.errors import InvalidRequest, PeerFailed, Unavailable
 
 LENGTH = {"type": "length"}
@@ -42,6 +42,55 @@ async def test_outputs_of_a_step_go_to_their_requests_and_ranks_hear_of_their_ow
     assert await first == [[1], [2, 3]] and await second == [[7], []]
     assert door.said == {0: [Generate(body("a", 0))], 1: [Generate(body("b", 1))]}
     assert "open=0" in repr(door)
+
+
+async def test_tokens_are_chunks_where_nobody_is_told_them(door):
+    answer = asyncio.create_task(ids_of(door, "a"))
+    await asyncio.sleep(0)
+    door.take(Outputs([], {"a": [1, 2], "gone": [9]}))
+    door.take(Outputs([chunk("a", [3], LENGTH)]))
+    assert await answer == [[1, 2], [3]]
+
+
+async def passed_on(door, passed, telling, begins_at):
+    """All that comes of "a", in the order in which it is passed on: chunks as lists."""
+    async for chunk in door.stream(body("a"), telling):
+        passed.append(chunk["output_ids"])
+        if len(passed) == begins_at:
+            telling.begin()
+
+
+@pytest.mark.parametrize("begins_at", [1, 2, 3, 9])
+async def test_tokens_are_told_in_their_place_from_the_moment_that_somebody_asks_for_them(door, begins_at):
+    passed = []
+    answer = asyncio.create_task(passed_on(door, passed, Telling(passed.append, set()), begins_at))
+    await asyncio.sleep(0)
+    door.take(Outputs([], {"a": [1]}))
+    door.take(Outputs([], {"a": [2]}))  # while the first one waits to be read
+    await asyncio.sleep(0)
+    door.take(Outputs([], {"a": [3, 4]}))
+    door.take(Outputs([chunk("a", [5])]))
+    door.take(Outputs([], {"a": [6]}))  # behind a chunk
+    await asyncio.sleep(0)
+    door.take(Outputs([], {"a": [7]}))
+    door.take(Outputs([chunk("a", [8], LENGTH)]))
+    await answer
+    ids = [token_id for each in passed for token_id in (each if isinstance(each, list) else [each])]
+    assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    told = [each for each in passed if not isinstance(each, list)]
+    assert told == ([3, 4, 7] if begins_at <= 2 else [7] if begins_at == 3 else [])
+
+
+async def test_a_stop_and_what_comes_behind_it_are_not_told(door):
+    passed = []
+    answer = asyncio.create_task(passed_on(door, passed, Telling(passed.append, {7}), 1))
+    await asyncio.sleep(0)
+    for ids in ([1], [2], [3, 7], [4]):
+        door.take(Outputs([], {"a": ids}))
+        await asyncio.sleep(0)
+    door.take(Outputs([chunk("a", [5], LENGTH)]))
+    await answer
+    assert passed == [[1], 2, [3, 7], [4], [5]]
 
 
 async def test_a_name_that_is_under_way_is_refused_and_the_first_goes_on(door):

@@ -58,10 +58,10 @@ def take_orders(
 
 def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
     """Around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer manager."""
-    chunks = _chunks(output) if sender.socket is not None else []
-    for together in _apart(chunks):
-        process_reporter().report(Outputs(together))
-    if not chunks or _has_others(output):
+    told = _told(output) if sender.socket is not None else []
+    for outputs in told:
+        process_reporter().report(outputs)
+    if not told or _has_others(output):
         original(sender, output, *args, **kwargs)
 
 
@@ -85,27 +85,35 @@ def _generation(order: Generate, vocab_size: int) -> Any:
     return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
 
 
-def _chunks(output: Any) -> list[Chunk]:
+def _told(output: Any) -> list[Outputs]:
     """Of requests of ours."""
     match output:
         case BatchTokenIDOutput(rids=rids):
-            return [_chunk(output, index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]
+            ours = [(index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]
+            tokens = {rid: list(output.output_ids[i]) for i, rid in ours if _is_tokens_alone(output, i)}
+            chunks = [_chunk(output, index, rid) for index, rid in ours if rid not in tokens]
+            return _apart(chunks, tokens)
         case AbortReq(rid=rid) if _is_ours(rid):
             reason = {"type": "abort", "message": output.abort_message or "Abort in waiting queue"}
-            return [_end(rid, output.finished_reason or reason)]
+            return [Outputs([_end(rid, output.finished_reason or reason)])]
     return []
+
+
+def _is_tokens_alone(output: Any, index: int) -> bool:
+    has_scores = output.input_token_logprobs_val and output.input_token_logprobs_val[index]
+    return output.finished_reasons[index] is None and not output.retraction_counts[index] and not has_scores
 
 
 def _has_others(output: Any) -> bool:
     return not all(map(_is_ours, getattr(output, "rids", None) or ()))
 
 
-def _apart(chunks: list[Chunk]) -> list[list[Chunk]]:
+def _apart(chunks: list[Chunk], tokens: dict[str, list[int]]) -> list[Outputs]:
     """Prompts' scores go by themselves: of several that end in a step they could be more than a line holds,
     and what is not read never ends."""
-    scored = [[chunk] for chunk in chunks if "input_token_logprobs" in chunk["meta_info"]]
+    scored = [Outputs([chunk]) for chunk in chunks if "input_token_logprobs" in chunk["meta_info"]]
     others = [chunk for chunk in chunks if "input_token_logprobs" not in chunk["meta_info"]]
-    return [*scored, others] if others else scored
+    return [*scored, Outputs(others, tokens)] if others or tokens else scored
 
 
 def _is_ours(rid: str) -> bool:
