@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.report import Row, table, write_json
 from bench.router import decisions, served
-from bench.router.peer import saturated_peer
+from bench.router.peers.sglang_router import saturated_peer
 from bench.router.saturated import ANSWERS, PROMPTS, STREAMS, Grid, added, parts, saturated
 
 _PARTS = ("decisions", "served", "saturated")
@@ -58,10 +58,11 @@ async def _saturated(arguments: argparse.Namespace) -> dict[str, list[Row]]:
         router_flags=arguments.router_flag,
         ranks=arguments.ranks,
         step_s=arguments.step_ms / 1000,
+        bare="bare" in arguments.peer,
     )
     rows = await saturated(grid)
     report = {"saturated": rows, "added ms": added(rows)}
-    if arguments.peer:
+    if "sglang-router" in arguments.peer:
         report["sglang-router"] = await saturated_peer(grid, arguments.peer_python)
     every = [*rows, *report.get("sglang-router", ())]
     return report | {"cost": parts(every, ("router", "decode"))}
@@ -93,7 +94,13 @@ def _parse() -> argparse.Namespace:
     )
     group.add_argument("--routers", type=int, default=1, help="asked in turn")
     group.add_argument("--router-flag", action="append", default=[], help="--router-flag=--coalesce-ms=0")
-    group.add_argument("--peer", choices=("sglang-router",), help="run it in the same run")
+    group.add_argument(
+        "--peer",
+        nargs="+",
+        choices=("sglang-router", "bare"),
+        default=[],
+        help="run them in the same run; bare: a router that does nothing",
+    )
     group.add_argument("--peer-python", type=Path, default=_PEER_PYTHON, help="has sglang_router")
     return parser.parse_args()
 

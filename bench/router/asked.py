@@ -32,9 +32,9 @@ _WORDS = ("alpha ", "beta ", "gamma ", "delta ", "for ", "while ", "return ", "s
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`front`: grpc (ids), http (ids as JSON), text (HTTP), generate (SGLang's own door, ids), or decode: a
-    decode rank itself, of that life. Several addresses share the streams; a conversation's turns come to
-    all."""
+    """`front`: grpc (ids), bare (the same, of a router that does nothing), http (ids as JSON), text (HTTP),
+    generate (SGLang's own door, ids), or decode: a decode rank itself, of that life. Several addresses share
+    the streams; a conversation's turns come to all."""
 
     front: str
     address: str  # HOST:PORT, or several with commas
@@ -107,7 +107,7 @@ class Prompts:
 
 async def run(asked: Asked) -> Told:
     told, began = Told(), time.monotonic()
-    ask = {"grpc": _grpc, "decode": _decode}.get(asked.front, _http)
+    ask = {"grpc": _grpc, "bare": _grpc, "decode": _decode}.get(asked.front, _http)
     async with asyncio.timeout(asked.seconds + _TIMEOUT_S), asyncio.TaskGroup() as group:
         for each in asked.by_address():
             group.create_task(ask(each, told, began + asked.seconds))

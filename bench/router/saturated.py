@@ -2,7 +2,8 @@
 
     clients (a process) -> router -> decode ranks, engine fake      the CPU of each process, apart
     client -> decode rank, without a router                         what a router adds, one request at a time
-    clients -> sglang-router -> workers that only answer            the peer, in the same run (peer.py)
+    clients -> sglang-router -> workers that only answer            the peer, in the same run (peers/)
+    clients -> a router that does nothing -> a decode rank          what grpc.aio takes (peers/bare.py)
 
 Nine tenths of a prompt are a conversation's, which the ranks hold. A token's cost is the slope over answers
 of different lengths, a request's what is left. ITL counts each token after the first, and 0 for one that came
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ import numpy as np
 
 from bench.report import Row
 from bench.router.asked import Asked, Told
+from bench.router.peers.bare import bare_router
 from bench.router.process import tree_cpu_s
 from bench.router.served import _Cluster
 from bench.router.text import make_checkpoint
@@ -58,6 +61,7 @@ class Grid:
     routers: int = 1
     router_flags: Sequence[str] = ()
     ranks: str = "rank"  # the module that decode ranks run; or stand_in
+    bare: bool = False  # ask the router that does nothing, too
 
     def asked(self, address: Mapping[str, str]) -> list[Asked]:
         """`address` by front."""
@@ -91,10 +95,18 @@ async def saturated(grid: Grid) -> list[Row]:
             http = ",".join(f"127.0.0.1:{port}" for port in cluster.http_ports)
             grpc = ",".join(map(cluster.router_endpoint, range(grid.routers)))
             address = {"grpc": grpc, "http": http, "text": http}
-            every = [*grid.asked(address), *await _direct(grid, cluster)]
-            # What is compared comes side by side: what runs beside changes from minute to minute.
-            every.sort(key=lambda asked: (asked.streams, asked.prompt_tokens, asked.max_tokens))
-            return [await row(asked, _spent(cluster)) for asked in every]
+            direct = await _direct(grid, cluster)
+            every = [*grid.asked(address), *direct]
+            spent = dict.fromkeys((*grid.fronts, "decode"), _spent(cluster))
+            async with AsyncExitStack() as stack:
+                if grid.bare:
+                    bare = bare_router(direct[0], Path(folder) / "bare.log")
+                    endpoint, process = await stack.enter_async_context(bare)
+                    every += replace(grid, fronts=("bare",)).asked({"bare": endpoint})
+                    spent["bare"] = _with_router(spent["decode"], process.pid)
+                # What is compared comes side by side: what runs beside changes from minute to minute.
+                every.sort(key=lambda asked: (asked.streams, asked.prompt_tokens, asked.max_tokens))
+                return [await row(asked, spent[asked.front]) for asked in every]
 
 
 async def _direct(grid: Grid, cluster: LocalCluster) -> list[Asked]:
@@ -120,6 +132,11 @@ def _spent(cluster: LocalCluster) -> Spent:
         return took_s
 
     return spent
+
+
+def _with_router(spent: Spent, pid: int) -> Spent:
+    """In place of ours."""
+    return lambda: {**spent(), "router": tree_cpu_s(pid)}
 
 
 async def row(asked: Asked, spent: Spent) -> Row:

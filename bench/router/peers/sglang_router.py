@@ -5,19 +5,17 @@ at the text or ids for its policy, and tokenizes nothing.
 """
 
 import asyncio
-import os
 import sys
 import tempfile
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from bench.report import Row
+from bench.router.peers.child import child
 from bench.router.process import tree_cpu_s
 from bench.router.saturated import Grid, row
-from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
 from services.values.errors import ConfigError
 
@@ -29,10 +27,10 @@ async def saturated_peer(grid: Grid, python: Path, workers: int = 2) -> list[Row
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-peer-")))
         port, metrics_port, *worker_ports = free_ports("127.0.0.1", 2 + workers)
-        command = [sys.executable, "-m", "bench.router.worker", str(grid.step_s)]
+        command = [sys.executable, "-m", "bench.router.peers.worker", str(grid.step_s)]
         children = {
             f"worker-{index}": await stack.enter_async_context(
-                _child([*command, str(worker_port)], folder / f"worker-{index}.log")
+                child([*command, str(worker_port)], folder / f"worker-{index}.log")
             )
             for index, worker_port in enumerate(worker_ports)
         }
@@ -44,7 +42,7 @@ async def saturated_peer(grid: Grid, python: Path, workers: int = 2) -> list[Row
             "--worker-startup-check-interval=1",
         ]
         log = folder / "router.log"
-        children["router"] = await stack.enter_async_context(_child([*command, "--worker-urls", *urls], log))
+        children["router"] = await stack.enter_async_context(child([*command, "--worker-urls", *urls], log))
         await _until_ready(f"http://127.0.0.1:{port}/health", children["router"], log)
 
         def spent() -> dict[str, float]:
@@ -53,21 +51,6 @@ async def saturated_peer(grid: Grid, python: Path, workers: int = 2) -> list[Row
 
         address = {"generate": f"127.0.0.1:{port}"}
         return [await row(asked, spent) for asked in replace(grid, fronts=("generate",)).asked(address)]
-
-
-@asynccontextmanager
-async def _child(command: list[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(
-            *dying_with_us(command), env=environment, stdout=file, stderr=file
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 async def _until_ready(url: str, child: asyncio.subprocess.Process, log: Path) -> None:

@@ -1,6 +1,6 @@
 """A worker that only answers: SGLang's /generate, one token a step, and whatever else its router asks.
 
-python -m bench.router.worker STEP_S PORT
+python -m bench.router.peers.worker STEP_S PORT
 """
 
 import asyncio

@@ -1,0 +1,1 @@
+"""What a router is measured beside: SGLang's, and one that does nothing."""
