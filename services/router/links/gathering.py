@@ -3,7 +3,8 @@
 A message costs the router the same with one token as with ten. While it has time to spare none waits; while
 its loop's thread is short of time, tokens wait as long as it takes to have some again, and never longer than
 --coalesce-ms. What a client waits for most, the first token and the end, never does; nor does a token whose
-request has them further apart than that, for no other would come to go with it.
+request has them further apart than that, for no other would come to go with it. Where they have to wait the
+longest it is the router that is late, and not the tokens: then all do.
 """
 
 import asyncio
@@ -25,6 +26,10 @@ class Window:
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self.now_s = 0.0
+
+    @property
+    def is_widest(self) -> bool:
+        return self.now_s >= self._most_s
 
     def heed(self, busy: float) -> None:
         """`busy`: of the time since the last call, the share in which the thread ran or wanted to."""
@@ -73,7 +78,7 @@ class Gathering:
         """Whether it is to wait, whose last token came at `since_s`. It is then released in a moment, once
         for each time that it was held."""
         self._sample(now_s)
-        if now_s - since_s >= self._window.now_s:
+        if now_s - since_s >= self._window.now_s and not self._window.is_widest:
             return False
         if not self._held:
             asyncio.get_running_loop().call_later(self._window.now_s, self._release)

@@ -33,14 +33,14 @@ class Times:
         return gathering.hold(MagicMock(), self.now, self.now - since_s)
 
 
-def busy_gathering():
-    """Its window is open as far as it goes."""
+def busy_gathering(samples=20):
+    """Its window is open as far as it goes, if it was busy for long enough."""
     times = Times()
     gathering = times.gathering()
-    for _ in range(20):
+    for _ in range(samples):
         times.spend(0.3, 1.0)
         times.is_held(gathering)
-    assert gathering.window_s == MOST_S
+    assert (gathering.window_s == MOST_S) == (samples == 20) and gathering.window_s
     gathering._release()
     return times, gathering
 
@@ -79,14 +79,27 @@ async def test_an_idle_router_holds_nothing():
 
 
 async def test_tokens_further_apart_than_they_would_wait_do_not():
+    times, gathering = busy_gathering(3)
+    window_s = gathering.window_s
+    assert times.is_held(gathering, 0.9 * window_s) and not times.is_held(gathering, 1.1 * window_s)
+    stream = OutputStream(MagicMock(), "r", None, gathering)
+    for token in (1, 2, 3):
+        times.spend(1.1 * window_s, 1.0)
+        stream.put(Output((token,)))
+        assert stream._came.is_set()
+        await stream.next(all_at_once=True)
+
+
+async def test_of_a_router_that_is_late_all_wait():
+    """Its streams hear less often than a window is long: with a message for each token that stays so."""
     times, gathering = busy_gathering()
-    assert times.is_held(gathering, 0.9 * MOST_S) and not times.is_held(gathering, 1.1 * MOST_S)
     stream = OutputStream(MagicMock(), "r", None, gathering)
     for token in (1, 2, 3):
         times.spend(2 * MOST_S, 1.0)
         stream.put(Output((token,)))
-        assert stream._came.is_set()
-        await stream.next(all_at_once=True)
+        assert not stream._came.is_set()
+    gathering._release()
+    assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (1, 2, 3)
 
 
 async def test_tokens_of_a_moment_come_in_one_and_the_first_and_the_last_at_once():
