@@ -90,9 +90,8 @@ class _Session:
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
         async for command in commands:
-            if command.HasField("start"):
-                self._come.append(command.start)
-                self._has_come.set()
+            self._come += [each.start for each in (command, *command.further) if each.HasField("start")]
+            self._has_come.set()
 
     def step(self, load: common_pb2.RankLoad) -> decode_pb2.StepOutputs:
         last = [number for number, left in self._left.items() if left == 1]
@@ -105,7 +104,9 @@ class _Session:
         outputs += map(self._first, self._come)
         self._come = []
         token_ids = [_TOKEN] * len(numbers)
-        return decode_pb2.StepOutputs(outputs=outputs, load=load, numbers=numbers, token_ids=token_ids)
+        return decode_pb2.StepOutputs(
+            outputs=outputs, load=load, numbers=numbers, token_ids=token_ids, takes_further=True
+        )
 
     def _first(self, start: decode_pb2.Start) -> decode_pb2.RequestOutput:
         output = decode_pb2.RequestOutput(request_id=start.request_id, token_ids=[_TOKEN])

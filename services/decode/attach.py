@@ -90,22 +90,32 @@ class AttachSession:
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
         """Obey until the router ends the stream."""
         async for command in commands:
-            match command.WhichOneof("command"):
-                case "start":
-                    self._start(command.start)
-                case "abort":
-                    self._abort(command.abort.request_id)
-                case _:
-                    raise ProtocolError("an Attach command that is neither start nor abort")
+            self._obey(command)
+            for further in command.further:
+                if further.further:
+                    raise ProtocolError("an Attach command behind another one that has further ones itself")
+                self._obey(further)
+
+    def _obey(self, command: decode_pb2.Command) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                self._start(command.start)
+            case "abort":
+                self._abort(command.abort.request_id)
+            case _:
+                raise ProtocolError("an Attach command that is neither start nor abort")
 
     async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
-        """StepOutputs as they come; one with the load alone after `idle_report_s` of silence."""
+        """StepOutputs as they come; one with the load alone first, and after `idle_report_s` of silence."""
         with closing(Silence(idle_report_s, self._wake.set)) as silence:
+            first = self._message()
+            first.takes_further = True
+            yield first
             while True:
-                yield self._message()
                 silence.begins()
                 await self._wake.wait()
                 silence.ends()
+                yield self._message()
 
     async def close(self) -> None:
         """Cancel everything this router started; returns when all of it has ended."""
@@ -161,7 +171,12 @@ class AttachSession:
         task = asyncio.create_task(self._run(command, message.number), name=f"request-{request_id}")
         self._tasks[request_id] = task
         self._running.add(request_id, task)
-        task.add_done_callback(lambda _: self._tasks.pop(request_id))
+        task.add_done_callback(partial(self._ended, request_id))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        if task.cancelled():  # perhaps before it began
+            self._put(request_id, Output(finished=FinishReason.ABORTED))
 
     def _check(self, message: decode_pb2.Start) -> None:
         if message.decode_generation != self._own_id.generation:
@@ -186,9 +201,6 @@ class AttachSession:
                         await self._generate(command, number, span)
             except TimeoutError:
                 self._put_failure(request_id, DeadlineExceeded("the deadline has passed"))
-            except asyncio.CancelledError:
-                self._put(request_id, Output(finished=FinishReason.ABORTED))
-                raise
             except IsthmusError as error:
                 self._put_failure(request_id, error)
             except Exception:

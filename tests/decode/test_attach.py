@@ -10,6 +10,7 @@ from services.decode.attach import AttachSession, RunningRequests
 from services.decode.metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels
 from services.rank.intake import Intake
+from services.values.errors import ProtocolError
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankId
 from services.values.request import Admitted, Output, SamplingParams
@@ -106,3 +107,72 @@ async def test_what_nobody_takes_any_more_was_generated_all_the_same():
         engine.tell["r1"](7)
         assert generated() == 1
     assert generated() == 2
+
+
+def start(name, **others):
+    return decode_pb2.Start(
+        request_id=name,
+        prompt_ids=[1, 2, 3],
+        sampling=convert_request.sampling_to_proto(SamplingParams()),
+        plan=common_pb2.PLAN_LOCAL,
+        decode_generation=1,
+        **others,
+    )
+
+
+@asynccontextmanager
+async def reading(*commands):
+    """An engine, and its router's session that has read these."""
+
+    async def all_of_them():
+        for command in commands:
+            yield command
+
+    engine = Engine()
+    metrics = DecodeMetrics(CollectorRegistry(), engine)
+    session = AttachSession(engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics)
+    try:
+        await session.read(all_of_them())
+        yield engine, session
+    finally:
+        await session.close()
+
+
+async def test_commands_behind_another_are_obeyed_in_their_order():
+    command = decode_pb2.Command(
+        start=start("a"),
+        further=[
+            decode_pb2.Command(start=start("b")),
+            decode_pb2.Command(abort=decode_pb2.AbortCommand(request_id="a")),
+            decode_pb2.Command(start=start("c")),
+        ],
+    )
+    async with reading(command) as (engine, session), aclosing(session.messages(LONG_S)) as messages:
+        first = await anext(messages)
+        assert first.takes_further
+        said = {}
+        while len(said) < 3:
+            for output in (await anext(messages)).outputs:
+                said[output.request_id] = output
+        assert set(engine.steps) == {"b", "c"}  # the first was aborted before it began
+        assert said["a"].finished == common_pb2.FINISH_REASON_ABORTED
+        assert list(said["b"].token_ids) == list(said["c"].token_ids) == [1]
+
+
+async def test_only_the_first_message_says_what_the_rank_reads():
+    async with attached(1) as (engine, messages, _):
+        engine.tell["r1"](7)
+        assert not (await anext(messages)).takes_further
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        decode_pb2.Command(),
+        decode_pb2.Command(start=start("b"), further=[decode_pb2.Command(start=start("c"))]),
+    ],
+)
+async def test_what_is_no_command_behind_another_breaks_the_stream(further):
+    with pytest.raises(ProtocolError):
+        async with reading(decode_pb2.Command(start=start("a"), further=[further])):
+            pass

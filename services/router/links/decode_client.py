@@ -18,6 +18,7 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
+from services.router.links.commands import Commands
 from services.router.links.gathering import Gathering
 from services.router.links.output_stream import OutputStream
 from services.router.links.silence import SilenceLimit
@@ -60,7 +61,7 @@ class DecodeClient:
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
-        self._commands: asyncio.Queue[bytes] = asyncio.Queue()  # serialized
+        self._commands = Commands()
         self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
         self._numbers: dict[str, int] = {}  # of each request
         self._next_number = count(1)
@@ -94,12 +95,12 @@ class DecodeClient:
         stream = OutputStream(self, request_id, command.timeout_s, self._gathering)
         self._streams[number], self._numbers[request_id] = stream, number
         self._idle.clear()
-        self._commands.put_nowait(message)
+        self._commands.put(message)
         return stream
 
     def send_abort(self, request_id: str) -> None:
         abort = decode_pb2.AbortCommand(request_id=request_id)
-        self._commands.put_nowait(decode_pb2.Command(abort=abort).SerializeToString())
+        self._commands.put(decode_pb2.Command(abort=abort).SerializeToString())
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(self._numbers.pop(request_id, 0), None)
@@ -141,7 +142,7 @@ class DecodeClient:
             await asyncio.sleep(_RETRY_S)
 
     async def _attach(self) -> None:
-        self._commands = asyncio.Queue()  # what was meant for the old stream is void
+        self._commands = Commands()  # what was meant for the old stream is void
         # No stub: what it would serialize is serialized.
         call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
         writer = asyncio.create_task(self._write(call))
@@ -164,9 +165,11 @@ class DecodeClient:
         # A broken stream shows itself to the reader, which ends both.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._commands.get())
+                await call.write(await self._commands.message())
 
     def _receive(self, message: decode_pb2.StepOutputs) -> None:
+        if message.takes_further:
+            self._commands.joins = True
         self._on_load(convert.load_from_proto(message.load))
         self._receive_tokens(message.numbers, message.token_ids)
         for output in message.outputs:

@@ -190,3 +190,32 @@ async def test_tokens_without_as_many_numbers_lose_the_stream():
         with pytest.raises(DecodeRankLost, match="1 numbers of requests for 2 tokens"):
             await client.start(COMMAND).next()
         assert losses == [1]
+
+
+class Batches(decode_pb2_grpc.DecodeServicer):
+    """Notes how many Starts each message brings; reads none before it is released."""
+
+    def __init__(self, takes_further):
+        self._takes_further = takes_further
+        self.release = asyncio.Event()
+        self.starts = []
+
+    async def Attach(self, request_iterator, context):
+        await context.write(decode_pb2.StepOutputs(takes_further=self._takes_further))
+        await self.release.wait()
+        async for command in request_iterator:
+            self.starts.append([each.start.request_id for each in (command, *command.further)])
+
+
+@pytest.mark.parametrize("takes_further", [True, False])
+async def test_requests_of_a_moment_go_in_a_message_if_the_rank_reads_them(takes_further):
+    rank = Batches(takes_further)
+    async with client_of(rank) as (client, _):
+        names = [f"request-{number}" for number in range(20)]
+        for name in names:
+            client.start(replace(COMMAND, request=replace(COMMAND.request, request_id=name)))
+        rank.release.set()
+        while sum(map(len, rank.starts)) < len(names):
+            await asyncio.sleep(0.01)
+    assert [name.partition("#")[0] for names in rank.starts for name in names] == names
+    assert len(rank.starts) == (1 if takes_further else len(names))

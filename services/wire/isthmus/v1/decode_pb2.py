@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/decode.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"c\n\x07\x43ommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.StartH\x00\x12)\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x18.isthmus.v1.AbortCommandH\x00\x42\t\n\x07\x63ommand\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xd2\x02\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x19\n\x11output_ids_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x1e\n\x04plan\x18\x07 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12(\n\x07prefill\x18\x08 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x19\n\x11\x64\x65\x63ode_generation\x18\t \x01(\x06\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0e\n\x06number\x18\r \x01(\x04\"\xb1\x01\n\x0bStepOutputs\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.isthmus.v1.RequestOutput\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\x12\x0f\n\x07numbers\x18\x06 \x03(\x04\x12\x11\n\ttoken_ids\x18\x07 \x03(\rJ\x04\x08\x01\x10\x02J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\x04stepR\x08requestsR\x0cown_requests\"\xd7\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12&\n\x08\x61\x64mitted\x18\x04 \x01(\x0b\x32\x14.isthmus.v1.Admitted\x12,\n\x08\x66inished\x18\x05 \x01(\x0e\x32\x18.isthmus.v1.FinishReasonH\x00\x12)\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x18.isthmus.v1.RequestErrorH\x00\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x08 \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1a.isthmus.v1.PackedLogprobsB\x05\n\x03\x65nd\"\xc9\x03\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x02 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x17\n\x0fkv_bytes_prompt\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x08 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\t \x01(\x01\x12\x12\n\ntransfer_s\x18\n \x01(\x01\x12\x1e\n\x04plan\x18\x0b \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1b\n\x13\x66irst_decode_step_s\x18\x0c \x01(\x01\x12=\n\rcarried_bytes\x18\r \x03(\x0b\x32&.isthmus.v1.Admitted.CarriedBytesEntry\x12\x14\n\x0c\x63onstraint_s\x18\x0e \x01(\x01\x1a\x33\n\x11\x43\x61rriedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"B\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bpeer_failed\x18\x03 \x01(\x08\x32\x44\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttach\x12\x13.isthmus.v1.Command\x1a\x17.isthmus.v1.StepOutputs(\x01\x30\x01\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/v1/decode.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x89\x01\n\x07\x43ommand\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x11.isthmus.v1.StartH\x00\x12)\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x18.isthmus.v1.AbortCommandH\x00\x12$\n\x07\x66urther\x18\x03 \x03(\x0b\x32\x13.isthmus.v1.CommandB\t\n\x07\x63ommand\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xd2\x02\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x19\n\x11output_ids_so_far\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x1e\n\x04plan\x18\x07 \x01(\x0e\x32\x10.isthmus.v1.Plan\x12(\n\x07prefill\x18\x08 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x19\n\x11\x64\x65\x63ode_generation\x18\t \x01(\x06\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0e\n\x06number\x18\r \x01(\x04\"\xc8\x01\n\x0bStepOutputs\x12*\n\x07outputs\x18\x02 \x03(\x0b\x32\x19.isthmus.v1.RequestOutput\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\x12\x0f\n\x07numbers\x18\x06 \x03(\x04\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x15\n\rtakes_further\x18\x08 \x01(\x08J\x04\x08\x01\x10\x02J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\x04stepR\x08requestsR\x0cown_requests\"\xd7\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12&\n\x08\x61\x64mitted\x18\x04 \x01(\x0b\x32\x14.isthmus.v1.Admitted\x12,\n\x08\x66inished\x18\x05 \x01(\x0e\x32\x18.isthmus.v1.FinishReasonH\x00\x12)\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x18.isthmus.v1.RequestErrorH\x00\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x08 \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1a.isthmus.v1.PackedLogprobsB\x05\n\x03\x65nd\"\xc9\x03\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x02 \x01(\r\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x17\n\x0fkv_bytes_prompt\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x08 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\t \x01(\x01\x12\x12\n\ntransfer_s\x18\n \x01(\x01\x12\x1e\n\x04plan\x18\x0b \x01(\x0e\x32\x10.isthmus.v1.Plan\x12\x1b\n\x13\x66irst_decode_step_s\x18\x0c \x01(\x01\x12=\n\rcarried_bytes\x18\r \x03(\x0b\x32&.isthmus.v1.Admitted.CarriedBytesEntry\x12\x14\n\x0c\x63onstraint_s\x18\x0e \x01(\x01\x1a\x33\n\x11\x43\x61rriedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"B\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bpeer_failed\x18\x03 \x01(\x08\x32\x44\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttach\x12\x13.isthmus.v1.Command\x1a\x17.isthmus.v1.StepOutputs(\x01\x30\x01\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\024isthmus/v1;isthmusv1'
   _globals['_ADMITTED_CARRIEDBYTESENTRY']._loaded_options = None
   _globals['_ADMITTED_CARRIEDBYTESENTRY']._serialized_options = b'8\001'
-  _globals['_COMMAND']._serialized_start=64
-  _globals['_COMMAND']._serialized_end=163
-  _globals['_ABORTCOMMAND']._serialized_start=165
-  _globals['_ABORTCOMMAND']._serialized_end=199
-  _globals['_START']._serialized_start=202
-  _globals['_START']._serialized_end=540
-  _globals['_STEPOUTPUTS']._serialized_start=543
-  _globals['_STEPOUTPUTS']._serialized_end=720
-  _globals['_REQUESTOUTPUT']._serialized_start=723
-  _globals['_REQUESTOUTPUT']._serialized_end=1066
-  _globals['_ADMITTED']._serialized_start=1069
-  _globals['_ADMITTED']._serialized_end=1526
-  _globals['_ADMITTED_CARRIEDBYTESENTRY']._serialized_start=1475
-  _globals['_ADMITTED_CARRIEDBYTESENTRY']._serialized_end=1526
-  _globals['_REQUESTERROR']._serialized_start=1528
-  _globals['_REQUESTERROR']._serialized_end=1594
-  _globals['_DECODE']._serialized_start=1596
-  _globals['_DECODE']._serialized_end=1664
+  _globals['_COMMAND']._serialized_start=65
+  _globals['_COMMAND']._serialized_end=202
+  _globals['_ABORTCOMMAND']._serialized_start=204
+  _globals['_ABORTCOMMAND']._serialized_end=238
+  _globals['_START']._serialized_start=241
+  _globals['_START']._serialized_end=579
+  _globals['_STEPOUTPUTS']._serialized_start=582
+  _globals['_STEPOUTPUTS']._serialized_end=782
+  _globals['_REQUESTOUTPUT']._serialized_start=785
+  _globals['_REQUESTOUTPUT']._serialized_end=1128
+  _globals['_ADMITTED']._serialized_start=1131
+  _globals['_ADMITTED']._serialized_end=1588
+  _globals['_ADMITTED_CARRIEDBYTESENTRY']._serialized_start=1537
+  _globals['_ADMITTED_CARRIEDBYTESENTRY']._serialized_end=1588
+  _globals['_REQUESTERROR']._serialized_start=1590
+  _globals['_REQUESTERROR']._serialized_end=1656
+  _globals['_DECODE']._serialized_start=1658
+  _globals['_DECODE']._serialized_end=1726
 # @@protoc_insertion_point(module_scope)

@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Command(_message.Message):
-    __slots__ = ("start", "abort")
+    __slots__ = ("start", "abort", "further")
     START_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     start: Start
     abort: AbortCommand
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ...) -> None: ...
+    further: _containers.RepeatedCompositeFieldContainer[Command]
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., further: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class AbortCommand(_message.Message):
     __slots__ = ("request_id",)
@@ -52,16 +54,18 @@ class Start(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs", "load", "numbers", "token_ids")
+    __slots__ = ("outputs", "load", "numbers", "token_ids", "takes_further")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FURTHER_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _common_pb2.RankLoad
     numbers: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    takes_further: bool
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., takes_further: _Optional[bool] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "token_ids", "logprobs", "admitted", "finished", "error", "drafted_tokens", "accepted_draft_tokens", "prompt_logprobs")
