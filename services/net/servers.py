@@ -6,13 +6,16 @@ One server's life: open_server (bound, SERVING) --> set_serving as often as need
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.net import call_takers
+from services.net.call_takers import CallTakers
 from services.net.channels import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS
 from services.net.guard import ErrorInterceptor
 from services.net.tls import TlsConfig
@@ -22,6 +25,7 @@ from services.values.request import MAX_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_CALLS = 100_000
+_TAKERS = 16  # of each method; 8 and 64 do as well
 _SERVER_OPTIONS = [
     *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
@@ -54,6 +58,7 @@ class RpcServer:
         self.port = port
         self._server = server
         self._checks = checks
+        self._takers: list[CallTakers] = []
 
     def __repr__(self) -> str:
         return f"RpcServer(port={self.port})"
@@ -71,6 +76,20 @@ class RpcServer:
         """Take no new call; cancel those that still run after `grace_s`; return when all have ended."""
         await self.begin_shutdown()
         await self._server.stop(grace_s)
+        for takers in self._takers:
+            await takers.ended()
+
+    def take_many(
+        self,
+        handlers: Mapping[str, grpc.RpcMethodHandler],
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+    ) -> None:
+        """Calls of these methods several at a time."""
+        if handlers and (within := call_takers.find(self._server)) is not None:
+            self._takers += [
+                CallTakers(within, method, handler, interceptors, _TAKERS)
+                for method, handler in handlers.items()
+            ]
 
 
 async def open_server(
@@ -80,11 +99,13 @@ async def open_server(
     tls: TlsConfig | None = None,
     serving: bool = True,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    busy: Mapping[str, grpc.RpcMethodHandler] = MappingProxyType({}),
 ) -> RpcServer:
     """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
 
     `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
-    or their handlers raise is answered as what a servicer raises.
+    or their handlers raise is answered as what a servicer raises. `busy`: methods (/package.Service/Method)
+    for which many call at once, each with the handler that is registered for it.
 
     Raises:
         ConfigError: the address cannot be bound, or the TLS files cannot be used.
@@ -100,6 +121,7 @@ async def open_server(
     opened = RpcServer(server, port, checks)
     await opened.set_serving(serving)
     await server.start()
+    opened.take_many(busy, (guard, *interceptors))
     return opened
 
 

@@ -46,7 +46,7 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
-from services.router.server import SERVICE_NAME, GenerationService, add_to_server
+from services.router.server import GENERATE, SERVICE_NAME, GenerationService, add_to_server, generate_handler
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
@@ -209,6 +209,7 @@ async def _serve_grpc(
         config.tls(),
         serving=False,
         interceptors=[] if api_keys is None else [GrpcDoor(api_keys, SERVICE_NAME)],
+        busy={GENERATE: generate_handler(service)},
     )
 
 

@@ -25,15 +25,20 @@ from services.wire.packed_ids import PackedIds
 from services.wire.read_request import ReadRequest, read_request
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+GENERATE = f"/{SERVICE_NAME}/Generate"
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _UNREAD_S = 60.0  # that a response may wait for its reader
 
 
+def generate_handler(service: "GenerationService") -> grpc.RpcMethodHandler:
+    """How Generate's messages are read and written."""
+    return grpc.unary_stream_rpc_method_handler(service.Generate, request_deserializer=read_request)
+
+
 def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None:
-    """As the generated function does, but for how Generate's messages are read and written."""
-    generate = grpc.unary_stream_rpc_method_handler(service.Generate, request_deserializer=read_request)
+    """As the generated function does, but for `generate_handler`."""
     generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
-    server.add_registered_method_handlers(SERVICE_NAME, {"Generate": generate})  # takes the place of its own
+    server.add_registered_method_handlers(SERVICE_NAME, {"Generate": generate_handler(service)})
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):

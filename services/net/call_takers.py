@@ -1,0 +1,79 @@
+"""A method's calls taken up several at a time.
+
+grpc.aio's server asks its core for one call of a method, and for the next one some turns of the loop after
+that has come. A loop that is busy takes long turns: of a thousand clients that ask at once it serves a few,
+and where neither metrics nor admission see them the others wait. Takers ask for calls beside it, and each
+call then goes the way that grpc.aio's own go:
+
+    core --> grpc.aio's loop: one call ---+
+         --> taker: one call -------------+--> _handle_rpc: interceptors, handler, status
+         --> taker: one call -------------+
+
+That way is not public. `find` says whether the grpcio that is installed has it; without it everything works,
+and calls are taken up one by one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc._cython import cygrpc
+
+_NAMES = ("_MethodResolver", "_RequestCallError", "_handle_rpc", "_schedule_rpc_coro")
+
+log = logging.getLogger(__name__)
+
+
+class CallTakers:
+    """Of one method of a server that has started; they end when it stops."""
+
+    def __init__(
+        self,
+        server: Any,
+        method: str,
+        handler: grpc.RpcMethodHandler,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        count: int,
+    ) -> None:
+        """`server`: as of `find`. `method` is registered there, as /package.Service/Method."""
+        self._server = server
+        self._method = method
+        self._resolver = cygrpc._MethodResolver([], {method: handler})
+        self._interceptors = tuple(interceptors)
+        self._loop = asyncio.get_running_loop()
+        self._calls = set[asyncio.Task[None]]()  # the loop itself does not keep them
+        self._takers = [self._loop.create_task(self._take()) for _ in range(count)]
+
+    async def ended(self) -> None:
+        """Returns when the server, which has stopped, has told all of them."""
+        await asyncio.gather(*self._takers)
+
+    async def _take(self) -> None:
+        name = self._method.encode()
+        while True:
+            try:
+                state = await self._server._request_registered_call(name)
+            except cygrpc._RequestCallError:
+                if self._server.is_running():
+                    continue
+                return
+            self._handle(state)
+
+    def _handle(self, state: Any) -> None:
+        way = cygrpc._handle_rpc(self._method, self._resolver, self._interceptors, state, self._loop, False)
+        task = self._loop.create_task(cygrpc._schedule_rpc_coro(way, state, self._loop, self._method))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+
+def find(server: grpc.aio.Server) -> Any:
+    """The server that takers ask; None: this grpcio has another."""
+    within = getattr(server, "_server", None)
+    known = all(hasattr(cygrpc, name) for name in _NAMES)
+    if not known or not hasattr(within, "_request_registered_call"):
+        log.warning("grpcio_unknown version=%s calls=one_by_one", grpc.__version__)
+        return None
+    return within
