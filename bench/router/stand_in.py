@@ -24,7 +24,7 @@ from services.index.keys import ClusterKeys
 from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.kv.block_hash import SCHEME
-from services.net import servers
+from services.net import poller, servers
 from services.process import signals
 from services.rank.config import RankConfig
 from services.settings.flags import load
@@ -128,6 +128,7 @@ def _last(request_id: str) -> decode_pb2.RequestOutput:
 
 async def main(config: RankConfig) -> None:
     stopping = signals.stop_on_signals()
+    poller.start()
     async with AsyncExitStack() as stack:
         for index in range(config.dp_size):
             await _open(stack, config, index)

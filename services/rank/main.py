@@ -35,7 +35,7 @@ from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.index.write.publisher import PublisherSettings
 from services.kv.block_hash import SCHEME
-from services.net import servers
+from services.net import poller, servers
 from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process import signals, supervisor
@@ -177,6 +177,7 @@ async def run_ranks(
 ) -> None:
     """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError, Unavailable as open_rank."""
     notifier, stopping = notifier or Notifier(), signals.stop_on_signals()
+    poller.start()
     async with AsyncExitStack() as stack:
         beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
         stack.callback(beating.cancel)

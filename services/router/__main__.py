@@ -8,7 +8,7 @@ import sys
 
 from services.host import descriptors
 from services.host.ports import host_port
-from services.net import servers
+from services.net import poller, servers
 from services.observe import log_lines
 from services.process import health, signals
 from services.process.events import pass_on
@@ -45,6 +45,7 @@ def _do_without_torch() -> None:
 async def _run(config: RouterConfig, name: str) -> None:
     """Until SIGTERM, or until it cannot go on."""
     stopping, lifecycle, notifier = signals.stop_on_signals(), Lifecycle("the router"), Notifier()
+    poller.start()
 
     def check() -> Health:
         return joint_health([lifecycle.health(), config.tls_health()])
