@@ -208,7 +208,7 @@ def _remote_options(
                 for sender in senders
                 if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s
             ]
-        options += pricing.remotes(receiver, in_time)
+        options += pricing.remotes(receiver, in_time, bytes_per_s, prices[index])
     return options
 
 
@@ -245,12 +245,14 @@ def _choose(
         home_s = min(option.total_s for option in at_home)
         if weights.is_near(home_s, best_s, home.held_s):
             return _pick(at_home, home_s, tie)[0], home.reason
-    own, others = ([option for option in options if option.own is is_own] for is_own in (True, False))
-    if own and weights.is_near(min(option.total_s for option in own), best_s):
-        options = own
-    lowest_s = min(option.total_s for option in options)
+    lowest_s, others = best_s, [option for option in options if not option.own]
+    if others and len(others) < len(options):
+        own = [option for option in options if option.own]
+        own_s = min(option.total_s for option in own)
+        if weights.is_near(own_s, best_s):
+            options, lowest_s = own, own_s
     option, num_equal = _pick(options, lowest_s, tie)
-    if options is own and any(other.total_s <= lowest_s for other in others):
+    if option.own and any(other.total_s <= lowest_s for other in others):
         return option, "share"
     return option, "tie" if num_equal > 1 else "cheapest"
 

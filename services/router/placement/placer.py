@@ -31,7 +31,7 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
-from services.values.kv import BlockHash, KvLayout
+from services.values.kv import KvLayout
 from services.values.rank import Plan, RankKey, Role
 from services.values.registration import NO_CACHE, Registration
 
@@ -230,8 +230,9 @@ class Placer:
         telling = {key: blocks for key, _, blocks in found if key in self._telling} if self._telling else {}
         resumed = self._resumed(telling, asked) if telling else {}
         block_tokens, hits = self._settings.index_block, []
-        for key, _, blocks in found:
-            matched, worth = blocks * block_tokens, self._worth(key, asked, blocks)
+        worths = self._worths(found, asked)
+        for (key, _, blocks), worth in zip(found, worths, strict=True):
+            matched = blocks * block_tokens
             if (of_rank := resumed.get(key)) is None:
                 resume = None if asked.reusable_tokens == math.inf else min(worth, asked.most_reused)
                 hits.append(_Hit(matched, worth, resume=resume))
@@ -326,30 +327,33 @@ class Placer:
                     break
 
     def _decode_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> DecodeCandidate:
-        key = rank.id.key
-        now, page_size = sight.now(key), rank.layout.page_size
-        books = now.load.books
+        rank_id, page_size = rank.id, rank.layout.page_size
+        key = rank_id.key
+        now = sight.now(key)
+        load, matched, worth, matched_resume, resume = now.load, *hit
+        books = load.books
+        # By position: by name it takes twice as long, and there are a dozen.
         return DecodeCandidate(
-            id=rank.id,
-            hit_tokens=hit.worth,
-            pending_tokens=now.pending_tokens,
-            prefill_tokens_per_s=now.tokens_per_s,
-            running=now.running,
-            token_s=now.load.token_s,
-            free_tokens=books.free * page_size,
-            evictable_tokens=books.cached * page_size,
-            excluded=sight.exclusion(rank),
-            queued=now.queued,
-            matched_tokens=hit.matched,
-            waiting_tokens=now.load.waiting_tokens,
-            own=key in self._decodes.own,
-            queue_wait_s=sight.queue_wait_s(key),
-            compute_wait_s=now.compute_wait_s,
-            holds_tokens=rank.max_context_tokens,
-            receives=sight.receives(key),
-            resume_tokens=hit.resume,
-            matched_resume_tokens=hit.matched_resume,
-            tokens_per_step=now.load.tokens_per_step,
+            rank_id,
+            worth,  # hit_tokens
+            now.pending_tokens,
+            now.tokens_per_s,
+            now.running,
+            load.token_s,
+            books.free * page_size,
+            books.cached * page_size,  # evictable_tokens
+            sight.exclusion(rank),
+            now.queued,
+            matched,
+            load.waiting_tokens,
+            key in self._decodes.own,
+            sight.queue_wait_s(key),
+            now.compute_wait_s,
+            rank.max_context_tokens,
+            sight.receives(key),
+            resume,
+            matched_resume,
+            load.tokens_per_step,
         )
 
     def _prefill_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> PrefillCandidate:
@@ -376,14 +380,14 @@ class Placer:
     def _holds_most(self, rank: Registration) -> bool:
         return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
 
-    def _worth(self, rank: RankKey, asked: Asked, blocks: int) -> int:
+    def _worths(self, found: Sequence[_Found], asked: Asked) -> Iterator[int]:
         """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
-        balance, block_tokens = self._balance, self._settings.index_block
-        trusted = balance.trust.worth(rank, blocks * block_tokens, balance.clock())
-        return max(trusted, balance.predicted_match(rank, self._hashes(rank, asked)) * block_tokens)
-
-    def _hashes(self, rank: RankKey, asked: Asked) -> Sequence[BlockHash]:
-        return asked.chains.of(rank in self._paired)
+        now, block_tokens, paired = self._balance.clock(), self._settings.index_block, self._paired
+        trusted, predicted = self._balance.trust.worth, self._balance.predictions.match
+        hashes = asked.chains.tokens
+        for rank, _, blocks in found:
+            of_rank = asked.chains.pairs if rank in paired else hashes
+            yield max(trusted(rank, blocks * block_tokens, now), predicted(rank, of_rank, now) * block_tokens)
 
     def sent(
         self,

@@ -132,6 +132,8 @@ class PriceList:
         self.request = request
         self.weights = weights
         self.bandwidth = bandwidth
+        # More than the roomiest rank holds it cannot become.
+        self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.occupy = _occupy(weights, prefills)
         self.occupy_local = _occupy(weights, decodes)
         # Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any.
@@ -152,8 +154,8 @@ class PriceList:
         prompt = self.request.prompt_tokens
         delta, uncached = max(0, prompt - decode.hit_tokens), max(1, prompt - decode.reused_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
-        outgrow_s, lacking = self.outgrow_s(decode), delta - decode.free_tokens
-        room_s = evict_s = 0.0
+        lacking, room_s, evict_s = delta - decode.free_tokens, 0.0, 0.0
+        outgrow_s = 0.0 if decode.holds_tokens >= self.grows_to else self.outgrow_s(decode)
         if lacking > 0:
             # Sequences that end free at least as many tokens as were generated, one each in that time.
             shortage = max(0, lacking - decode.evictable_tokens)
@@ -164,11 +166,9 @@ class PriceList:
         return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)
 
     def outgrow_s(self, decode: DecodeCandidate) -> float:
-        """Nothing where no rank holds more than this one, or all of it fits."""
-        request, holds = self.request, decode.holds_tokens
-        if holds >= (request.longest_tokens if request.most_tokens is None else request.most_tokens):
-            return 0.0
-        room = max(0, holds - request.prompt_tokens)
+        """Of one that does not hold all that it may grow to."""
+        holds = decode.holds_tokens
+        room = max(0, holds - self.request.prompt_tokens)
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
 
     def local_terms(self, receiver: Receiver) -> dict[str, float]:
@@ -225,9 +225,11 @@ class PriceList:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         return receiver.at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
-    def remotes(self, receiver: Receiver, senders: Iterable[Sender]) -> Iterator[Option]:
-        """One of each sender. Most have the same bandwidth."""
-        last, fixed_s, transfer_s = 0.0, 0.0, 0.0
+    def remotes(
+        self, receiver: Receiver, senders: Iterable[Sender], bytes_per_s: float, known: tuple[float, float]
+    ) -> Iterator[Option]:
+        """One of each sender. `known` is `receiving_s` at `bytes_per_s`, which most of them have."""
+        last, (fixed_s, transfer_s) = bytes_per_s, known
         for sender in senders:
             bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
             if bytes_per_s != last:

@@ -51,6 +51,8 @@ def shortlist(
     Of ranks that cost the same, the least crowded come first. One at which the wait is the shortest is among
     them.
     """
+    if len(fixed_s) == 1:
+        return [0]
     columns = zip(fixed_s, overlapped_s, waits_s, strict=True)
     keys = [(fixed + overlapped, fixed, wait) for fixed, overlapped, wait in columns]
     lowest = min(fixed_s), min(waits_s)

@@ -150,20 +150,19 @@ class Balance:
         if known is None:
             return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now), self._speeds.knows(rank))
         load = known.load
-        tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
-        done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
-        pending_tokens = max(0, load.pending_tokens - done) + known.unseen_tokens
-        queued = load.waiting + len(known.unseen)
-        if (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
-            pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
-        return RankNow(
-            load=load,
-            pending_tokens=pending_tokens,
-            queued=queued,
-            running=max(load.running, len(known.decoding) or len(known.computing)),
-            tokens_per_s=tokens_per_s,
-            is_measured=load.prefill_tokens_per_s > 0 or self._speeds.knows(rank),
+        reported, tokens_per_s = (
+            load.pending_tokens,
+            load.prefill_tokens_per_s or self._speeds.rate(rank, now),
         )
+        pending_tokens, queued = known.unseen_tokens, load.waiting + len(known.unseen)
+        if reported:
+            done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
+            pending_tokens += max(0, reported - done)
+        if known.computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
+            pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
+        running, ours = load.running, len(known.decoding) or len(known.computing)
+        is_measured = load.prefill_tokens_per_s > 0 or self._speeds.knows(rank)
+        return RankNow(load, pending_tokens, queued, max(running, ours), tokens_per_s, is_measured)
 
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
         """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
@@ -293,9 +292,7 @@ class _KnownRank:
             self.unseen_tokens -= flight.uncached_tokens
 
     def least_pending(self, now: float, tokens_per_s: float) -> int:
-        """Tokens of ours that it cannot have computed since the oldest of them was sent."""
-        if not self.computing:
-            return 0
+        """Tokens of ours that it cannot have computed since the oldest of them, which there is, was sent."""
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 

@@ -49,7 +49,8 @@ class Trust:
 
     def worth(self, rank: RankKey, matched_tokens: int, now: float) -> int:
         """What a hit of so many tokens counts as."""
-        if matched_tokens == 0 or rank not in self._records:
+        record = self._records.get(rank)
+        if matched_tokens == 0 or record is None or record.delivered >= record.predicted:
             return matched_tokens
         trust = self.of(rank, now)
         return matched_tokens if trust >= _WHOLE else int(trust * matched_tokens)

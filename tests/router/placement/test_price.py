@@ -53,7 +53,9 @@ def test_every_pair_costs_to_the_digit_what_its_sums_in_order_are(asked, decodes
     pricing = PriceList(asked, WEIGHTS, bandwidth, decodes, prefills)
     senders, receivers = list(map(pricing.sender, prefills)), list(map(pricing.receiver, decodes))
     for receiver in receivers:
-        for sender, priced in zip(senders, pricing.remotes(receiver, senders), strict=True):
+        for sender, priced in zip(
+            senders, pricing.remotes(receiver, senders, 1.0, pricing.receiving_s(receiver, 1.0)), strict=True
+        ):
             assert priced.total_s == remote_s(asked, pricing, receiver.decode, sender.prefill)
             assert priced.bytes_per_s == bandwidth(sender.prefill.id.key, receiver.decode.id.key)
 
