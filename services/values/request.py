@@ -88,6 +88,8 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         """Each has its price at every token, and all of them go with the request to each rank."""
+        if not self.stop and not self.stop_token_ids:
+            return
         count, longest = len(self.stop), max(map(len, self.stop), default=0)
         _require(count <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", count)
         expected = f"made of strings of at most {_MAX_STOP_CHARS} characters"
@@ -97,12 +99,16 @@ class SamplingParams:
         _require(count <= _MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {_MAX_STOP_TOKEN_IDS} ids", count)
 
     def _check_biases(self) -> None:
+        if not self.logit_bias:
+            return
         count = len(self.logit_bias)
         _require(count <= _MAX_BIASES, "logit_bias", f"of at most {_MAX_BIASES} ids", count)
         for token_id, bias in self.logit_bias:
             _require(abs(bias) <= _MAX_BIAS, f"logit_bias[{token_id}]", "between -100 and 100", bias)
 
     def _check_bad_words(self) -> None:
+        if not self.bad_words and not self.bad_token_ids:
+            return
         count, longest = len(self.bad_words), max(map(len, self.bad_words), default=0)
         _require(count <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings", count)
         expected = f"made of strings of at most {_MAX_BAD_WORD_CHARS} characters"
@@ -115,6 +121,8 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Raises InvalidRequest, naming the field, for an id that is none of the vocabulary's."""
+        if not self.logit_bias and not self.bad_token_ids:
+            return
         ids = {
             "logit_bias": [token_id for token_id, _ in self.logit_bias],
             "bad_token_ids": [token_id for each in self.bad_token_ids for token_id in each],

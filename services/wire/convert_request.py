@@ -51,7 +51,8 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         raise
     if sampling.constraint is not None:
         pb.constraint.CopyFrom(constraint_to_proto(sampling.constraint))
-    pb.logit_bias.update(dict(sampling.logit_bias))
+    if sampling.logit_bias:
+        pb.logit_bias.update(dict(sampling.logit_bias))
     for ids in sampling.bad_token_ids:
         pb.bad_token_ids.add(ids=ids)
     return pb

@@ -54,7 +54,7 @@ def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
     """A `kind` of the message. Raises ProtocolError for a number that is not finite."""
     given = given_fields(kind, pb, but=otherwise)
     for name, value in given.items():
-        if type(value) is float:
+        if type(value) is float and not math.isfinite(value):
             finite(f"{pb.DESCRIPTOR.name}.{name}", value)
     return kind(**given, **otherwise)
 

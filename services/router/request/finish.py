@@ -17,7 +17,9 @@ def finish_of(
 ) -> generation_pb2.Finish:
     """`drift_tokens` None: this router has not seen the conversation's last turn."""
     placements = list(_placements(progress))
-    tried = [_placement(progress.placed)] if progress.placed is not None else []
+    placement = placements[0] if placements else None
+    if placement is None and progress.placed is not None:  # else it was aborted before it was placed
+        placement = _placement(progress.placed)
     usage = generation_pb2.Usage(drift_tokens=drift_tokens)
     if placements:
         usage.MergeFrom(placements[0].usage)
@@ -27,8 +29,7 @@ def finish_of(
         reason=convert_request.finish_reason_to_proto(reason),
         matched_stop=matched_stop,
         usage=usage,
-        # Unset for a request that was aborted before it was placed.
-        placement=next(iter(placements + tried), None),
+        placement=placement,
         placements=placements,
         totals=_totals(placements),
         stages=_stages(progress),
@@ -72,6 +73,9 @@ def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
 
 def _totals(placements: Sequence[generation_pb2.Placement]) -> generation_pb2.Totals:
     usages = [placement.usage for placement in placements]
+    if len(usages) == 1:
+        [usage] = usages
+        return generation_pb2.Totals(**{name: getattr(usage, name) for name in _TOTALS})
     return generation_pb2.Totals(**{name: sum(getattr(each, name) for each in usages) for name in _TOTALS})
 
 

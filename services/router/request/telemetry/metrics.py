@@ -203,7 +203,8 @@ class RouterMetrics:
         self._itl.observe(took_s / num_tokens, num_tokens)
 
     def drifted(self, num_tokens: int) -> None:
-        self._drift.inc(num_tokens)
+        if num_tokens:
+            self._drift.inc(num_tokens)
 
     def past_answers(self, outcomes: Mapping[str, int]) -> None:
         for outcome, number in outcomes.items():
@@ -232,8 +233,10 @@ class RouterMetrics:
 
     def transferred(self, admitted: Admitted) -> None:
         """Account for the bytes of any placement."""
-        self._moved.inc(admitted.kv_bytes_moved)
-        self._saved.inc(admitted.kv_bytes_saved)
+        if admitted.kv_bytes_moved:
+            self._moved.inc(admitted.kv_bytes_moved)
+        if saved := admitted.kv_bytes_saved:
+            self._saved.inc(saved)
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         """Account for a request that has ended, however it ended."""
@@ -245,10 +248,14 @@ class RouterMetrics:
         if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
             self._abandoned.observe(took_s)
         for answer in progress.answers:
-            self._reasoning.inc(answer.reasoning_tokens)
-            self._read_calls.inc(answer.num_calls)
-            self._broken_calls.inc(answer.num_broken_calls)
-            self._cut_off.inc(answer.finish_reason is FinishReason.CAPACITY)
+            if answer.reasoning_tokens:
+                self._reasoning.inc(answer.reasoning_tokens)
+            if answer.num_calls:
+                self._read_calls.inc(answer.num_calls)
+            if answer.num_broken_calls:
+                self._broken_calls.inc(answer.num_broken_calls)
+            if answer.finish_reason is FinishReason.CAPACITY:
+                self._cut_off.inc()
         if progress.constraint:
             self._constrained.labels(progress.constraint).inc()
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
