@@ -150,14 +150,11 @@ class Balance:
         if known is None:
             return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now), self._speeds.knows(rank))
         load = known.load
-        reported, tokens_per_s = (
-            load.pending_tokens,
-            load.prefill_tokens_per_s or self._speeds.rate(rank, now),
-        )
+        tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
         pending_tokens, queued = known.unseen_tokens, load.waiting + len(known.unseen)
-        if reported:
+        if load.pending_tokens:
             done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
-            pending_tokens += max(0, reported - done)
+            pending_tokens += max(0, load.pending_tokens - done)
         if known.computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
             pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
         running, ours = load.running, len(known.decoding) or len(known.computing)
