@@ -60,6 +60,9 @@ class CallTakers:
                 if self._server.is_running():
                     continue
                 return
+            except Exception:  # what breaks the server ends grpc.aio's own loop too, and that stops it
+                log.exception("call_taker_failed method=%s", self._method)
+                return
             self._handle(state)
 
     def _handle(self, state: Any) -> None:

@@ -186,3 +186,34 @@ async def test_another_grpcio_serves_one_by_one_and_says_so(monkeypatch, caplog)
         assert server._takers == []
         assert await answer(channel) == ["hello"]
     assert "grpcio_unknown" in caplog.text
+
+
+class Broken:
+    """A server of which takers ask in vain, as often as `errors` says, before it stops."""
+
+    def __init__(self, *errors):
+        self._errors = list(errors)
+
+    def is_running(self):
+        return bool(self._errors)
+
+    async def _request_registered_call(self, method):
+        raise self._errors.pop(0)
+
+
+async def takers_of(server, count=1):
+    handler = grpc.unary_stream_rpc_method_handler(lambda *_: None)
+    takers = call_takers.CallTakers(server, GENERATE, handler, (), count)
+    await asyncio.wait_for(takers.ended(), 10)
+
+
+async def test_a_call_that_never_comes_is_asked_for_again():
+    missed = call_takers.cygrpc._RequestCallError
+    server = Broken(missed(), missed(), missed())
+    await takers_of(server)
+    assert not server.is_running()
+
+
+async def test_a_taker_that_fails_says_so_and_leaves_the_others_and_the_stop_alone(caplog):
+    await takers_of(Broken(ZeroDivisionError("of the core"), call_takers.cygrpc._RequestCallError()), count=2)
+    assert caplog.text.count("call_taker_failed") == 1 and "of the core" in caplog.text

@@ -51,13 +51,10 @@ class Predictions:
 
     def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
         """How many of `hashes`, from the first on, the rank is guessed to hold."""
-        if not hashes:
-            return 0
         runs, low, high = self._runs, 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
-        first = runs.get(hashes[0])
-        if first is None or first.until_s.get(rank, now) <= now:
+        if not hashes or self._until(hashes[0]).get(rank, now) <= now:
             return 0
-        if first.num_blocks == high and runs.get(hashes[-1]) is first:  # as mostly, of what is guessed at all
+        if self._until(hashes[-1]).get(rank, now) > now:  # mostly so, where any is
             return high
         while low < high:
             middle = (low + high + 1) // 2
