@@ -305,9 +305,10 @@ class _KnownRank:
 
     def _see(self, seen_s: float) -> None:
         self.unseen, self.unseen_tokens = set(), 0
-        for request_id, flight in self.computing.items():
-            if flight.sent_s > seen_s:
-                self._note_unseen(request_id, flight)
+        for request_id, flight in reversed(self.computing.items()):  # the one sent last comes first
+            if flight.sent_s <= seen_s:
+                break
+            self._note_unseen(request_id, flight)
 
     def _note_unseen(self, request_id: str, flight: _Flight) -> None:
         self.unseen.add(request_id)
