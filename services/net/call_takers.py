@@ -22,7 +22,18 @@ import grpc
 import grpc.aio
 from grpc._cython import cygrpc
 
-_NAMES = ("_MethodResolver", "_RequestCallError", "_handle_rpc", "_schedule_rpc_coro")
+_NAMES = ("_MethodResolver", "_RequestCallError")
+_ARGUMENTS = {
+    "_handle_rpc": (
+        "method_name",
+        "method_resolver",
+        "interceptors",
+        "rpc_state",
+        "loop",
+        "concurrency_exceeded",
+    ),
+    "_schedule_rpc_coro": ("rpc_coro", "rpc_state", "loop", "method_name"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +66,14 @@ class CallTakers:
         name = self._method.encode()
         while True:
             try:
-                state = await self._server._request_registered_call(name)
+                # Without a name for it: a taker that waits keeps no call that is over, nor what came with it.
+                self._handle(await self._server._request_registered_call(name))
             except cygrpc._RequestCallError:
-                if self._server.is_running():
-                    continue
-                return
-            except Exception:  # what breaks the server ends grpc.aio's own loop too, and that stops it
+                if not self._server.is_running():
+                    return
+            except Exception:  # calls come to the others, and to grpc.aio's own loop
                 log.exception("call_taker_failed method=%s", self._method)
                 return
-            self._handle(state)
 
     def _handle(self, state: Any) -> None:
         way = cygrpc._handle_rpc(self._method, self._resolver, self._interceptors, state, self._loop, False)
@@ -76,7 +86,14 @@ def find(server: grpc.aio.Server) -> Any:
     """The server that takers ask; None: this grpcio has another."""
     within = getattr(server, "_server", None)
     known = all(hasattr(cygrpc, name) for name in _NAMES)
+    known = known and all(_arguments(name) == arguments for name, arguments in _ARGUMENTS.items())
     if not known or not hasattr(within, "_request_registered_call"):
         log.warning("grpcio_unknown version=%s calls=one_by_one", grpc.__version__)
         return None
     return within
+
+
+def _arguments(name: str) -> tuple[str, ...]:
+    """Of a function of grpcio's; empty: there is none."""
+    code = getattr(getattr(cygrpc, name, None), "__code__", None)
+    return () if code is None else tuple(code.co_varnames[: code.co_argcount])

@@ -11,6 +11,7 @@ from services.host.scheduling import patient_threads
 
 
 def start() -> None:
-    """In a process's loop, before its first server and channel, which would start it."""
+    """In a process's loop, before its first server and channel, which would start it. The thread of the
+    core's timers starts with it, and is as patient."""
     with patient_threads():
         grpc.aio.init_grpc_aio()

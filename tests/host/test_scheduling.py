@@ -3,7 +3,12 @@ import threading
 
 import pytest
 
+from host.policies import may_choose
 from services.host.scheduling import patient_threads
+
+chooses = pytest.mark.skipif(
+    not may_choose(), reason="this process may not choose how its threads are scheduled"
+)
 
 
 def policy_of_a_new_thread():
@@ -42,6 +47,7 @@ def in_a_thread(work):
         raise raised[0]
 
 
+@chooses
 def test_threads_that_start_within_wait_for_others():
     def work():
         with patient_threads():
@@ -55,6 +61,7 @@ def test_threads_that_start_within_wait_for_others():
     in_a_thread(work)
 
 
+@chooses
 def test_another_policy_stays():
     def work():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,11 +1,14 @@
 """Calls that are taken up several at a time."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 
 from net.echo import NAMES, stub_of
 from services.net import call_takers, channels, grpc_errors, servers
@@ -90,22 +93,27 @@ def test_the_grpcio_that_is_installed_is_known(caplog):
 
 async def turns_until_all_run(service, port):
     """Of a loop that is busy, with MANY calls of a client that does not need it."""
-    clients = [
-        threading.Thread(target=lambda: list(generate(generation_pb2.GenerateRequest(), timeout=60)))
-        for _ in range(MANY)
-    ]
-    with grpc.insecure_channel(f"localhost:{port}") as channel:
-        generate = generation_pb2_grpc.GenerationStub(channel).Generate
-        for client in clients:
-            client.start()
-        time.sleep(1.0)  # all have called, and this loop has not turned
-        turns = 0
-        while service.running < MANY:
-            time.sleep(0.005)
-            await asyncio.sleep(0)
-            turns += 1
-        service.release.set()
-        await asyncio.to_thread(lambda: [client.join() for client in clients])
+    called, answered = threading.Event(), []
+
+    def ask():
+        with grpc.insecure_channel(f"localhost:{port}") as channel:
+            generate = generation_pb2_grpc.GenerationStub(channel).Generate
+            calls = [generate(generation_pb2.GenerateRequest(), timeout=60) for _ in range(MANY)]
+            called.set()
+            answered.extend(list(call) for call in calls)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    called.wait(60)
+    time.sleep(0.5)  # they are on their way, and this loop has not turned
+    turns = 0
+    while service.running < MANY:
+        time.sleep(0.005)
+        await asyncio.sleep(0)
+        turns += 1
+    service.release.set()
+    await asyncio.to_thread(client.join)
+    assert len(answered) == MANY
     return turns
 
 
@@ -178,8 +186,16 @@ async def test_what_still_runs_when_the_grace_is_over_is_cancelled():
         assert service.running == 0
 
 
-async def test_another_grpcio_serves_one_by_one_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(call_takers, "_NAMES", ("no_such_name",))
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("_NAMES", ("no_such_name",)),
+        ("_ARGUMENTS", {"_handle_rpc": ("another",)}),
+        ("_ARGUMENTS", {"no_such_name": ("one",)}),
+    ],
+)
+async def test_another_grpcio_serves_one_by_one_and_says_so(monkeypatch, caplog, name, other):
+    monkeypatch.setattr(call_takers, name, other)
     service = Generation()
     service.release.set()
     async with serving(service) as (server, channel):
@@ -217,3 +233,25 @@ async def test_a_call_that_never_comes_is_asked_for_again():
 async def test_a_taker_that_fails_says_so_and_leaves_the_others_and_the_stop_alone(caplog):
     await takers_of(Broken(ZeroDivisionError("of the core"), call_takers.cygrpc._RequestCallError()), count=2)
     assert caplog.text.count("call_taker_failed") == 1 and "of the core" in caplog.text
+
+
+async def test_a_taker_that_waits_keeps_no_call_that_is_over():
+    class Asked(generation_pb2_grpc.GenerationServicer):
+        def __init__(self):
+            self.requests = weakref.WeakSet()
+
+        async def Generate(self, request, context):
+            kept = Kept()
+            self.requests.add(kept)
+            raise NoCapacity("full")
+
+    service = Asked()
+    async with serving(service) as (_, channel):
+        await asyncio.gather(*(answer(channel) for _ in range(MANY)), return_exceptions=True)
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert len(service.requests) <= 1  # grpc.aio's own loop keeps one
+
+
+class Kept:
+    """What a handler has while it runs."""

@@ -11,7 +11,10 @@ from services.wire.isthmus.v1 import decode_pb2
 from services.wire.packed_ids import length_delimited
 
 _FURTHER = decode_pb2.Command.FURTHER_FIELD_NUMBER
-_MOST_BYTES = 1 << 20  # that are joined to one; a message holds many times that
+# That are joined to one. The rank obeys them in one turn of its loop, in which no token leaves it: a start
+# takes some 60 us there.
+_MOST = 32
+_MOST_BYTES = 1 << 20
 
 
 class Commands:
@@ -38,7 +41,7 @@ class Commands:
 
     def _joined(self, first: bytes) -> bytes:
         parts, size = [first], len(first)
-        while self._waiting and size + len(self._waiting[0]) <= _MOST_BYTES:
+        while self._waiting and len(parts) < _MOST and size + len(self._waiting[0]) <= _MOST_BYTES:
             further = self._waiting.popleft()
             parts.append(length_delimited(_FURTHER, further))
             size += len(further)

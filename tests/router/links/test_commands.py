@@ -48,18 +48,19 @@ def test_a_rank_that_does_not_know_better_is_told_one_by_one(rounds):
     assert asyncio.run(written(rounds, joins=False)) == [[name] for names in rounds for name in names]
 
 
-@given(st.lists(NAMES, min_size=1, max_size=30), st.integers(1, 400))
-def test_no_more_are_joined_than_a_message_is_to_hold(names, most_bytes):
-    whole, commands._MOST_BYTES = commands._MOST_BYTES, most_bytes
+@given(st.lists(NAMES, min_size=1, max_size=30), st.integers(1, 400), st.integers(1, 9))
+def test_no_more_are_joined_than_a_message_is_to_hold(names, most_bytes, most):
+    bounds = commands._MOST_BYTES, commands._MOST
+    commands._MOST_BYTES, commands._MOST = most_bytes, most
     try:
         messages = asyncio.run(written([names], joins=True))
     finally:
-        commands._MOST_BYTES = whole
+        commands._MOST_BYTES, commands._MOST = bounds
     assert [name for message in messages for name in message] == names
     for message, following in pairwise(messages):
         size = sum(len(command(name)) for name in message)
-        assert size <= most_bytes or len(message) == 1
-        assert size + len(command(following[0])) > most_bytes
+        assert len(message) == 1 or (size <= most_bytes and len(message) <= most)
+        assert len(message) == most or size + len(command(following[0])) > most_bytes
 
 
 async def test_who_waits_is_woken_by_the_first():
