@@ -65,6 +65,7 @@ class DecodeClient:
         self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
         self._numbers: dict[str, int] = {}  # of each request
         self._next_number = count(1)
+        self._suffix = secrets.token_hex(8)  # of requests' names there: no other client has it
         self._idle = asyncio.Event()  # no request runs
         self._idle.set()
         self._silence = SilenceLimit()
@@ -82,10 +83,10 @@ class DecodeClient:
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
         # Not the client's id alone: a request of that name, of this router or another, may not have ended
         # there yet, and what is still said of it must not be taken for this one's.
-        request_id = f"{command.request.request_id}#{secrets.token_hex(4)}"
+        number = next(self._next_number)
+        request_id = f"{command.request.request_id}#{self._suffix}{number:x}"
         start = convert_request.start_to_proto(command, self.address.id.generation)
-        start.request_id = request_id
-        start.number = number = next(self._next_number)
+        start.request_id, start.number = request_id, number
         message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
         if len(message) > channels.MAX_MESSAGE_BYTES:
             raise InvalidRequest(
@@ -179,9 +180,10 @@ class DecodeClient:
     def _receive_tokens(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
         if len(numbers) != len(token_ids):
             raise ProtocolError(f"a step has {len(numbers)} numbers of requests for {len(token_ids)} tokens")
+        streams, now_s = self._streams, 0.0 if self._gathering is None else self._gathering.clock()
         for number, token_id in zip(numbers, token_ids, strict=True):
-            if (stream := self._streams.get(number)) is not None:
-                stream.put_token(token_id)
+            if (stream := streams.get(number)) is not None:
+                stream.put_token(token_id, now_s)
 
     def _fail_all(self, reason: str) -> None:
         streams, self._streams = self._streams, {}

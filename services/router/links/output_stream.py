@@ -47,17 +47,17 @@ class OutputStream:
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
-    def put_token(self, token_id: int) -> None:
-        """One of which there is nothing else to tell."""
+    def put_token(self, token_id: int, now_s: float) -> None:
+        """One of which there is nothing else to tell; `now_s` is on the clock of `gathering`."""
         self._token_ids.append(token_id)
-        if not self._is_held():
+        if not self._is_held(now_s):
             self._came.set()
 
     def put(self, item: Output | IsthmusError) -> None:
         self._close_tokens()
         self._items.append(item)
         self._ended = isinstance(item, IsthmusError) or item.finished is not None
-        if self._ended or not self._is_held():
+        if self._ended or self._gathering is None or not self._is_held(self._gathering.clock()):
             self._came.set()
 
     def _close_tokens(self) -> None:
@@ -66,13 +66,12 @@ class OutputStream:
             self._items.append(Output(tuple(self._token_ids)))
             self._token_ids.clear()
 
-    def _is_held(self) -> bool:
+    def _is_held(self, now_s: float) -> bool:
         """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
-        if self._gathering is None:
-            return False
-        since_s, self._heard_s = self._heard_s, self._gathering.clock()
-        may_wait = not self._came.is_set()
-        self._waits = self._waits or (may_wait and self._gathering.hold(self, self._heard_s, since_s))
+        since_s, self._heard_s = self._heard_s, now_s
+        if self._waits or self._gathering is None or self._came.is_set():
+            return self._waits
+        self._waits = self._gathering.hold(self, now_s, since_s)
         return self._waits
 
     def release(self) -> None:
@@ -90,7 +89,8 @@ class OutputStream:
         """The next output, or in one all that have come: the first one alone, for what it tells of when the
         first token came. Tokens that came with nothing else are in one. Raises what the request ended with.
         """
-        await self._came.wait()
+        if not self._came.is_set():
+            await self._came.wait()
         self._close_tokens()
         item = self._items.popleft()
         if all_at_once and isinstance(item, Output) and item.admitted is None:

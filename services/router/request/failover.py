@@ -15,9 +15,10 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from services.observe import log_lines, traces
 from services.router.cluster import Cluster, HashedPrompt, Placed
@@ -110,14 +111,14 @@ class FailoverStream:
                 else:
                     self._leave(error)
 
-    async def _read(self, stream: OutputStream) -> Output:
+    def _read(self, stream: OutputStream) -> Coroutine[Any, Any, Output]:
         """What has come since the last time, in one: a router that is behind has less to do for each token.
 
         Where a stop string may end the request, steps that tell more than tokens are read one at a time: what
         they tell of steps behind its last token is not the client's.
         """
         self._remaining_s()  # though there be tokens
-        return await stream.next(all_at_once=not self._checked.sampling.stop)
+        return stream.next(all_at_once=not self._checked.sampling.stop)
 
     def _judged(self, output: Output) -> Output:
         """Its rank may have ended the request for no other reason than that its pool is at its end."""

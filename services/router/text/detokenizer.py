@@ -31,8 +31,8 @@ class TokenDecoder(Protocol):
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Of ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
 
-    def is_silent(self, token_id: int) -> bool:
-        """Whether the id has no text wherever it stands (special, unknown)."""
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        """Those that have a text: silent ones have none wherever they stand (special, unknown)."""
 
 
 class Detokenizer:
@@ -52,8 +52,7 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that is final; "" while a character is incomplete."""
-        is_silent = self._tokenizer.is_silent
-        audible = [token_id for token_id in token_ids if not is_silent(token_id)]
+        audible = self._tokenizer.audible(token_ids)
         whole = self._push_whole(audible) if len(audible) > 1 else None
         return "".join(map(self._push_one, audible)) if whole is None else whole
 

@@ -29,5 +29,6 @@ class MarkerDecoder:
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.text_of(token_ids)
 
-    def is_silent(self, token_id: int) -> bool:
-        return token_id not in self._shown and self._tokenizer.is_silent(token_id)
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        is_silent, shown = self._tokenizer.is_silent, self._shown
+        return [token_id for token_id in token_ids if token_id in shown or not is_silent(token_id)]

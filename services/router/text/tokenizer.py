@@ -81,8 +81,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Silent ids leave no trace: the bytes on both of their sides join."""
-        audible = [token_id for token_id in token_ids if not self.is_silent(token_id)]
-        return self._decode_raw(audible)
+        return self._decode_raw(self.audible(token_ids))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """As `decode`, with special tokens written out."""
@@ -106,6 +105,11 @@ class Tokenizer:
 
     def is_silent(self, token_id: int) -> bool:
         return not (token_id < len(self._is_audible) and self._is_audible[token_id])
+
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        """Those that are not silent."""
+        flags, num_known = self._is_audible, len(self._is_audible)
+        return [token_id for token_id in token_ids if token_id < num_known and flags[token_id]]
 
     def token_text(self, token_id: int) -> str:
         """The text of one token as it stands inside a text, special tokens included."""

@@ -72,18 +72,18 @@ class Closed:
 async def test_tokens_that_came_alone_are_one_output_before_what_came_behind_them():
     stream = OutputStream(Closed(), "a")
     for token_id in (1, 2):
-        stream.put_token(token_id)
+        stream.put_token(token_id, 0.0)
     stream.put(output(3))
     for token_id in (4, 5):
-        stream.put_token(token_id)
+        stream.put_token(token_id, 0.0)
     read = [await stream.next() for _ in range(3)]
     assert [each.token_ids for each in read] == [(1, 2), (3,), (4, 5)]
     waiting = asyncio.create_task(stream.next())
     await asyncio.sleep(0)
     assert not waiting.done()
-    stream.put_token(6)
+    stream.put_token(6, 0.0)
     assert (await waiting).token_ids == (6,)
-    stream.put_token(7)
+    stream.put_token(7, 0.0)
     stream.put(PeerFailed("lost"))
     assert (await stream.next(all_at_once=True)).token_ids == (7,)
     with pytest.raises(PeerFailed):
@@ -94,6 +94,6 @@ async def test_the_first_output_is_read_alone_though_tokens_have_come_behind_it(
     stream = OutputStream(Closed(), "a")
     first = output(1, admitted=object())
     stream.put(first)
-    stream.put_token(2)
+    stream.put_token(2, 0.0)
     assert await stream.next(all_at_once=True) is first
     assert (await stream.next(all_at_once=True)).token_ids == (2,)

@@ -21,11 +21,14 @@ class Characters:
     def is_silent(self, token_id):
         return token_id in SPECIAL
 
+    def audible(self, token_ids):
+        return [token_id for token_id in token_ids if not self.is_silent(token_id)]
+
     def text_of(self, token_ids):
         return "".join(SPECIAL.get(token_id) or chr(token_id) for token_id in token_ids)
 
     def decode(self, token_ids):
-        return self.text_of(i for i in token_ids if not self.is_silent(i))
+        return self.text_of(self.audible(token_ids))
 
 
 def ids_of(text):

@@ -25,8 +25,8 @@ class BytesDecoder:
         assert SILENT not in token_ids
         return self.decode(token_ids)
 
-    def is_silent(self, token_id: int) -> bool:
-        return token_id == SILENT
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id != SILENT]
 
 
 class PiecesDecoder(BytesDecoder):

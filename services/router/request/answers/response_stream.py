@@ -123,9 +123,9 @@ class ResponseStream:
         return response
 
     def _new_response(self, **said: Any) -> generation_pb2.GenerateResponse:
-        response = generation_pb2.GenerateResponse(
-            request_id=self._checked.request_id, index=self._checked.index, **said
-        )
+        response = generation_pb2.GenerateResponse(request_id=self._checked.request_id, **said)
+        if self._checked.index:
+            response.index = self._checked.index
         if not self._has_begun:
             response.answer_id, self._has_begun = self._answer_id, True
         return response
@@ -171,17 +171,18 @@ class ResponseStream:
         num_tokens = said.num_tokens
         if num_tokens:
             self._note_tokens(num_tokens)
-        if progress.served:  # engines may tell of drafts at the end alone, without a token
+        if output.drafted_tokens and progress.served:  # perhaps at the end alone, without a token
             progress.served[-1].note_drafts(output)
         token_ids = output.token_ids[:num_tokens]
         progress.output_ids.extend(token_ids)
-        response = self._new_response(
-            text=said.content,
-            reasoning=said.reasoning,
-            token_ids=token_ids,
-            tool_calls=said.calls,
-            logprobs=map(convert_request.logprobs_to_proto, output.logprobs[:num_tokens]),
-        )
+        response = self._new_response(text=said.content, token_ids=token_ids)
+        # A message costs by the fields that are set, though to nothing; most have none of these.
+        if said.reasoning:
+            response.reasoning = said.reasoning
+        if said.calls:
+            response.tool_calls.extend(said.calls)
+        if output.logprobs:
+            response.logprobs.extend(map(convert_request.logprobs_to_proto, output.logprobs[:num_tokens]))
         if reason is not None and output.finished is None:
             assert progress.stream is not None
             progress.stream.close()  # the rank would go on
