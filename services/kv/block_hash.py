@@ -20,6 +20,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from struct import Struct
 from typing import cast
 
@@ -32,6 +33,7 @@ TOKEN_BYTES = 4
 
 _LINK = Struct("<QQ")
 _LENGTH = Struct("<Q")
+_KNOWN_SCOPES = 1024
 _PAIRS = b"pairs"  # before a first token: a seed is no block's hash
 
 
@@ -46,6 +48,7 @@ class BlockChains:
         return self.pairs if paired else self.tokens
 
 
+@lru_cache(_KNOWN_SCOPES)
 def scope_seed(model: str, cache_salt: str = "") -> int:
     """The 64-bit seed of one (model, salt); sequences of two scopes share no hash."""
     # With lengths in front, ("ab", "c") and ("a", "bc") differ. SCHEME has a third field, of no use so far.

@@ -115,6 +115,10 @@ class Placer:
         self.outcomes.paired = self._paired
 
     @property
+    def _has_many(self) -> bool:
+        return self._decodes.order is not None or self._prefills.order is not None
+
+    @property
     def wants_pairs(self) -> bool:
         """Some rank's blocks are named by a prompt's chain of pairs."""
         return bool(self._paired)
@@ -132,13 +136,16 @@ class Placer:
     def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
         sight = self._sight(asked)
-        self._check_waits(sight)
+        if self._has_many:  # else all are looked at, and their waits with them
+            self._check_waits(sight)
         if asked.at is not None:
             return replace(self._place(sight, tie, self._few), reason="same_prompt")
         fitting = self._where_it_fits(asked)
         try:
             return self._place(sight if fitting is asked else self._sight(fitting), tie, self._few)
         except IsthmusError:
+            if fitting is asked and not self._has_many:
+                raise
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
             return self._place(sight, tie, self._all)
 
