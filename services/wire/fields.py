@@ -4,7 +4,7 @@ Messages and enums within a message are the rest: each has a translation of its 
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
@@ -25,9 +25,9 @@ class SharedFields:
     """What a message and a dataclass both have; worked out once, for each of their kinds."""
 
     all: tuple[str, ...]
-    single: tuple[str, ...]  # and always there
-    optional: tuple[str, ...]
-    repeated: tuple[str, ...]
+    names: Mapping[FieldDescriptor, str]
+    unset: Mapping[str, Any]  # what they are where they are not set, but for optional ones
+    repeated: frozenset[str]
 
 
 @cache
@@ -36,9 +36,9 @@ def shared_fields(kind: type[Any], message: Descriptor) -> SharedFields:
     shared = [f for f in message.fields if f.name in names and f.cpp_type not in _NOT_PLAIN]
     return SharedFields(
         tuple(f.name for f in shared),
-        tuple(f.name for f in shared if not (f.is_repeated or f.has_presence)),
-        tuple(f.name for f in shared if f.has_presence),
-        tuple(f.name for f in shared if f.is_repeated),
+        {f: f.name for f in shared},
+        {f.name: () if f.is_repeated else f.default_value for f in shared if not f.has_presence},
+        frozenset(f.name for f in shared if f.is_repeated),
     )
 
 
@@ -59,12 +59,16 @@ def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
     return kind(**given, **otherwise)
 
 
-def given_fields(kind: type, pb: Message, *, but: Container[str] = ()) -> dict[str, Any]:
+def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[str, Any]:
     """By name. An optional one that is unset is left out: the dataclass is the only list of defaults."""
     shared = shared_fields(kind, pb.DESCRIPTOR)
-    given = {name: getattr(pb, name) for name in shared.single if name not in but}
-    given |= {n: getattr(pb, n) for n in shared.optional if n not in but and pb.HasField(n)}
-    return given | {name: tuple(getattr(pb, name)) for name in shared.repeated if name not in but}
+    names, given = shared.names, dict(shared.unset)
+    for field, value in pb.ListFields():  # a few of dozens
+        if (name := names.get(field)) is not None:
+            given[name] = tuple(value) if name in shared.repeated else value
+    for name in but:
+        given.pop(name, None)
+    return given
 
 
 def finite(field_name: str, value: float) -> float:
