@@ -17,13 +17,13 @@ def _byte_level_alphabet() -> dict[str, int]:
     return own | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def bytes_of_piece(piece: str) -> bytes | None:
     """`piece` is the token as the vocabulary has it. None: neither family writes bytes so."""
     if fallback := _FALLBACK.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
-    if all(character in _ALPHABET for character in piece):
-        return bytes(_ALPHABET[character] for character in piece)
+    if all(character in BYTE_LEVEL_ALPHABET for character in piece):
+        return bytes(BYTE_LEVEL_ALPHABET[character] for character in piece)
     return None

@@ -16,7 +16,7 @@ from services.router.parsing.parser import AnswerParser
 from services.router.parsing.piece import CallPiece, Piece
 from services.router.request.resumption import Resumption
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
-from services.router.text.detokenizer import Detokenizer, TokenDecoder
+from services.router.text.detokenizer import TokenDecoder, detokenizer_of
 from services.router.text.stop_strings import StopStrings
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
@@ -50,7 +50,7 @@ class AnswerText:
         parallel_calls: bool = True,
         includes_stop: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(decoder)
+        self._detokenizer = detokenizer_of(decoder)
         self._may_stop = bool(stop)
         self._stop = StopStrings(stop, includes_stop)
         self._parser = parser

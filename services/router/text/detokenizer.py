@@ -1,6 +1,7 @@
 """Ids to text while they come, never half a character. Pure, given a decoder.
 
-The latest ids are kept in a window and decoded together:
+Where ids are bytes no decoder is needed (byte_detokenizer.py). Else the latest ids are kept in a window and
+decoded together:
 
     window   | context ........ | pending ........ |     context: gives the decoder its left side
     text     | released ........... | held ....... |     held: U+FFFD that may yet become a character
@@ -12,6 +13,8 @@ an incomplete character can have, only as much of it as an incomplete character 
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from services.router.text.byte_detokenizer import ByteDetokenizer
 
 _INCOMPLETE = "\ufffd"
 # An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or (byte
@@ -28,11 +31,20 @@ _MAX_WINDOW = 32
 
 
 class TokenDecoder(Protocol):
+    @property
+    def pieces(self) -> Sequence[bytes] | None:
+        """The bytes of each id, empty of silent ones; None: text is more than these."""
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Of ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
 
     def audible(self, token_ids: Sequence[int]) -> list[int]:
         """Those that have a text: silent ones have none wherever they stand (special, unknown)."""
+
+
+def detokenizer_of(decoder: TokenDecoder) -> "ByteDetokenizer | Detokenizer":
+    """The text of one stream of ids."""
+    return Detokenizer(decoder) if decoder.pieces is None else ByteDetokenizer(decoder.pieces)
 
 
 class Detokenizer:

@@ -3,9 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from services.router.text.byte_pieces import without
+
 
 class SpecialTokens(Protocol):
     """Tokenizer's side of it."""
+
+    @property
+    def all_pieces(self) -> Sequence[bytes] | None:
+        """The bytes of each id, special tokens' too; None: text is more than these."""
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
@@ -25,6 +31,11 @@ class MarkerDecoder:
         self._shown = frozenset(
             token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
         )
+        self._pieces = without(tokenizer.all_pieces, tokenizer.special_tokens.keys() - self._shown)
+
+    @property
+    def pieces(self) -> Sequence[bytes] | None:
+        return self._pieces
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.text_of(token_ids)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from services.model.byte_tokens import bytes_of_piece
+from services.router.text.byte_pieces import pieces_of, without
 from services.router.text.chats.template_turns import Message, TemplateTurns
 from services.router.text.chats.turns import Turn
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
@@ -44,6 +45,8 @@ class Tokenizer:
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
+        self._all_pieces = pieces_of(self._backend.backend_tokenizer) if self._backend.is_fast else None
+        self._pieces = without(self._all_pieces, self._special_tokens)
         self._turns = TemplateTurns(self._apply_template)
         self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
 
@@ -91,6 +94,16 @@ class Tokenizer:
     def special_tokens(self) -> Mapping[int, str]:
         """The text of each, by its id."""
         return self._special_tokens
+
+    @property
+    def pieces(self) -> Sequence[bytes] | None:
+        """The bytes of each id, empty of silent ones; None: text is more than these."""
+        return self._pieces
+
+    @property
+    def all_pieces(self) -> Sequence[bytes] | None:
+        """The same, special tokens' among them."""
+        return self._all_pieces
 
     @property
     def chat_template(self) -> str:

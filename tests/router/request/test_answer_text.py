@@ -17,6 +17,7 @@ CHOICE = choose("hermes", "think", "", None)
 
 class Characters:
     special_tokens = SPECIAL
+    pieces = all_pieces = None  # what they stand for is no bytes
 
     def is_silent(self, token_id):
         return token_id in SPECIAL
