@@ -35,7 +35,10 @@ class Held:
         if not self._runs or (column := self._columns.get(key)) is None:
             return 0
         bit = 1 << column
-        return next((depth for depth, mask in reversed(self._runs) if mask & bit), 0)
+        for depth, mask in reversed(self._runs):
+            if mask & bit:
+                return depth
+        return 0
 
     def num_beyond(self, depth: int) -> int:
         """How many ranks hold more blocks than that."""

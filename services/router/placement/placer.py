@@ -12,8 +12,7 @@ one.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import NamedTuple
+from itertools import islice, repeat
 
 from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.block_hash import BlockChains
@@ -23,6 +22,7 @@ from services.router.placement import exclusion
 from services.router.placement.admission import bound_s, refusal, waits_of
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
+from services.router.placement.hits import Found, Hit, Hits
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
@@ -53,16 +53,6 @@ class PlacerSettings:
 
 
 _SHORTEST = Asked(BlockChains(()), 1, frozenset(Plan))
-_Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
-
-
-class _Hit(NamedTuple):
-    """Of a prompt at a rank, in tokens; see DecodeCandidate."""
-
-    matched: int
-    worth: int
-    matched_resume: int | None = None
-    resume: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +86,7 @@ class Placer:
         self._draining: frozenset[RankKey] = frozenset()
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
-        self._telling: frozenset[RankKey] = frozenset()
-        self._paired: frozenset[RankKey] = frozenset()  # their blocks are of pairs
+        self._hits = Hits(index, balance, settings.index_block)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
@@ -109,10 +98,10 @@ class Placer:
         self._note_layout()
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
-        self._telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
-        self.outcomes.telling = self._telling
-        self._paired = frozenset(rank.id.key for rank in ranks if rank.has_pair_blocks)
-        self.outcomes.paired = self._paired
+        telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
+        paired = frozenset(rank.id.key for rank in ranks if rank.has_pair_blocks)
+        self._hits.telling = self.outcomes.telling = telling
+        self._hits.paired = self.outcomes.paired = paired
 
     @property
     def _has_many(self) -> bool:
@@ -121,7 +110,7 @@ class Placer:
     @property
     def wants_pairs(self) -> bool:
         """Some rank's blocks are named by a prompt's chain of pairs."""
-        return bool(self._paired)
+        return bool(self._hits.paired)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -176,11 +165,11 @@ class Placer:
     def _queues(self, side: _Side, sight: Sight) -> Iterator[Queue]:
         """Of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
-        return (Queue(sight, key) for key in keys if not sight.exclusion(side.ranks[key]))
+        return (Queue(sight, key) for key in keys if not sight.exclusion(key, side.ranks[key]))
 
     def exclusion(self, rank: Registration) -> str:
         """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
-        return self._sight(_SHORTEST).exclusion(rank)
+        return self._sight(_SHORTEST).exclusion(rank.id.key, rank)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """As `place`, with every rank looked at and enough of them compared."""
@@ -192,25 +181,19 @@ class Placer:
             all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
-    def _place(self, sight: Sight, tie: float, find: Callable[[_Side, Sight], Iterator[_Found]]) -> Decision:
+    def _place(self, sight: Sight, tie: float, find: Callable[[_Side, Sight], list[Found]]) -> Decision:
         request, decodes, prefills = self._looked_at(sight, find)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         return place(request, decodes, prefills, bandwidth, weights, tie)
 
     def _looked_at(
-        self, sight: Sight, find: Callable[[_Side, Sight], Iterator[_Found]]
+        self, sight: Sight, find: Callable[[_Side, Sight], list[Found]]
     ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
         asked = sight.asked
-        receivers = list(find(self._receiving(asked), sight))
-        senders = list(find(self._prefills, sight)) if Plan.REMOTE in asked.plans else []
-        decodes = [
-            self._decode_candidate(rank, sight, hit)
-            for (_, rank, _), hit in zip(receivers, self._hits(receivers, asked), strict=True)
-        ]
-        prefills = [
-            self._prefill_candidate(rank, sight, hit)
-            for (_, rank, _), hit in zip(senders, self._hits(senders, asked), strict=True)
-        ]
+        receivers = find(self._receiving(asked), sight)
+        senders = find(self._prefills, sight) if Plan.REMOTE in asked.plans else []
+        decodes = list(map(self._decode_candidate, receivers, self._hits.of(receivers, sight), repeat(sight)))
+        prefills = list(map(self._prefill_candidate, senders, self._hits.of(senders, sight), repeat(sight)))
         return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
 
     def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
@@ -233,69 +216,38 @@ class Placer:
         rank = self._decodes.ranks.get(at.key)
         return _Side() if rank is None or rank.id != at else _Side({at.key: rank})
 
-    def _hits(self, found: Sequence[_Found], asked: Asked) -> list[_Hit]:
-        telling = {key: blocks for key, _, blocks in found if key in self._telling} if self._telling else {}
-        resumed = self._resumed(telling, asked) if telling else {}
-        block_tokens, hits = self._settings.index_block, []
-        worths = self._worths(found, asked)
-        for (key, _, blocks), worth in zip(found, worths, strict=True):
-            matched = blocks * block_tokens
-            if (of_rank := resumed.get(key)) is None:
-                resume = None if asked.reusable_tokens == math.inf else min(worth, asked.most_reused)
-                hits.append(_Hit(matched, worth, resume=resume))
-            else:
-                hits.append(_Hit(matched, worth, of_rank[0], min(worth, of_rank[1])))
-        return hits
+    def _all(self, side: _Side, sight: Sight) -> list[Found]:
+        if paired := self._hits.paired:
+            return [(key, rank, sight.held(key in paired).depth(key)) for key, rank in side.ranks.items()]
+        depth = sight.held(False).depth
+        return [(key, rank, depth(key)) for key, rank in side.ranks.items()]
 
-    def _resumed(self, telling: dict[RankKey, int], asked: Asked) -> dict[RankKey, tuple[int, int]]:
-        """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
-        hashes, balance, block_tokens = asked.chains.tokens, self._balance, self._settings.index_block
-        now = balance.clock()
-        furthest = asked.most_reused // block_tokens
-        most = {key: min(blocks, furthest) for key, blocks in telling.items()}
-        matched = self._index.resume_points.deepest(hashes, most)
-        guessed = balance.resume_guesses.deepest(hashes, dict.fromkeys(telling, furthest), now)
-        resumed = {}
-        for key in telling:
-            tokens = matched.get(key, 0) * block_tokens
-            trusted = balance.resume_trust.worth(key, tokens, now)
-            resumed[key] = tokens, max(trusted, guessed.get(key, 0) * block_tokens)
-        return resumed
-
-    def _all(self, side: _Side, sight: Sight) -> Iterator[_Found]:
-        for key, rank in side.ranks.items():
-            yield key, rank, sight.held(key in self._paired).depth(key)
-
-    def _few(self, side: _Side, sight: Sight) -> Iterator[_Found]:
+    def _few(self, side: _Side, sight: Sight) -> list[Found]:
         """Those that may win."""
         if side.order is None:
-            yield from self._all(side, sight)
-            return
-        seen = set()
-        for key in self._promising(side, side.order, sight):
-            if key not in seen and key in side.ranks:
-                seen.add(key)
-                yield key, side.ranks[key], sight.held(key in self._paired).depth(key)
+            return self._all(side, sight)
+        ranks, paired = side.ranks, self._hits.paired
+        promising = dict.fromkeys(self._promising(side, side.order, sight))
+        return [(key, ranks[key], sight.held(key in paired).depth(key)) for key in promising if key in ranks]
 
     def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
-        asked, balance = sight.asked, self._balance
-        chains = (asked.chains.tokens, asked.chains.pairs)
-        if asked.pinned is not None:
-            yield asked.pinned
-        for hashes in chains:
-            yield from balance.predictions.deepest(hashes, balance.clock())[:_PREDICTED]
-        least_loaded = (key for key in order if sight.may_serve(side.ranks[key]))
+        if sight.asked.pinned is not None:
+            yield sight.asked.pinned
+        for paired in (False, True):
+            yield from sight.guessed(paired).deepest()[:_PREDICTED]
+        least_loaded = (key for key in order if sight.may_serve(key, side.ranks[key]))
         few = list(islice(least_loaded, _LEAST_LOADED))
         yield from few
         if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
             roomiest = (key for key in order if self._holds_most(side.ranks[key]))
-            yield from islice((key for key in roomiest if sight.may_serve(side.ranks[key])), _LEAST_LOADED)
+            serving = (key for key in roomiest if sight.may_serve(key, side.ranks[key]))
+            yield from islice(serving, _LEAST_LOADED)
         if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
-            yield from islice((key for key in own if sight.may_serve(side.ranks[key])), _LEAST_LOADED)
-        if self._telling and few:
+            yield from islice((key for key in own if sight.may_serve(key, side.ranks[key])), _LEAST_LOADED)
+        if self._hits.telling and few:
             yield from self._resuming(side, order, sight, few[0])
         for paired in (False, True):
             yield from self._holding(side, order, sight, sight.held(paired))
@@ -309,7 +261,7 @@ class Placer:
                 holders = (key for key in ranks if held.depth(key) > longest)
             else:  # whoever stands before those that were taken holds less
                 holders = order.ascending(held.beyond(longest))
-            deeper = next((key for key in holders if sight.may_serve(side.ranks[key])), None)
+            deeper = next((key for key in holders if sight.may_serve(key, side.ranks[key])), None)
             if deeper is None:
                 return
             longest = held.depth(deeper)
@@ -325,7 +277,7 @@ class Placer:
             for _, ranks in islice(found, _DEEPEST):
                 # Those seen go on further: who was taken of them stands first, or they may not serve.
                 unseen = order.ascending(ranks - seen, taken)
-                first = next((key for key in unseen if sight.may_serve(side.ranks[key])), None)
+                first = next((key for key in unseen if sight.may_serve(key, side.ranks[key])), None)
                 seen |= ranks
                 if first is not None:
                     taken = first
@@ -333,28 +285,28 @@ class Placer:
                 if taken == least:
                     break
 
-    def _decode_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> DecodeCandidate:
-        rank_id, page_size = rank.id, rank.layout.page_size
-        key = rank_id.key
+    def _decode_candidate(self, found: Found, hit: Hit, sight: Sight) -> DecodeCandidate:
+        key, rank, _ = found
+        page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
         now = sight.now(key)
-        load, matched, worth, matched_resume, resume = now.load, *hit
+        load, pending_tokens, queued, running, tokens_per_s, _ = now
         books = load.books
         # By position: by name it takes twice as long, and there are a dozen.
         return DecodeCandidate(
-            rank_id,
+            rank.address.id,
             worth,  # hit_tokens
-            now.pending_tokens,
-            now.tokens_per_s,
-            now.running,
+            pending_tokens,
+            tokens_per_s,
+            running,
             load.token_s,
             books.free * page_size,
             books.cached * page_size,  # evictable_tokens
-            sight.exclusion(rank),
-            now.queued,
+            sight.exclusion(key, rank),
+            queued,
             matched,
             load.waiting_tokens,
             key in self._decodes.own,
-            sight.queue_wait_s(key),
+            sight.queue_wait_s(key) if load.waiting else 0.0,
             now.compute_wait_s,
             rank.max_context_tokens,
             sight.receives(key),
@@ -363,38 +315,31 @@ class Placer:
             load.tokens_per_step,
         )
 
-    def _prefill_candidate(self, rank: Registration, sight: Sight, hit: _Hit) -> PrefillCandidate:
-        key = rank.id.key
-        now, page_size = sight.now(key), rank.layout.page_size
-        books = now.load.books
-        return PrefillCandidate(
-            id=rank.id,
-            hit_tokens=hit.worth,
-            pending_tokens=now.pending_tokens,
-            prefill_tokens_per_s=now.tokens_per_s,
-            free_tokens=books.free * page_size,
-            evictable_tokens=books.cached * page_size,
-            excluded=sight.exclusion(rank),
-            queued=now.queued,
-            matched_tokens=hit.matched,
-            own=key in self._prefills.own,
-            compute_wait_s=now.compute_wait_s,
-            holds_tokens=rank.max_context_tokens,
-            resume_tokens=hit.resume,
-            matched_resume_tokens=hit.matched_resume,
+    def _prefill_candidate(self, found: Found, hit: Hit, sight: Sight) -> PrefillCandidate:
+        key, rank, _ = found
+        page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
+        now = sight.now(key)
+        load, pending_tokens, queued, _, tokens_per_s, _ = now
+        books = load.books
+        return PrefillCandidate(  # by position, too
+            rank.address.id,
+            worth,  # hit_tokens
+            pending_tokens,
+            tokens_per_s,
+            books.free * page_size,
+            books.cached * page_size,  # evictable_tokens
+            sight.exclusion(key, rank),
+            queued,
+            matched,
+            key in self._prefills.own,
+            now.compute_wait_s,
+            rank.max_context_tokens,
+            resume,
+            matched_resume,
         )
 
     def _holds_most(self, rank: Registration) -> bool:
         return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
-
-    def _worths(self, found: Sequence[_Found], asked: Asked) -> Iterator[int]:
-        """Tokens: what the index says, as far as the rank's word is trusted, or what is to be there soon."""
-        now, block_tokens, paired = self._balance.clock(), self._settings.index_block, self._paired
-        trusted, predicted = self._balance.trust.worth, self._balance.predictions.match
-        hashes = asked.chains.tokens
-        for rank, _, blocks in found:
-            of_rank = asked.chains.pairs if rank in paired else hashes
-            yield max(trusted(rank, blocks * block_tokens, now), predicted(rank, of_rank, now) * block_tokens)
 
     def sent(
         self,

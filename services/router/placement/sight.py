@@ -7,6 +7,7 @@ from services.index.read.prefix_index import Held, PrefixIndex
 from services.router.placement import exclusion
 from services.router.placement.candidates import Asked
 from services.router.ranks.balance import Balance, RankNow
+from services.router.ranks.predictions import Guessed
 from services.values.rank import RankKey, Role
 from services.values.registration import Registration
 
@@ -14,7 +15,17 @@ from services.values.registration import Registration
 class Sight:
     """Of what is `asked`; for as long as nothing changes. `apart`: ranks of another layout, and in what."""
 
-    __slots__ = ("_apart", "_balance", "_excluded", "_held", "_index", "_is_connected", "_now", "asked")
+    __slots__ = (
+        "_apart",
+        "_balance",
+        "_excluded",
+        "_guessed",
+        "_held",
+        "_index",
+        "_is_connected",
+        "_now",
+        "asked",
+    )
 
     def __init__(
         self,
@@ -32,6 +43,7 @@ class Sight:
         self._now: dict[RankKey, RankNow] = {}
         self._excluded: dict[RankKey, str] = {}
         self._held: dict[bool, Held] = {}
+        self._guessed: dict[bool, Guessed] = {}
 
     def now(self, key: RankKey) -> RankNow:
         now = self._now.get(key)
@@ -46,9 +58,16 @@ class Sight:
             held = self._held[paired] = self._index.held(self.asked.chains.of(paired))
         return held
 
-    def exclusion(self, rank: Registration) -> str:
+    def guessed(self, paired: bool) -> Guessed:
+        """Who will soon hold how much of either chain."""
+        guessed = self._guessed.get(paired)
+        if guessed is None:
+            hashes, balance = self.asked.chains.of(paired), self._balance
+            guessed = self._guessed[paired] = balance.predictions.of(hashes, balance.clock())
+        return guessed
+
+    def exclusion(self, key: RankKey, rank: Registration) -> str:
         """Why the rank alone cannot be chosen; empty: it can."""
-        key = rank.id.key
         excluded = self._excluded.get(key)
         if excluded is None:
             liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
@@ -64,13 +83,12 @@ class Sight:
         """Of all that is asked for, at a decode rank."""
         return self._balance.queue_wait_s(key, self.asked.answers - 1)
 
-    def may_serve(self, rank: Registration) -> bool:
+    def may_serve(self, key: RankKey, rank: Registration) -> bool:
         """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
-        if self.exclusion(rank):
+        if self.exclusion(key, rank):
             return False
         if self.asked.max_wait_s == inf:
             return True
-        key = rank.id.key
         wait_s = self.queue_wait_s(key) if rank.role is Role.DECODE else self.now(key).compute_wait_s
         return wait_s <= self.asked.max_wait_s
 

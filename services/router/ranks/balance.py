@@ -149,17 +149,21 @@ class Balance:
         known, now = self._ranks.get(rank), self.clock()
         if known is None:
             return RankNow(_NO_LOAD, 0, 0, 0, self._speeds.rate(rank, now), self._speeds.knows(rank))
-        load = known.load
-        tokens_per_s = load.prefill_tokens_per_s or self._speeds.rate(rank, now)
+        load, computing = known.load, known.computing
+        is_measured, tokens_per_s = True, load.prefill_tokens_per_s
+        if tokens_per_s <= 0:
+            is_measured, tokens_per_s = self._speeds.knows(rank), self._speeds.rate(rank, now)
         pending_tokens, queued = known.unseen_tokens, load.waiting + len(known.unseen)
         if load.pending_tokens:
             done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
-            pending_tokens += max(0, load.pending_tokens - done)
-        if known.computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
-            pending_tokens, queued = ours, max(queued, len(known.computing) - 1)
-        running, ours = load.running, len(known.decoding) or len(known.computing)
-        is_measured = load.prefill_tokens_per_s > 0 or self._speeds.knows(rank)
-        return RankNow(load, pending_tokens, queued, max(running, ours), tokens_per_s, is_measured)
+            if done < load.pending_tokens:
+                pending_tokens += load.pending_tokens - done
+        if computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
+            pending_tokens, queued = ours, max(queued, len(computing) - 1)
+        running, ours = load.running, len(known.decoding) or len(computing)
+        if running < ours:
+            running = ours
+        return RankNow(load, pending_tokens, queued, running, tokens_per_s, is_measured)
 
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
         """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
@@ -243,10 +247,6 @@ class Balance:
     def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
         """The rank was sent a prompt of these blocks and will soon hold them; see Predictions."""
         self.predictions.add(rank, hashes, self.clock(), ttl_s)
-
-    def predicted_match(self, rank: RankKey, hashes: Sequence[BlockHash]) -> int:
-        """How many of `hashes`, from the first on, are predicted to be there."""
-        return self.predictions.match(rank, hashes, self.clock())
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,38 @@ class _Run:
         self.num_blocks, self.until_s = num_blocks, until_s
 
 
+class Guessed:
+    """Of one sequence: where each part of it ends, and until when whom is guessed to hold it."""
+
+    __slots__ = ("_now", "_parts")
+
+    def __init__(self, parts: Sequence[tuple[int, _Until]], now: float) -> None:
+        self._parts, self._now = parts, now
+
+    def depth(self, rank: RankKey) -> int:
+        """How many blocks, from the first on, the rank is guessed to hold."""
+        depth, now = 0, self._now
+        for end, until_s in self._parts:
+            if until_s.get(rank, now) <= now:
+                break
+            depth = end
+        return depth
+
+    def deepest(self) -> list[RankKey]:
+        """Ranks that are guessed to hold as much of it as any; in no order."""
+        for _, until_s in reversed(self._parts):
+            if ranks := [rank for rank, ends_s in until_s.items() if ends_s > self._now]:
+                return ranks
+        return []
+
+
 class Predictions:
     """Oldest guess out first, when there are too many.
 
-    Invariant: of one rank's blocks along a sequence none ends later than those before it, so that a match is
-    found by bisection. A block's name says all before it: so a sequence that has one of a run's blocks has
-    all before that one, and a prompt that is guessed again, a turn longer, changes a few runs and not each
-    of its thousands of blocks.
+    Invariant: of one rank's blocks along a sequence none ends later than those before it, so who is guessed
+    to hold a part of one is guessed to hold all before. A block's name says all before it: so a sequence that
+    has one of a run's blocks has all before that one, and a prompt that is guessed again, a turn longer,
+    changes a few runs and not each of its thousands of blocks.
     """
 
     def __init__(self) -> None:
@@ -49,34 +74,14 @@ class Predictions:
         while self._guesses and (self._guesses[0][0] <= now or self._num_blocks > _MAX_BLOCKS):
             self._drop(*self._guesses.popleft())
 
-    def match(self, rank: RankKey, hashes: Sequence[BlockHash], now: float) -> int:
-        """How many of `hashes`, from the first on, the rank is guessed to hold."""
-        runs, low, high = self._runs, 0, len(hashes)  # hashes[:low] are guessed, hashes[high:] are not
-        if not hashes or self._until(hashes[0]).get(rank, now) <= now:
-            return 0
-        if self._until(hashes[-1]).get(rank, now) > now:  # mostly so, where any is
-            return high
-        while low < high:
-            middle = (low + high + 1) // 2
-            run = runs.get(hashes[middle - 1])
-            if run is not None and run.until_s.get(rank, now) > now:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def deepest(self, hashes: Sequence[BlockHash], now: float) -> list[RankKey]:
-        """Ranks that are guessed to hold as much of the sequence as any; in no order."""
-        low, high = 0, len(hashes)  # somebody is guessed to hold hashes[:low], nobody more than hashes[:high]
-        deepest = _NONE
-        while low < high:
-            middle = (low + high + 1) // 2
-            at_middle = self._until(hashes[middle - 1])
-            if max(at_middle.values(), default=now) > now:
-                low, deepest = middle, at_middle
-            else:
-                high = middle - 1
-        return [rank for rank, until_s in deepest.items() if until_s > now]
+    def of(self, hashes: Sequence[BlockHash], now: float) -> "Guessed":
+        """Who is guessed to hold how much of a sequence; for as long as nothing is added."""
+        parts: list[tuple[int, _Until]] = []
+        position = 0
+        while position < len(hashes) and (run := self._runs.get(hashes[position])) is not None:
+            position = self._end_in(run, hashes, position)
+            parts.append((position, run.until_s))
+        return Guessed(parts, now)
 
     def forget(self, rank: RankKey) -> None:
         """In O(all guesses)."""
@@ -89,6 +94,19 @@ class Predictions:
     def _drop(self, until_s: float, rank: RankKey, blocks: Sequence[BlockHash]) -> None:
         self._num_blocks -= len(blocks)
         self._replace(blocks, lambda known: _without(known, rank, until_s))
+
+    def _end_in(self, run: _Run, hashes: Sequence[BlockHash], begin: int) -> int:
+        """Where the part of a sequence ends that is in the run that begins there."""
+        runs, low, high = self._runs, begin + 1, min(begin + run.num_blocks, len(hashes))
+        if runs.get(hashes[high - 1]) is run:  # mostly so
+            return high
+        while low < high:  # hashes[begin:low] are, hashes[high:] are not
+            middle = (low + high + 1) // 2
+            if runs.get(hashes[middle - 1]) is run:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _until(self, block: BlockHash) -> _Until:
         run = self._runs.get(block)

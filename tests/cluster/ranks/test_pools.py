@@ -45,8 +45,8 @@ def smallest_first(monkeypatch):
     """Of the ranks that hold the prompt the smallest is chosen, whatever it costs."""
     exclusion, holds = Sight.exclusion, set()
 
-    def of_smallest(sight, rank):
-        if reason := exclusion(sight, rank):
+    def of_smallest(sight, key, rank):
+        if reason := exclusion(sight, key, rank):
             return reason
         if sight.asked.prompt_tokens < len(PROMPT):
             return ""  # a probe
@@ -175,14 +175,14 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
     exclusion, prompts = Sight.exclusion, []
 
-    def stumbles(sight, rank):
+    def stumbles(sight, key, rank):
         if rank.id.worker == "decode-1":
             if sight.asked.prompt_tokens < 100:
                 return "not yet"
             prompts.append(sight.asked.prompt_tokens)
             if not comes_back or len(prompts) < 6:
                 return "not connected"
-        return exclusion(sight, rank)
+        return exclusion(sight, key, rank)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100, 400)) as cluster:
         monkeypatch.setattr(Sight, "exclusion", stumbles)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted, chains
+from router.ranks.observed import predicted
 from services.values.rank import Plan
 from services.values.registration import NO_CACHE
 
@@ -45,7 +46,7 @@ def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
     next(request)
     assert router.index.match(rank.id.key, HASHES[:20]) == 5
     assert not router.index.match(rank.id.key, HASHES[19:20])
-    assert router.balance.predicted_match(rank.id.key, HASHES) == 20  # for it was computed since
+    assert predicted(router.balance, rank.id.key, HASHES) == 20  # for it was computed since
 
 
 def test_an_index_that_was_told_meanwhile_is_left_alone():
@@ -66,13 +67,13 @@ def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows()
     first = router.place(plans=remote)
     router.placer.sent("a", chains(), 2_567, first)
     prefill = first.chosen.prefill
-    assert router.balance.predicted_match(prefill.id.key, HASHES) == 40
+    assert predicted(router.balance, prefill.id.key, HASHES) == 40
     assert router.index.match(prefill.id.key, HASHES) == 0  # never mixed
-    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
+    assert predicted(router.balance, first.chosen.decode.id.key, HASHES) == 0  # nothing has landed
     router.placer.outcomes.admitted("a", chains(), first.chosen, admitted(0, 0, Plan.REMOTE))
-    assert router.balance.predicted_match(first.chosen.decode.id.key, HASHES) == 40
+    assert predicted(router.balance, first.chosen.decode.id.key, HASHES) == 40
     router.now += 60
-    assert router.balance.predicted_match(prefill.id.key, HASHES) == 0
+    assert predicted(router.balance, prefill.id.key, HASHES) == 0
 
 
 @pytest.mark.parametrize("plans", [REMOTE, frozenset({Plan.LOCAL})])
@@ -89,6 +90,6 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
         router.placer.outcomes.finished(chains(), decision.chosen, range(42 * BLOCK), 0)
         router.placer.outcomes.ended("a")
         used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
-        predicted = {router.balance.predicted_match(rank.id.key, HASHES) for rank in used}
-        assert predicted == {40 if index else 0}
+        depths = {predicted(router.balance, rank.id.key, HASHES) for rank in used}
+        assert depths == {40 if index else 0}
     assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from router.placement.known_cluster import BLOCK, REMOTE, Router, admitted
+from router.ranks.observed import predicted
 from services.kv.block_hash import BlockChains, pair_hashes, scope_seed, sequence_hashes
 from services.values.rank import Plan, Role
 from services.values.registration import PAIR_BLOCKS
@@ -78,17 +79,17 @@ def test_what_was_sent_and_answered_is_predicted_by_the_ranks_chain(decodes):
     decision = place(router)
     decode, prefill = decision.chosen.decode.id.key, decision.chosen.prefill.id.key
     router.placer.sent("a", CHAINS, len(IDS), decision)
-    assert router.balance.predicted_match(prefill, CHAINS.tokens) == 10
+    assert predicted(router.balance, prefill, CHAINS.tokens) == 10
     outcomes = router.placer.outcomes
     found = replace(admitted(0, 0, Plan.REMOTE), prompt_tokens=len(IDS))
     outcomes.admitted("a", CHAINS, decision.chosen, found)
-    assert router.balance.predicted_match(decode, CHAINS.pairs) == 10
-    assert router.balance.predicted_match(decode, CHAINS.tokens) == 0
+    assert predicted(router.balance, decode, CHAINS.pairs) == 10
+    assert predicted(router.balance, decode, CHAINS.tokens) == 0
     all_ids = [*IDS, *range(2 * BLOCK)]
     outcomes.finished(CHAINS, decision.chosen, all_ids, SEED)
     outcomes.ended("a")
     longer = pair_hashes(all_ids, BLOCK, SEED)
-    assert router.balance.predicted_match(decode, longer) == len(longer) == 12
+    assert predicted(router.balance, decode, longer) == len(longer) == 12
     chains = BlockChains(sequence_hashes(all_ids, BLOCK, SEED), longer)
     again = router.place(chains=chains, prompt_tokens=len(all_ids), plans=REMOTE).chosen
     assert (again.decode.id.key, again.decode.hit_tokens) == (decode, 12 * BLOCK)
@@ -101,7 +102,7 @@ def test_the_last_pair_of_an_answer_needs_the_token_behind_it(tokens, blocks):
     chosen = place(router).chosen
     ids = IDS[:tokens]
     router.placer.outcomes.finished(BlockChains((), ()), chosen, ids, SEED)
-    assert router.balance.predicted_match(chosen.decode.id.key, CHAINS.pairs) == blocks
+    assert predicted(router.balance, chosen.decode.id.key, CHAINS.pairs) == blocks
 
 
 def test_a_promise_of_pairs_that_was_not_kept_is_taken_back():

@@ -46,3 +46,8 @@ def moved(bandwidth: float, compute_s: float = 0.5, size_bytes: float = 64 * MIB
 
 def hashes(*numbers: int) -> list[BlockHash]:
     return [BlockHash(number) for number in numbers]
+
+
+def predicted(balance, rank: RankKey, blocks) -> int:
+    """How many of them, from the first on, are guessed to be there."""
+    return balance.predictions.of(blocks, balance.clock()).depth(rank)

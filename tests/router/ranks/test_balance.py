@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, moved, took
+from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, moved, predicted, took
 from services.router.ranks.balance import Balance, Liveness
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey
@@ -197,7 +197,7 @@ def test_a_forgotten_rank_begins_anew(balance):
         assert balance.liveness(rank) is Liveness.LIVE
         assert balance.load(rank) == RankLoad()
         assert (balance.now(rank).pending_tokens, balance.now(rank).running) == (0, 0)
-    assert balance.predicted_match(D0, hashes(1, 2)) == 0
+    assert predicted(balance, D0, hashes(1, 2)) == 0
     assert balance.bandwidth(P1, D0) > slow
     balance.admitted("a")
     balance.ended("a")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ranks.observed import D0, D1, hashes
+from router.ranks.observed import D0, D1, hashes, predicted
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
@@ -37,9 +37,9 @@ def test_matches_are_those_of_the_guesses_that_have_not_ended(guesses, asked, fo
         return next((depth for depth, block in enumerate(asked) if block not in held), len(asked))
 
     depths = {rank: expected(rank) for rank in RANKS}
-    assert {rank: predictions.match(rank, asked, now) for rank in RANKS} == depths
+    assert {rank: predictions.of(asked, now).depth(rank) for rank in RANKS} == depths
     deepest = max(depths.values())
-    assert set(predictions.deepest(asked, now)) == {r for r in RANKS if deepest and depths[r] == deepest}
+    assert set(predictions.of(asked, now).deepest()) == {r for r in RANKS if deepest and depths[r] == deepest}
 
 
 def test_nothing_is_left_of_what_has_ended():
@@ -66,8 +66,8 @@ def test_a_prompt_that_is_guessed_again_a_turn_longer_costs_its_new_blocks(monke
         predictions.add(RANKS[0], blocks[: 1_000 + 100 * turn], float(turn), 20.0)
         predictions.add(RANKS[1], blocks[: 1_000 + 100 * turn], turn + 0.5, 20.0)
         assert len(looked_up) < 100
-    assert [predictions.match(rank, blocks, 12.0) for rank in RANKS] == [1_900, 1_900, 0]
-    assert predictions.match(RANKS[0], blocks, 28.5) == 1_900  # the last guess alone has not ended
+    assert [predictions.of(blocks, 12.0).depth(rank) for rank in RANKS] == [1_900, 1_900, 0]
+    assert predictions.of(blocks, 28.5).depth(RANKS[0]) == 1_900  # the last guess alone has not ended
     predictions.add(RANKS[2], blocks[:500], 40.0, 1.0)  # all others have
     assert len(predictions._runs) == 500
 
@@ -83,10 +83,10 @@ def test_a_rank_is_forgotten_that_was_guessed_of_twice():
 
 def test_a_prediction_matches_from_the_first_block_on(balance):
     balance.predict(D0, hashes(1, 2, 3))
-    assert balance.predicted_match(D0, hashes(1, 2, 3, 4)) == 3
-    assert balance.predicted_match(D0, hashes(1, 2)) == 2
-    assert balance.predicted_match(D0, hashes(9, 2, 3)) == 0
-    assert balance.predicted_match(D1, hashes(1)) == 0
+    assert predicted(balance, D0, hashes(1, 2, 3, 4)) == 3
+    assert predicted(balance, D0, hashes(1, 2)) == 2
+    assert predicted(balance, D0, hashes(9, 2, 3)) == 0
+    assert predicted(balance, D1, hashes(1)) == 0
 
 
 def test_a_prediction_ends(balance, clock):
@@ -94,9 +94,9 @@ def test_a_prediction_ends(balance, clock):
     clock.now += 3
     balance.predict(D0, hashes(1), ttl_s=5)
     clock.now += 2
-    assert balance.predicted_match(D0, hashes(1, 2)) == 1
+    assert predicted(balance, D0, hashes(1, 2)) == 1
     clock.now += 3
-    assert balance.predicted_match(D0, hashes(1, 2)) == 0
+    assert predicted(balance, D0, hashes(1, 2)) == 0
 
 
 def test_a_renewed_prediction_outlives_the_first(balance, clock):
@@ -104,7 +104,7 @@ def test_a_renewed_prediction_outlives_the_first(balance, clock):
     balance.predict(D0, hashes(1, 2), ttl_s=9)
     clock.now += 2
     balance.predict(D1, hashes(7))
-    assert balance.predicted_match(D0, hashes(1, 2)) == 2
+    assert predicted(balance, D0, hashes(1, 2)) == 2
 
 
 def test_a_shorter_prediction_does_not_cut_a_longer_one(balance, clock):
@@ -112,14 +112,14 @@ def test_a_shorter_prediction_does_not_cut_a_longer_one(balance, clock):
     balance.predict(D0, hashes(1), ttl_s=1)
     clock.now += 2
     balance.predict(D1, hashes(7))
-    assert balance.predicted_match(D0, hashes(1, 2)) == 2
+    assert predicted(balance, D0, hashes(1, 2)) == 2
 
 
 def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):
     monkeypatch.setattr(predictions_module, "_MAX_BLOCKS", 4)
     for index in range(3):
         balance.predict(RankKey("decode", index), hashes(1, 2))
-    matched = [balance.predicted_match(RankKey("decode", index), hashes(1, 2)) for index in range(3)]
+    matched = [predicted(balance, RankKey("decode", index), hashes(1, 2)) for index in range(3)]
     assert matched == [0, 2, 2]
     balance.predict(D0, hashes(*range(10)))
-    assert balance.predicted_match(D0, hashes(*range(10))) == 4
+    assert predicted(balance, D0, hashes(*range(10))) == 4
