@@ -25,7 +25,7 @@ class _Run:
 
 
 class Guessed:
-    """Of one sequence: where each part of it ends, and until when whom is guessed to hold it."""
+    """Of one sequence: where each part of it ends, and until when who is guessed to hold it."""
 
     __slots__ = ("_now", "_parts")
 
@@ -42,7 +42,8 @@ class Guessed:
         return depth
 
     def deepest(self) -> list[RankKey]:
-        """Ranks that are guessed to hold as much of it as any; in no order."""
+        """Ranks that are guessed to hold as much of it as any; in no order. Where guesses were dropped, for
+        there were too many, they may lack what is before it."""
         for _, until_s in reversed(self._parts):
             if ranks := [rank for rank, ends_s in until_s.items() if ends_s > self._now]:
                 return ranks
@@ -74,8 +75,8 @@ class Predictions:
         while self._guesses and (self._guesses[0][0] <= now or self._num_blocks > _MAX_BLOCKS):
             self._drop(*self._guesses.popleft())
 
-    def of(self, hashes: Sequence[BlockHash], now: float) -> "Guessed":
-        """Who is guessed to hold how much of a sequence; for as long as nothing is added."""
+    def of(self, hashes: Sequence[BlockHash], now: float) -> Guessed:
+        """Who is guessed to hold how much of a sequence."""
         parts: list[tuple[int, _Until]] = []
         position = 0
         while position < len(hashes) and (run := self._runs.get(hashes[position])) is not None:
@@ -114,42 +115,50 @@ class Predictions:
 
     def _replace(self, blocks: Sequence[BlockHash], changed: Callable[[_Until], _Until]) -> None:
         """What is known of each; `changed` is asked once for those of a run."""
-        position = 0
+        position, before = 0, None
         while position < len(blocks):
             run = self._runs.get(blocks[position])
             if run is None:
                 length, known = self._num_unknown(blocks, position), _NONE
             else:
-                length, known = self._num_in(run, blocks, position), run.until_s
+                length, known = self._end_in(run, blocks, position) - position, run.until_s
             end, after = position + length, changed(known)
             if run is not None and after and length == run.num_blocks:
                 run.until_s = after
             elif after is not known:
-                self._set(blocks[position:end], after)
                 if run is not None:
                     run.num_blocks -= length  # the rest of it, if there is one
+                run = self._set(blocks[position:end], after)
+            is_whole = run is not None and run.num_blocks == length
+            before = self._joined(before, run, blocks, end) if run is not None and is_whole else None
             position = end
 
-    def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> None:
-        if until_s:
-            self._runs.update(dict.fromkeys(blocks, _Run(len(blocks), until_s)))
-        else:
+    def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> _Run | None:
+        """The run that they are from now on."""
+        if not until_s:
             for block in blocks:
                 del self._runs[block]
+            return None
+        run = _Run(len(blocks), until_s)
+        self._runs.update(dict.fromkeys(blocks, run))
+        return run
+
+    def _joined(self, before: _Run | None, run: _Run, blocks: Sequence[BlockHash], end: int) -> _Run:
+        """The run that ends there, one with the run before it where both say the same: else a conversation
+        has one for each of its turns. The shorter one becomes a part of the other."""
+        if before is None or before.until_s != run.until_s:
+            return run
+        begin = end - run.num_blocks
+        longer, shorter, part = before, run, blocks[begin:end]
+        if before.num_blocks < run.num_blocks:
+            longer, shorter, part = run, before, blocks[begin - before.num_blocks : begin]
+        self._runs.update(dict.fromkeys(part, longer))
+        longer.num_blocks += shorter.num_blocks
+        return longer
 
     def _num_unknown(self, blocks: Sequence[BlockHash], position: int) -> int:
         end = position + 1
         while end < len(blocks) and blocks[end] not in self._runs:
-            end += 1
-        return end - position
-
-    def _num_in(self, run: _Run, blocks: Sequence[BlockHash], position: int) -> int:
-        """Of the run that begins there, how many: where the last is among them, all are."""
-        end = position + run.num_blocks
-        if end <= len(blocks) and self._runs.get(blocks[end - 1]) is run:
-            return run.num_blocks
-        end = position + 1
-        while end < len(blocks) and self._runs.get(blocks[end]) is run:
             end += 1
         return end - position
 

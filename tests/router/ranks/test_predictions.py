@@ -32,6 +32,9 @@ def test_matches_are_those_of_the_guesses_that_have_not_ended(guesses, asked, fo
         predictions.forget(forgotten)
         live = [guess for guess in live if guess[0] != forgotten]
 
+    runs = list(predictions._runs.values())
+    assert all(run.num_blocks == runs.count(run) for run in runs)
+
     def expected(rank: RankKey) -> int:
         held = {b for of_rank, blocks, until in live if of_rank == rank and until > now for b in blocks}
         return next((depth for depth, block in enumerate(asked) if block not in held), len(asked))
@@ -70,6 +73,20 @@ def test_a_prompt_that_is_guessed_again_a_turn_longer_costs_its_new_blocks(monke
     assert predictions.of(blocks, 28.5).depth(RANKS[0]) == 1_900  # the last guess alone has not ended
     predictions.add(RANKS[2], blocks[:500], 40.0, 1.0)  # all others have
     assert len(predictions._runs) == 500
+
+
+def test_the_turns_of_a_conversation_are_one_run_again():
+    """Of two ranks, each guessed for longer than the next turn takes."""
+    predictions, blocks = Predictions(), [BlockHash(n) for n in range(40)]
+    for turn in range(100):
+        blocks += [BlockHash(n) for n in range(1_000 * turn + 100, 1_000 * turn + 104)]
+        for after_s, rank in enumerate(RANKS[:2]):
+            predictions.add(rank, blocks, turn + 0.1 * after_s, 5.0)
+    assert len(set(map(id, predictions._runs.values()))) == 1
+    assert [predictions.of(blocks, 100.0).depth(rank) for rank in RANKS] == [440, 440, 0]
+    # Another answer to the last question is nobody's, and the first rank's guesses end first.
+    other = [*blocks[:-4], BlockHash(7_000_000)]
+    assert [predictions.of(other, 104.05).depth(rank) for rank in RANKS] == [0, 436, 0]
 
 
 def test_a_rank_is_forgotten_that_was_guessed_of_twice():
