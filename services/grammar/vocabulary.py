@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.model.byte_tokens import bytes_of_piece
+from services.model.byte_tokens import bytes_of_byte_level, bytes_of_piece
 from services.model.vocabulary import ids_of
 from services.values.errors import ConfigError
 
@@ -86,7 +86,7 @@ def _special_names(config: Mapping[str, Any]) -> Iterator[str]:
 def _decoder_of(tokenizer: Mapping[str, Any]) -> Callable[[str], bytes]:
     kinds = set(_kinds(tokenizer.get("decoder")))
     if "ByteLevel" in kinds:
-        return _of_byte_level
+        return bytes_of_byte_level
     if kinds & {"ByteFallback", "Metaspace"} or _replaces_spaces(tokenizer.get("decoder")):
         return _of_sentencepiece
     if kinds <= {"Fuse"}:
@@ -102,11 +102,6 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 def _replaces_spaces(decoder: Any) -> bool:
     return _SPACE in json.dumps(decoder, ensure_ascii=False)
-
-
-def _of_byte_level(token: str) -> bytes:
-    known = bytes_of_piece(token)
-    return token.encode() if known is None else known
 
 
 def _of_sentencepiece(token: str) -> bytes:

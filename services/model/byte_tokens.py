@@ -17,13 +17,27 @@ def _byte_level_alphabet() -> dict[str, int]:
     return own | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
+_ALPHABET = _byte_level_alphabet()
+_ELSE = "\uffff"  # no byte
+# Characters below U+0100 that are not in the alphabet must not pass as bytes: Latin-1 has no _ELSE.
+_TO_BYTES = str.maketrans(
+    dict.fromkeys(map(chr, range(0x100)), _ELSE)
+    | {character: chr(byte) for character, byte in _ALPHABET.items()}
+)
 
 
 def bytes_of_piece(piece: str) -> bytes | None:
     """`piece` is the token as the vocabulary has it. None: neither family writes bytes so."""
     if fallback := _FALLBACK.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
-    if all(character in BYTE_LEVEL_ALPHABET for character in piece):
-        return bytes(BYTE_LEVEL_ALPHABET[character] for character in piece)
+    if all(character in _ALPHABET for character in piece):
+        return bytes(_ALPHABET[character] for character in piece)
     return None
+
+
+def bytes_of_byte_level(token: str) -> bytes:
+    """Of a byte-level vocabulary. A token that is not written in the alphabet is its own text."""
+    try:
+        return token.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()

@@ -1,7 +1,7 @@
 import pytest
 
 from router.conftest import byte_backend
-from services.model.byte_tokens import bytes_of_piece
+from services.model.byte_tokens import bytes_of_byte_level, bytes_of_piece
 
 
 def test_every_byte_of_a_byte_level_vocabulary() -> None:
@@ -23,3 +23,17 @@ def test_every_byte_of_a_byte_level_vocabulary() -> None:
 )
 def test_pieces_of_both_families(piece: str, expected: bytes | None) -> None:
     assert bytes_of_piece(piece) == expected
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        ("ĠâĤ", b" \xe2\x82"),
+        ("<0xE2>", b"<0xE2>"),
+        ("a b", b"a b"),
+        ("語", "語".encode()),
+        ("\xad", b"\xc2\xad"),
+    ],
+)
+def test_a_byte_level_token_is_its_bytes_or_its_own_text(token: str, expected: bytes) -> None:
+    assert bytes_of_byte_level(token) == expected

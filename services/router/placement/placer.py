@@ -12,7 +12,7 @@ one.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from itertools import islice
 
 from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.block_hash import BlockChains
@@ -192,8 +192,14 @@ class Placer:
         asked = sight.asked
         receivers = find(self._receiving(asked), sight)
         senders = find(self._prefills, sight) if Plan.REMOTE in asked.plans else []
-        decodes = list(map(self._decode_candidate, receivers, self._hits.of(receivers, sight), repeat(sight)))
-        prefills = list(map(self._prefill_candidate, senders, self._hits.of(senders, sight), repeat(sight)))
+        decodes = [
+            self._decode_candidate(rank, hit, sight)
+            for rank, hit in zip(receivers, self._hits.of(receivers, sight), strict=True)
+        ]
+        prefills = [
+            self._prefill_candidate(rank, hit, sight)
+            for rank, hit in zip(senders, self._hits.of(senders, sight), strict=True)
+        ]
         return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
 
     def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
@@ -217,18 +223,20 @@ class Placer:
         return _Side() if rank is None or rank.id != at else _Side({at.key: rank})
 
     def _all(self, side: _Side, sight: Sight) -> list[Found]:
-        if paired := self._hits.paired:
-            return [(key, rank, sight.held(key in paired).depth(key)) for key, rank in side.ranks.items()]
-        depth = sight.held(False).depth
-        return [(key, rank, depth(key)) for key, rank in side.ranks.items()]
+        return self._found(side.ranks, side, sight)
 
     def _few(self, side: _Side, sight: Sight) -> list[Found]:
         """Those that may win."""
         if side.order is None:
             return self._all(side, sight)
-        ranks, paired = side.ranks, self._hits.paired
         promising = dict.fromkeys(self._promising(side, side.order, sight))
-        return [(key, ranks[key], sight.held(key in paired).depth(key)) for key in promising if key in ranks]
+        return self._found((key for key in promising if key in side.ranks), side, sight)
+
+    def _found(self, keys: Iterable[RankKey], side: _Side, sight: Sight) -> list[Found]:
+        ranks, paired, held = side.ranks, self._hits.paired, [sight.held(False)]
+        if paired:
+            held.append(sight.held(True))
+        return [(key, ranks[key], held[key in paired].depth(key)) for key in keys]
 
     def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
         if sight.asked.pinned is not None:
@@ -317,25 +325,22 @@ class Placer:
 
     def _prefill_candidate(self, found: Found, hit: Hit, sight: Sight) -> PrefillCandidate:
         key, rank, _ = found
-        page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
-        now = sight.now(key)
-        load, pending_tokens, queued, _, tokens_per_s, _ = now
-        books = load.books
-        return PrefillCandidate(  # by position, too
-            rank.address.id,
-            worth,  # hit_tokens
-            pending_tokens,
-            tokens_per_s,
-            books.free * page_size,
-            books.cached * page_size,  # evictable_tokens
-            sight.exclusion(key, rank),
-            queued,
-            matched,
-            key in self._prefills.own,
-            now.compute_wait_s,
-            rank.max_context_tokens,
-            resume,
-            matched_resume,
+        now, page_size = sight.now(key), rank.layout.page_size
+        return PrefillCandidate(
+            id=rank.id,
+            hit_tokens=hit.worth,
+            pending_tokens=now.pending_tokens,
+            prefill_tokens_per_s=now.tokens_per_s,
+            free_tokens=now.load.books.free * page_size,
+            evictable_tokens=now.load.books.cached * page_size,
+            excluded=sight.exclusion(key, rank),
+            queued=now.queued,
+            matched_tokens=hit.matched,
+            own=key in self._prefills.own,
+            compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
+            resume_tokens=hit.resume,
+            matched_resume_tokens=hit.matched_resume,
         )
 
     def _holds_most(self, rank: Registration) -> bool:
