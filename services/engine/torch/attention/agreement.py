@@ -29,8 +29,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.004}
 # What a token too many or too few changes is ten times that; no rounding comes near it.
 _CAUSAL_TOLERANCE = 0.1
 _NUM_LAYERS, _LAYER = 2, 1
-# Chunks (start, length) that end within, at and one past what kernels take at a time.
-_SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1))
+# Chunks (start, length) that end within, at and one past what kernels take at a time, and short ones far on.
+_SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1), (177, 3), (100, 21), (90, 5))
 
 
 _ALL = Reach(0)
@@ -92,8 +92,10 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
             raise KernelWrong(f"differs from the gather path by {excess:.2g} of {allowed:.2g}, with {way}")
 
 
-def require_causal(kv: PagedKv, num_heads: int) -> None:
+def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]] = _SPANS) -> None:
     """Compare the gather path, which serves prompts, with a plain softmax; `kv` is not touched.
+
+    `spans` are the chunks that are tried, (start, length) each.
 
     Raises:
         ConfigError: it differs, or cannot compute.
@@ -101,7 +103,7 @@ def require_causal(kv: PagedKv, num_heads: int) -> None:
     """
     for way in _WAYS:
         try:
-            example = _example(kv, num_heads, _prompts(kv.shape.page_size), way)
+            example = _example(kv, num_heads, _prompts(kv.shape.page_size, spans), way)
             got = _attend(example, None).cpu()
         except RuntimeError as error:
             raise start_fault(f"this torch cannot attend on {kv.numbers.device}: {error}", error) from error
@@ -197,10 +199,10 @@ def _excess(got: Tensor, expected: Tensor) -> float:
     return excess
 
 
-def _prompts(page_size: int) -> list[Chunk]:
+def _prompts(page_size: int, spans: Sequence[tuple[int, int]]) -> list[Chunk]:
     """Each on pages of its own, against the token order."""
     chunks, next_page = [], 0
-    for start, length in _SPANS:
+    for start, length in spans:
         end_page = next_page - (-(start + length) // page_size)
         chunks.append(_chunk(length, start, range(next_page, end_page)[::-1]))
         next_page = end_page

@@ -43,11 +43,12 @@ def as_numpy(numbers: Tensor) -> NDArray[Any]:
     return array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkView:
     """Tokens [offset, offset + length) of the step, the last ones of a sequence, and what they see of it.
 
-    That are positions [first, end): they begin `skip` slots into the first of `pages`.
+    That are positions [first, end): they begin `skip` slots into the first of `pages`. With `in_windows` the
+    last of the tokens see no more of its beginning.
     """
 
     offset: int
@@ -56,7 +57,8 @@ class ChunkView:
     end: int
     skip: int
     pages: Tensor  # int64
-    mask: Tensor | None  # [length, end - first], see _mask; None where is_causal or nothing is masked
+    in_windows: bool
+    mask: Tensor | None  # [length, end - first], see _mask
     reach: Reach
 
     @property
@@ -67,6 +69,15 @@ class ChunkView:
     def is_causal(self) -> bool:
         """That is all, and `mask` need not say it."""
         return self.length == self.num_seen and self.mask is None
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Where its tokens begin and end, and what they see: int32 [2] each, as varlen_attn takes them."""
+        device = self.pages.device
+        rows, seen = (
+            torch.tensor([0, n], dtype=torch.int32, device=device) for n in (self.length, self.num_seen)
+        )
+        return rows, seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,23 +209,32 @@ def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:
     read, device = _read(chunk, reach, kv.shape.page_size), kv.numbers.device
+    first = chunk.end - read.num_tokens
+    in_windows = reach.first_seen(chunk.end - 1) > first
     return ChunkView(
         offset=offset,
         length=len(chunk.token_ids),
-        first=chunk.end - read.num_tokens,
+        first=first,
         end=chunk.end,
         skip=read.skip,
         pages=torch.tensor(read.pages, dtype=torch.int64, device=device),
-        mask=_mask(chunk, reach, read.num_tokens, device),
+        in_windows=in_windows,
+        mask=_mask(chunk, reach, first, in_windows, device),
         reach=reach,
     )
 
 
-def _mask(chunk: Chunk, reach: Reach, num_seen: int, device: torch.device) -> Tensor | None:
-    """[length, num_seen]: which of the positions that are read each token sees; None if is_causal, or all."""
-    length, first = len(chunk.token_ids), chunk.end - num_seen
-    if reach.first_seen(chunk.end - 1) > first:
+def _mask(chunk: Chunk, reach: Reach, first: int, in_windows: bool, device: torch.device) -> Tensor | None:
+    """[length, end - first]: which of the positions that are read each token sees.
+
+    None where that is all, where it is all up to itself of as many (is_causal), and of windows on a GPU,
+    where a mask is of no use (gathered.py).
+    """
+    if in_windows:
+        if device.type == "cuda":
+            return None
         return seen_by(torch.arange(chunk.start, chunk.end, device=device), reach, first, chunk.end)
+    length, num_seen = len(chunk.token_ids), chunk.end - first
     return _causal_mask(length, num_seen, device) if 1 < length < num_seen else None
 
 
@@ -228,7 +248,7 @@ def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
     """For the last `length` of `num_seen` tokens: each sees all up to itself."""
     if device.type == "cuda":
         # Only told, not made: so flash attention, which takes no mask, serves these chunks too. One that is
-        # made becomes numbers, padded ones, and is for a slower kernel.
+        # made is for a kernel that is slower, and wrong at times (gathered.py).
         bias: Tensor = causal_lower_right(length, num_seen)
         return bias
     return torch.ones(length, num_seen, dtype=torch.bool, device=device).tril(num_seen - length)
