@@ -43,7 +43,7 @@ def probe(model: PreTrainedModel) -> Remembered:
         ConfigError: it asks for what we do not have.
         Unavailable: memory is short, or the device is lost.
     """
-    seen = _Probe(model.config.get_text_config())
+    seen = _Probe(model.config.get_text_config(), model.device)
     try:
         with attending_by(model, _IMPLEMENTATION):
             seen.run(model)
@@ -80,6 +80,7 @@ class _Probe:
     """What the model takes for its cache, and what its attention tells."""
 
     config: PreTrainedConfig
+    device: torch.device
     is_compileable = False
     _running: list[nn.Module] = field(default_factory=list)
     _states: dict[StateName, tuple[State, nn.Module]] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class _Probe:
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """As StepCache's: of the first tokens of a sequence."""
-        return torch.zeros(len(_TOKENS), dtype=torch.int64)
+        return torch.zeros(len(_TOKENS), dtype=torch.int64, device=self.device)
 
     get_query_offset = get_seq_length
 
