@@ -381,7 +381,8 @@ def main() -> None:
     print("\n\n".join(table(rows) for rows in (*measured, met, costs) if rows))
     print(f"\nload average when it began: {load:.1f}; torch threads: {arguments.num_threads}")
     if arguments.json is not None:
-        settings: Row = {k: v for k, v in vars(arguments).items() if k not in ("json", "checkpoint")}
+        unsaid = {"json", "checkpoint"} | ({"layers", "hidden"} if arguments.checkpoint else set())
+        settings: Row = {k: v for k, v in vars(arguments).items() if k not in unsaid}
         settings |= {"device": str(where.device), "dtype": where.dtype or "float32", "load_at_start": load}
         write_json(arguments.json, "engine", settings, [*chain(*measured), *met, *costs])
 

@@ -15,6 +15,19 @@ from packaging.version import Version
 
 Versions = Mapping[str, Version]  # by canonical name
 
+# Of what the parts import: what a host has that computes by torch on a GPU. All else comes as wheels.
+ITS_OWN = (
+    "huggingface-hub",
+    "jinja2",
+    "llvmlite",
+    "numba",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Wheel:

@@ -36,10 +36,11 @@ def parts(device: str, model: Path, figures: Path) -> list[Part]:
     """
     rehearsal = device == "cpu"
     return [
-        _tests("kernels", 150),
+        _tests("kernels", 200),
         _tests("transport", 60),
         _tests("exactness", 120),
         _tests("half", 90),
+        _tests("families", 150),
         _tests("pair", 90),
         _bench("transfer", device, figures, 90, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
         _bench("engine", device, figures, 150, *_engine(rehearsal), model=model),
@@ -53,7 +54,8 @@ _TRANSFER_QUICK = ("--total-mib=64", "--pool-mib=192", "--rounds=1")
 def _engine(rehearsal: bool) -> tuple[str, ...]:
     if rehearsal:
         return ("--batches", "1", "--contexts", "64", "--prompts", "64", "--rounds=1", "--num-threads=1")
-    return ("--batches", "1", "16", "64", "--contexts", "2048", "--prompts", "2048", "8192", "--rounds=9")
+    cells = ("--batches", "1", "16", "64", "--contexts", "2048", "--prompts", "2048", "8192")
+    return (*cells, "--chunk-size=2048", "--rounds=9")  # chunks as in the chart's samples for GPUs
 
 
 def _decode_cache(rehearsal: bool) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The run on a GPU host: what is installed there, and that a part that fails or hangs stops no other."""
 
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -7,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import wheels
-from bench.gpu.host import Wheel, lacking, ranges_of, to_install
+from bench.gpu.host import ITS_OWN, Wheel, lacking, ranges_of, to_install
 from bench.gpu.parts import Part, parts
 
 ROOT = Path(gpu.__file__).parents[2]
@@ -51,6 +54,39 @@ def test_torch_of_2_11_is_enough():
 def test_every_wheel_for_the_host_has_a_version_that_is_pinned():
     pins = [wheels.pinned(name) for name in [*wheels.needed_by_host(), wheels.nixl_build(13)]]
     assert all(pin.split("==")[1] for pin in pins)
+
+
+_IMPORTED = """
+import importlib, json, sys
+from importlib.metadata import packages_distributions
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+of_module = packages_distributions()
+print(json.dumps(sorted({own for name in sys.modules for own in of_module.get(name, ())})))
+"""
+
+
+@pytest.mark.long
+def test_all_that_the_parts_import_of_our_dependencies_is_on_the_host_or_among_the_wheels():
+    modules = [module_of(own) for own in parts("cuda", Path("model"), Path("figures"))]
+    command = [sys.executable, "-c", _IMPORTED, *modules, "bench.checkpoint"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+    imported = {canonicalize_name(name) for name in json.loads(done.stdout)}
+    ours = imported & ranges_of((ROOT / "pyproject.toml").read_text()).keys()
+    assert {"torch", "llguidance"} <= ours
+    there = {canonicalize_name(name) for name in (*wheels.needed_by_host(), *ITS_OWN, "h11")}  # the hub's own
+    assert not ours - there
+
+
+def module_of(own):
+    if own.figures is None:
+        return f"gpu.{Path(own.command[-1]).stem}"
+    return (
+        own.name
+        if (ROOT / own.name.replace(".", "/")).with_suffix(".py").is_file()
+        else f"{own.name}.__main__"
+    )
 
 
 def test_a_slimmed_wheel_lacks_the_unwanted_folder_and_its_records(tmp_path):
