@@ -11,7 +11,7 @@ are of base 2, which is what a GPU computes.
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
 once: when the runner starts (in_place.py), and not in a step.
 
-Written, compiled and tested without a GPU: in Triton's interpreter (make test-triton). It has not run on one.
+Tested on a GPU by `make gpu`, without one in Triton's interpreter (make test-triton).
 """
 
 import math
