@@ -1,12 +1,9 @@
 """A chunk with drafts as the single tokens that plain decoding would compute if they are right."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import overload
 
 from services.engine.paged.runner import Chunk
 
@@ -32,8 +29,8 @@ class DraftedHistory(Sequence[int]):
         begun = len(self.ids)
         return [*self.ids[start:stop], *self.drafts[max(0, start - begun) : max(0, stop - begun)]]
 
-    def __array__(self, dtype: Any = np.int64, copy: bool | None = None) -> NDArray[Any]:
-        return np.fromiter(chain(self.ids, self.drafts), dtype, len(self))
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.ids, self.drafts)
 
 
 def single_tokens(chunk: Chunk) -> tuple[Chunk, ...]:

@@ -1,7 +1,8 @@
-import numpy as np
+import torch
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.draft_tokens import DraftedHistory, single_tokens
+from services.engine.torch.sampling.adjusting import adjust
 from services.values.request import SamplingParams
 
 SAMPLING = SamplingParams(seed=3)
@@ -33,8 +34,27 @@ def test_a_history_is_not_copied_until_it_is_read():
     history = DraftedHistory(ids, [9])
     ids.append(4)
     assert len(history) == 5
-    assert np.asarray(history, np.int64).tolist() == [1, 2, 3, 4, 9]
+    assert list(history) == [1, 2, 3, 4, 9]
     assert history[-2:] == [4, 9]
+
+
+class Counting(list):
+    """How often all of it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_penalties_go_through_a_history_once():
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5)
+    history = DraftedHistory(ids := Counting([1, 2, 3, 3]), [5])
+    logits = torch.ones(1, 8, dtype=torch.float64)
+    adjust(logits, [Chunk([5], 4, [], True, params, history, 3)])
+    assert logits.tolist() == [[1, 0.5, 0.5, 0.5 - 1.0, 1, 0.5 - 0.5, 1, 1]]
+    assert ids.times == 1
 
 
 def test_a_part_of_a_history_is_as_of_a_list():

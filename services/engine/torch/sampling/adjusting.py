@@ -1,16 +1,22 @@
 """What becomes of logits before chance has a word.
 
 In this order: biases; repetition penalty over the whole history; frequency and presence penalty over the
-generated ids; min_tokens; ids that would end a banned sequence.
+generated ids; min_tokens; ids that would end a banned sequence. Each is done for all rows at once: on a GPU
+a call for each row takes longer than what it computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.runner import Chunk
+
+_Ids = NDArray[np.int64]
+_PerRow = Sequence[tuple[int, _Ids]]  # rows of logits, and some ids of each
 
 
 def is_adjusted(chunk: Chunk) -> bool:
@@ -19,47 +25,90 @@ def is_adjusted(chunk: Chunk) -> bool:
 
 
 def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """In place; `logits` are [len(chunks), vocab_size]."""
-    for row, chunk in zip(logits, chunks, strict=True):
-        if chunk.sampling.logit_bias:
-            _bias(row, chunk)
-        if chunk.sampling.penalizes:
-            _penalize(row, chunk)
-        if _must_go_on(chunk) and (ending := _ending(chunk, len(row))):
-            row[ending] = -torch.inf
-        if banned := chunk.banned_ids:
-            row[list(banned)] = -torch.inf
+    """In place; `logits` are [len(chunks), vocab_size], contiguous."""
+    _bias(logits, chunks)
+    _penalize_repetition(logits, chunks)
+    _penalize_frequency(logits, chunks)
+    _forbid(logits, chunks)
     return logits
 
 
-def _bias(logits: Tensor, chunk: Chunk) -> None:
-    ids, biases = zip(*chunk.sampling.logit_bias, strict=True)
-    logits[list(ids)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+def _bias(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    of_rows = {row: dict(c.sampling.logit_bias) for row, c in enumerate(chunks) if c.sampling.logit_bias}
+    if of_rows:
+        at = _places(logits, [(row, _ids(biases, len(biases))) for row, biases in of_rows.items()])
+        logits.view(-1)[at] += _like(
+            logits, [bias for biases in of_rows.values() for bias in biases.values()]
+        )
 
 
-def _penalize(logits: Tensor, chunk: Chunk) -> None:
-    """One row, in place."""
-    params = chunk.sampling
-    history = np.asarray(chunk.history, np.int64)
-    if params.repetition_penalty != 1:
-        seen = torch.from_numpy(history).to(logits.device)  # what occurs twice is written twice, the same
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (params.frequency_penalty or params.presence_penalty) and chunk.num_output_ids:
-        counts = np.bincount(history[-chunk.num_output_ids :])
-        output_ids = np.flatnonzero(counts)
-        penalties = torch.from_numpy(params.frequency_penalty * counts[output_ids] + params.presence_penalty)
-        logits[torch.from_numpy(output_ids).to(logits.device)] -= penalties.to(logits.device)
+def _penalize_repetition(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    seen = [
+        (row, _ids(chunk.history, len(chunk.history)))
+        for row, chunk in enumerate(chunks)
+        if chunk.sampling.repetition_penalty != 1
+    ]
+    if not seen:
+        return
+    at = _places(logits, seen)
+    counts = [len(ids) for _, ids in seen]
+    penalties = _like(logits, np.repeat([chunks[row].sampling.repetition_penalty for row, _ in seen], counts))
+    values = logits.view(-1)[at]
+    # What occurs twice is written twice, the same.
+    logits.view(-1)[at] = torch.where(values > 0, values / penalties, values * penalties)
+
+
+def _penalize_frequency(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    """And presence."""
+    generated: list[tuple[int, _Ids]] = []
+    penalties: list[NDArray[Any]] = []
+    for row, chunk in enumerate(chunks):
+        params, count = chunk.sampling, chunk.num_output_ids
+        if (params.frequency_penalty or params.presence_penalty) and count:
+            ids, counts = np.unique(_ids(chunk.history[-count:], count), return_counts=True)
+            generated.append((row, ids))
+            penalties.append(params.frequency_penalty * counts + params.presence_penalty)
+    if generated:
+        logits.view(-1)[_places(logits, generated)] -= _like(logits, np.concatenate(penalties))
+
+
+def _forbid(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    forbidden = [
+        (row, np.array(sorted(ids), np.int64))
+        for row, chunk in enumerate(chunks)
+        if (ids := {*_ending(chunk, logits.shape[1]), *chunk.banned_ids})
+    ]
+    if forbidden:
+        logits.view(-1)[_places(logits, forbidden)] = -torch.inf
+
+
+def _ids(ids: Iterable[int], count: int) -> _Ids:
+    return np.fromiter(ids, np.int64, count)  # in half of np.array's time
+
+
+def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
+    """Where these are in all of `logits`, on its device. Raises IndexError for an id that no row has."""
+    vocab_size = logits.shape[1]
+    ids = np.concatenate([ids for _, ids in per_row])
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise IndexError(f"ids from {ids.min()} to {ids.max()}, of a vocabulary of {vocab_size}")
+    starts = np.repeat([row * vocab_size for row, _ in per_row], [len(ids) for _, ids in per_row])
+    return torch.from_numpy(ids + starts).to(logits.device)
+
+
+def _like(logits: Tensor, values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=logits.dtype).to(logits.device)
 
 
 def _must_go_on(chunk: Chunk) -> bool:
     return chunk.num_output_ids < chunk.sampling.min_tokens
 
 
-def _ending(chunk: Chunk, vocab_size: int) -> list[int]:
-    """The ids that would end it; none where one of them must be chosen."""
+def _ending(chunk: Chunk, vocab_size: int) -> Iterable[int]:
+    """The ids that would end it too early; none where one of them must be chosen."""
     params = chunk.sampling
+    if not _must_go_on(chunk):
+        return ()
     ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
     ending = {token_id for token_id in ending if token_id < vocab_size}
-    return sorted(ending) if len(ending) < vocab_size else []
+    return ending if len(ending) < vocab_size else ()

@@ -62,7 +62,8 @@ def _sample_block(
     if all(plain[row] for row in rows):
         sampled = [Sampled(token_id) for token_id in _argmax(masks.applied(own, rows))]
     else:
-        sampled = _sample_rows(own.double(), [chunks[row] for row in rows], partial(masks.applied, rows=rows))
+        exact = own.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+        sampled = _sample_rows(exact, [chunks[row] for row in rows], partial(masks.applied, rows=rows))
     checked = zip(rows, sampled, strict=True)
     return [
         each if each.token_id != NO_TOKEN and masks.allows(row, each.token_id) else Sampled(NO_TOKEN)
@@ -90,8 +91,12 @@ def _takes_the_highest(chunk: Chunk) -> bool:
 def _sample_rows(
     logits: Tensor, chunks: Sequence[Chunk], masked: Callable[[Tensor], Tensor]
 ) -> list[Sampled]:
-    """`logits` are float64; they stay as they are."""
-    adjusted = masked(adjust(logits.clone(), chunks) if any(map(is_adjusted, chunks)) else logits)
+    """`logits` are float64, contiguous, and changed."""
+    adjusted = logits
+    if any(map(is_adjusted, chunks)):
+        tells = any(chunk.sampling.logprobs is not None for chunk in chunks)
+        adjusted = adjust(logits.clone() if tells else logits, chunks)
+    adjusted = masked(adjusted)
     peaks = adjusted.amax(1)
     highest: list[float] = peaks.tolist()
     # Where the model has overflowed there is no distribution to draw from.
