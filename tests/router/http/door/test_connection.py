@@ -275,6 +275,26 @@ async def test_a_request_of_two_lengths_is_refused(more):
         assert (await client.answer(chunked))[0] == 200
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_an_offer_of_http_2_is_passed_over_and_the_body_read(is_chunked):
+    """Java's HttpClient makes it in each request; of servers that read by httptools the body is lost then
+    (Kludex/uvicorn#2722)."""
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    )
+    request = post(more=offer)
+    if is_chunked:
+        chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+        request = post(chunk, more=offer + b"Transfer-Encoding: chunked\r\n")
+        request = request.replace(b"Content-Length: %d\r\n" % len(chunk), b"")
+    async with serving() as front:
+        client = await front.connect()
+        for _ in range(2):
+            status, _, body = await client.answer(request)
+            assert (status, body["object"]) == (200, "text_completion")
+        assert len(front.backend.requests) == 2
+
+
 # Serves with 128 descriptors to have; at each line it is told, it opens 32 files of its own.
 FEW_DESCRIPTORS = """
 import asyncio, resource, sys
