@@ -1,5 +1,6 @@
 """Which transport: the one place that imports a transport's library, and only when it is chosen."""
 
+import services.transfer.ucx_log  # noqa: F401  # names in the environment, before there are threads
 from services.transfer.base import Transport
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError

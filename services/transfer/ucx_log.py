@@ -20,6 +20,13 @@ log = logging.getLogger(__name__)
 _KEPT_BYTES = 1 << 20
 _libc = ctypes.CDLL(None)
 
+# As UCX has them where nobody says otherwise. They are named here, when this is imported: while there is one
+# thread. The C library moves an environment for each name more, and a thread that reads it meanwhile,
+# as calls into gRPC do, reads what has been freed. Another value for a name moves nothing.
+UNTOLD = {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "warn"}
+for _name, _value in UNTOLD.items():
+    os.environ.setdefault(_name, _value)
+
 
 class UcxLog:
     """Any thread may call it."""
@@ -36,15 +43,15 @@ class UcxLog:
         """While the first agent is made. Children must not inherit it: they could not open the file, and UCX
         would not let them live."""
         settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-        if any(name in os.environ for name in settings):
+        untold = {name: UNTOLD[name] for name in settings}
+        if any(os.environ.get(name) != value for name, value in untold.items()):  # somebody's own
             yield
             return
         os.environ.update(settings)
         try:
             yield
         finally:
-            for name in settings:
-                os.environ.pop(name, None)
+            os.environ.update(untold)
 
     def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
         """What is known by now; empty: nothing. What UCX says beside its tables goes to our log."""

@@ -1,5 +1,6 @@
 """What a NIXL transport tells of the way by which it has written to another process; prints it as JSON."""
 
+import ctypes
 import json
 import logging
 import os
@@ -19,11 +20,18 @@ from services.values.kv import PoolMemory
 NUM_PAGES, PAGE_BYTES = 4, 1 << 20
 
 
+def environment() -> int | None:
+    """Where the C library has the process's: another thread may be reading there."""
+    return ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ").value
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     pages = np.full((NUM_PAGES, PAGE_BYTES), 7, dtype=np.uint8)
     rank = PassiveRank("nixl", (NUM_PAGES, PAGE_BYTES), seed=1)
+    named, lies_at = set(os.environ), environment()
     transport = open_transport("nixl", NixlSettings(expects_rdma=True, writes=True))
+    is_left_alone = set(os.environ) == named and environment() == lies_at
     transport.register([PoolMemory(pages.ctypes.data, NUM_PAGES)], [PAGE_BYTES])
     peer = transport.add_peer(rank.metadata, rank.memories)
     before = list(transport.paths)
@@ -34,11 +42,11 @@ def main() -> None:
         write.release()
     (path,) = transport.paths or (None,)
     landed = bool((rank.snapshot()[0] == 7).all())
-    inherited = sorted(name for name in os.environ if name in ("UCX_LOG_FILE", "UCX_PROTO_INFO"))
+    inherited = {name: os.environ.get(name, "") for name in ("UCX_LOG_FILE", "UCX_PROTO_INFO")}
     transport.close()
     rank.kill()
     told = {"before": before, "path": path and [path.kind, path.reach, path.lanes]}
-    print(json.dumps(told | {"landed": landed, "inherited": inherited}))
+    print(json.dumps(told | {"landed": landed, "inherited": inherited, "is_left_alone": is_left_alone}))
 
 
 main()
