@@ -99,3 +99,26 @@ async def test_what_ended_by_itself_leaves_no_shared_memory_and_no_process(with_
     await with_a_segment.stop(in_order=False)
     assert not process_module._alive(child)
     assert not list(shm.iterdir())
+
+
+_WAITS = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.{how})
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIG_IGN", "SIG_DFL"])
+async def test_what_had_to_be_killed_is_named(start, monkeypatch, caplog, how):
+    """And so each stop of which memory was given back by nobody."""
+    heeds = how == "SIG_DFL"
+    process = await start(_WAITS.format(how=how))
+    async with asyncio.timeout(WITHIN_S):
+        while "waits" not in process._lines:
+            await asyncio.sleep(0.01)
+    if not heeds:
+        monkeypatch.setattr(process_module, "_TERM_TIMEOUT_S", 0.2)
+    await process.stop()
+    assert process.exit_code == -(signal.SIGTERM if heeds else signal.SIGKILL)
+    assert (f"sglang_killed pids=[{process._process.pid}]" in caplog.text) is not heeds

@@ -62,6 +62,13 @@ class PrefillEnd(OwnProcess):
         self._take_inbox()
         super().register_to_bootstrap()
 
+    def _start_bootstrap_thread(self) -> None:
+        """As a daemon, which a thread is if who starts it is one. SGLang's is none (0.5.23), and waits for
+        messages for good: its process would be killed at each stop, before it has given back its memory."""
+        starter = threading.Thread(target=super()._start_bootstrap_thread, daemon=True)
+        starter.start()
+        starter.join()
+
     async def _listen(self) -> int:
         server = await servers.open_server(
             host_port(bindable(self._settings.host), 0),

@@ -61,7 +61,10 @@ class SglangProcess:
             self.note_tree()
             self._process.send_signal(signal.SIGTERM)
         await self._until_ended(_TERM_TIMEOUT_S if in_order else 0.0)
-        for process in filter(_alive, self._tree):
+        left = [process for process in self._tree if _alive(process)]
+        if left and in_order:
+            log.warning("sglang_killed pids=%s after_s=%.0f", [p.pid for p in left], _TERM_TIMEOUT_S)
+        for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         await self._process.wait()
