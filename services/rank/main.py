@@ -119,6 +119,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
         if config.rank_index is None:
             sys.exit(supervise(config, module, held))
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
+        config.certificates()  # refused before torch is imported
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
