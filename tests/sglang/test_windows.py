@@ -88,8 +88,7 @@ async def shared_beginnings(cluster):
     shared, found = random_ids(200, "shared"), []
     for number in range(4):
         prompt = [*shared, *random_ids(40, f"own-{number}")]
-        # One conversation, so that all go to one decode rank.
-        _, finish = await cluster.generate(prompt, ANSWER, conversation_id="system")
+        _, finish = await cluster.generate(prompt, ANSWER)
         found.append(finish.usage.decode_prefix_len)
     return found
 
@@ -108,7 +107,7 @@ async def test_sglangs_own_list_says_what_has_window_memory(gemma, mellum, tmp_p
 
 async def test_gemma_3_keeps_all_and_answers_as_transformers(gemma, tmp_path):
     """Prompts longer than the window, and prefixes found on decode."""
-    async with SglangCluster(gemma, tmp_path) as cluster:
+    async with SglangCluster(gemma, tmp_path, decode_dp_size=1) as cluster:
         layout = (await cluster.registration(Role.DECODE)).layout
         assert len(layout.groups) == 1
         known = 0
@@ -123,7 +122,7 @@ async def test_gemma_3_keeps_all_and_answers_as_transformers(gemma, tmp_path):
 
 @pytest.mark.slow
 async def test_window_memory_is_turned_off_and_beginnings_are_found(mellum, tmp_path):
-    async with SglangCluster(mellum, tmp_path) as cluster:
+    async with SglangCluster(mellum, tmp_path, decode_dp_size=1) as cluster:
         assert f"sglang_windows_kept_whole flag={KEEP_WHOLE}" in cluster.log_path.read_text()
         layout = (await cluster.registration(Role.DECODE)).layout
         assert len(layout.groups) == 1
@@ -136,7 +135,7 @@ async def test_window_memory_is_turned_off_and_beginnings_are_found(mellum, tmp_
 @pytest.mark.slow
 async def test_window_memory_that_is_asked_for_is_carried_and_counted(mellum, tmp_path):
     flags = (*RANK_FLAGS, "--engine-arg=--swa-full-tokens-ratio=1.0")
-    async with SglangCluster(mellum, tmp_path, flags) as cluster:
+    async with SglangCluster(mellum, tmp_path, flags, decode_dp_size=1) as cluster:
         assert "sglang_window_memory said=" in cluster.log_path.read_text()
         layout = (await cluster.registration(Role.DECODE)).layout
         (window,) = layout.carried

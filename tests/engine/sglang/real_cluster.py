@@ -42,16 +42,19 @@ RANK_FLAGS = (
 
 
 class SglangCluster:
-    """`async with SglangCluster(model, folder) as cluster`: 1 router, 1 prefill, 1 decode of 2 DP ranks."""
+    """`async with SglangCluster(model, folder) as cluster`: 1 router, 1 prefill, 1 decode of 2 DP ranks.
 
-    def __init__(self, model, folder, rank_flags=RANK_FLAGS):
+    A rank more is another process that loads SGLang's libraries, ten seconds of a core.
+    """
+
+    def __init__(self, model, folder, rank_flags=RANK_FLAGS, decode_dp_size=2):
         self.model = model
         self.log_path = folder / "cluster.log"
         self.temporary = folder / "t"  # sockets lie in it: their paths must be short
         self.shape = Shape(
             model=model,
             data_dir=folder / "etcd",
-            decode_dp_size=2,
+            decode_dp_size=decode_dp_size,
             rank_flags=rank_flags,
             common_flags=(f"--index-block={PAGE}",),
             router_flags=("--plans=remote",),
