@@ -1,5 +1,7 @@
 """A stream whose rank stops goes on at another one with the same tokens, greedy or drawn by a seed."""
 
+import itertools
+
 import pytest
 
 from engine.pair import Pair, settled
@@ -15,9 +17,14 @@ from engine.torch.paired.families import (
 from services.values.rank import Plan
 from services.values.request import SamplingParams
 
-DEFAULT = ["qwen3_5", "gpt_oss"]
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 PROMPT, ANSWER, BEFORE = 45, 40, 22  # tokens; a border of blocks lies on either side of the death
+DEFAULT = [("qwen3_5", Plan.REMOTE, GREEDY), ("gpt_oss", Plan.LOCAL, SEEDED)]
+REST = [case for case in itertools.product(CARRYING, Plan, (GREEDY, SEEDED)) if case not in DEFAULT]
+
+
+def named(value):
+    return {id(GREEDY): "greedy", id(SEEDED): "seeded"}.get(id(value))
 
 
 async def check_moved(family, plan, sampling):
@@ -44,16 +51,12 @@ async def check_moved(family, plan, sampling):
             assert books.locked == books.private == books.quarantined == 0
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("plan", list(Plan))
-@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize(("family", "plan", "sampling"), DEFAULT, ids=named)
 async def test_a_stream_goes_on_where_its_rank_was_stopped(family, plan, sampling):
     await check_moved(family, plan, sampling)
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("plan", list(Plan))
-@pytest.mark.parametrize("family", [family for family in CARRYING if family not in DEFAULT])
+@pytest.mark.parametrize(("family", "plan", "sampling"), REST, ids=named)
 async def test_a_stream_of_every_family_goes_on(family, plan, sampling):
     await check_moved(family, plan, sampling)
