@@ -32,7 +32,7 @@ from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName, Unsettled
 from services.transfer.extents import CopiedPieces, Extents, RankPools, pieces_of
 from services.transfer.nixl_settings import UCX, NixlSettings
-from services.transfer.ucx_log import UNTOLD, ucx_log
+from services.transfer.ucx_log import quieten, ucx_log
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
 from services.values.kv_path import KvPath, KvPathKind
@@ -272,9 +272,8 @@ def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) ->
 
 
 def _quieten() -> None:
-    """Before the first agent is made: UCX reads its environment when it is loaded, which is then."""
-    if os.environ.get("UCX_LOG_LEVEL") == UNTOLD["UCX_LOG_LEVEL"]:
-        os.environ["UCX_LOG_LEVEL"] = "error"
+    """Before the first agent is made."""
+    quieten()
     logger = logging.getLogger("nixl")
     logger.handlers.clear()  # NIXL's own prints to stdout
     logger.propagate = True

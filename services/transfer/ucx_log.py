@@ -1,7 +1,7 @@
 """UCX's log of this process, kept in memory and read from time to time: there alone it says how it writes.
 
 UCX has one file for its log, stdout unless it is told another, and opens it when it is loaded, with the first
-agent. Whoever sets UCX_LOG_FILE himself keeps his file, and is told of no path.
+agent. Whoever sets UCX_LOG_FILE or UCX_PROTO_INFO himself has what he set, and is told of no path.
 """
 
 import ctypes
@@ -23,9 +23,25 @@ _libc = ctypes.CDLL(None)
 # As UCX has them where nobody says otherwise. They are named here, when this is imported: while there is one
 # thread. The C library moves an environment for each name more, and a thread that reads it meanwhile,
 # as calls into gRPC do, reads what has been freed. Another value for a name moves nothing.
-UNTOLD = {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "warn"}
+_DEFAULTS = {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "warn"}
+# Which of them are ours: processes that inherit them cannot tell by their values.
+_OURS = "ISTHMUS_UCX_NAMED"
+if _OURS not in os.environ:
+    os.environ[_OURS] = ",".join(name for name in _DEFAULTS if name not in os.environ)
+UNTOLD = {name: _DEFAULTS[name] for name in os.environ[_OURS].split(",") if name in _DEFAULTS}
 for _name, _value in UNTOLD.items():
     os.environ.setdefault(_name, _value)
+
+
+def is_untold(name: str) -> bool:
+    """Whether nobody but us has said what it is to be."""
+    return name in UNTOLD and os.environ.get(name) == UNTOLD[name]
+
+
+def quieten() -> None:
+    """Before the first agent is made: UCX reads its environment when it is loaded, which is then."""
+    if is_untold("UCX_LOG_LEVEL"):
+        os.environ["UCX_LOG_LEVEL"] = "error"
 
 
 class UcxLog:
@@ -43,15 +59,14 @@ class UcxLog:
         """While the first agent is made. Children must not inherit it: they could not open the file, and UCX
         would not let them live."""
         settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-        untold = {name: UNTOLD[name] for name in settings}
-        if any(os.environ.get(name) != value for name, value in untold.items()):  # somebody's own
+        if not all(map(is_untold, settings)):  # somebody's own
             yield
             return
         os.environ.update(settings)
         try:
             yield
         finally:
-            os.environ.update(untold)
+            os.environ.update({name: UNTOLD[name] for name in settings})
 
     def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
         """What is known by now; empty: nothing. What UCX says beside its tables goes to our log."""
