@@ -4,11 +4,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.environ import envs
 
 from services.engine.sglang.inside.manager import IsthmusKVManager
 from services.engine.sglang.inside.prefill_end import PrefillEnd
+from services.engine.sglang.inside.request_ends import IsthmusKVSender
 
 
 @pytest.mark.parametrize("send", ["send_kvcache", "send_kvcache_slice"])
@@ -58,6 +59,21 @@ def test_the_thread_that_waits_for_messages_holds_up_no_end_of_its_process():
         assert (ours.daemon, theirs.daemon) == (True, False)
     finally:
         told.set()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_was_posted_of_a_room_is_forgotten_with_its_request(is_over, monkeypatch):
+    """Also where a client went away between two chunks: nobody concludes that."""
+    manager = object.__new__(IsthmusKVManager)
+    manager._posted, manager._unwritten, manager.request_status = {7: 1, 8: 2}, {7: (3,)}, {7: 0, 8: 0}
+    sender = object.__new__(IsthmusKVSender)
+    sender.kv_mgr, sender.bootstrap_room = manager, 7
+    # It leaves a room that another sender has taken over.
+    monkeypatch.setattr(
+        NixlKVSender, "clear", lambda sender: is_over and manager.request_status.pop(sender.bootstrap_room)
+    )
+    sender.clear()
+    assert (manager._posted, manager._unwritten) == (({8: 2}, {}) if is_over else ({7: 1, 8: 2}, {7: (3,)}))
 
 
 def started_by(start):

@@ -175,6 +175,11 @@ class PrefillEnd(OwnProcess):
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
         return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 
+    def forget_room(self, room: int) -> None:
+        """Of a request that has ended, also one of which a part was posted and nothing concluded."""
+        self._posted.pop(room, None)
+        self._unwritten.pop(room, None)
+
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
         posted = self._posted.pop(bootstrap_room, Posted())
         self._unwritten.pop(bootstrap_room, None)

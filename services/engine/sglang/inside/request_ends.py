@@ -21,6 +21,11 @@ class IsthmusKVSender(NixlKVSender):
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.check_ticket_of(self.bootstrap_room, num_kv_indices)
 
+    def clear(self) -> None:
+        super().clear()
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            self.kv_mgr.forget_room(self.bootstrap_room)
+
     def _register_prefill_dp_rank(self) -> None:
         reason = "the request does not carry disagg_prefill_dp_rank; there is no registry to put it in"
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
