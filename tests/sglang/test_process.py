@@ -36,19 +36,44 @@ async def test_an_endless_line_does_not_keep_its_end_from_being_seen(start, capf
     assert capfd.readouterr().err.count("y" * 200) == 1000
 
 
-async def test_its_end_is_seen_though_its_output_goes_nowhere(start, monkeypatch):
+async def test_it_is_read_on_though_its_output_goes_nowhere(start, monkeypatch):
+    """It would stand still at its next line, and so would its end."""
+
     class Closed:
         def write(self, text):
             raise BrokenPipeError
 
         def flush(self): ...
 
-    process = await start("print('a last word')")
+    process = await start("for _ in range(1000): print('x' * 2000)\nprint('a last word')")
     monkeypatch.setattr(sys, "stderr", Closed())
     async with asyncio.timeout(WITHIN_S):
         await process.ended.wait()
     monkeypatch.undo()
     await process.stop()
+    assert process._lines[-1] == "a last word"
+
+
+_LEAVES_ONE_BEHIND = """
+import signal, subprocess, time
+def leave(*_):
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+signal.signal(signal.SIGTERM, leave)
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_stop_waits_for_nobody_who_holds_its_output(start, monkeypatch):
+    """A child that it makes while it ends is in no list of ours."""
+    monkeypatch.setattr(process_module, "_TERM_TIMEOUT_S", 1.0)
+    process = await start(_LEAVES_ONE_BEHIND)
+    async with asyncio.timeout(WITHIN_S):
+        while "waits" not in process._lines:
+            await asyncio.sleep(0.01)
+        await process.stop()
+    assert process.exit_code == -signal.SIGKILL
+    os.kill(int(process._lines[-1]), signal.SIGKILL)
 
 
 _WITH_A_CHILD = """

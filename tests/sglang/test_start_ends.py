@@ -1,5 +1,6 @@
 """How SGLang's start ends where it does; in its place is a process that does what a test wants."""
 
+import asyncio
 import sys
 
 import pytest
@@ -38,3 +39,18 @@ async def test_an_sglang_that_ends_may_start_another_time(start, code):
     """Its memory or its GPU may be taken: exit code 78 would say that only a person can help."""
     with pytest.raises(Unavailable, match=r"SGLang ended while starting: .*MemoryError"):
         await start("-c", code)
+
+
+async def test_a_start_that_is_given_up_waits_for_nobody_who_heeds_no_sigterm(start, caplog, capfd):
+    """SGLang's processes heed it once they serve: before, all that would be waited for is the limit."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('waits'); time.sleep(600)"
+    )
+    starting, said = asyncio.create_task(start("-u", "-c", code)), ""
+    async with asyncio.timeout(60):
+        while "waits" not in said:
+            await asyncio.sleep(0.05)
+            said += capfd.readouterr().err
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled() and "sglang_killed" not in caplog.text

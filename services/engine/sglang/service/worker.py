@@ -104,6 +104,7 @@ class SglangWorker:
         self._retractions = [0] * self.dp_size
         # A process of SGLang's has ended, which SGLang itself takes seconds to see.
         self._broken = asyncio.Event()
+        self._stands = False  # before, it heeds no SIGTERM, and some of its processes have no parent but ours
         self._users = 0
         self._starting = asyncio.Lock()
         self._process: SglangProcess | None = None
@@ -169,6 +170,7 @@ class SglangWorker:
         await self._process.start()
         self._tasks.append(asyncio.create_task(self._close_door_at_end(), name="sglang-end"))
         await self._until_healthy()
+        self._stands = True
         await self._until_active()
         await self._until_pools_known()
         self._check_pools()
@@ -197,10 +199,11 @@ class SglangWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._http is not None and not self._broken.is_set():
+        in_order = self._stands and not self._broken.is_set()
+        if self._http is not None and in_order:
             await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
         if self._process is not None:
-            await self._process.stop(in_order=not self._broken.is_set())
+            await self._process.stop(in_order)
         self._door.close(self.ending)
         if self._http is not None:
             await self._http.close()

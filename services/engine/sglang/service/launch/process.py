@@ -67,7 +67,7 @@ class SglangProcess:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        await self._process.wait()
+        await _until_exited(self._process)
         await self._until_ended(_KILL_TIMEOUT_S)
         shared_memory.remove_of({p.pid: born_s for p, born_s in self._tree.items() if not _alive(p)})
         if self._reader is not None:
@@ -105,11 +105,19 @@ class SglangProcess:
             async for line in child_lines(process.stdout):
                 if line:
                     self._lines.append(line)
-                    print(line, file=sys.stderr, flush=True)
+                    # Whatever becomes of ours: if nobody reads its output, SGLang stands still at a line.
+                    with suppress(OSError, ValueError):
+                        print(line, file=sys.stderr, flush=True)
         finally:
-            await process.wait()
+            await _until_exited(process)
             self.ended.set()
         log.warning("sglang_ended code=%s", process.returncode)
+
+
+async def _until_exited(process: asyncio.subprocess.Process) -> None:
+    """`process.wait()` waits for the end of its output, too, which a child that it leaves behind may hold."""
+    while process.returncode is None:
+        await asyncio.sleep(0.05)
 
 
 def _alive(process: psutil.Process) -> bool:

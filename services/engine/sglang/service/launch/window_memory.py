@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from services.host.parent_death import dying_with_us
-from services.values.errors import ConfigError
+from services.values.errors import ConfigError, Unavailable
 
 _MODULE = "services.engine.sglang.inside.window_memory"
 
@@ -24,7 +24,11 @@ RECURRENT_SAID = (
 async def has_window_memory(model_path: str, environment: Mapping[str, str]) -> bool:
     """Whether SGLang would keep windows' KV in memory of its own, by its own list of architectures.
 
-    Loads SGLang's libraries in a child process: seconds. Raises ConfigError when it gives no answer.
+    Loads SGLang's libraries in a child process: seconds.
+
+    Raises:
+        ConfigError: it gives no answer.
+        Unavailable: it was killed; memory may be short.
     """
     process = await asyncio.create_subprocess_exec(
         *dying_with_us([sys.executable, "-m", _MODULE, model_path]),
@@ -38,6 +42,8 @@ async def has_window_memory(model_path: str, environment: Mapping[str, str]) -> 
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+    if (process.returncode or 0) < 0:
+        raise Unavailable(f"what asks SGLang about this model's windows ended with {process.returncode}")
     answers = {"true": True, "false": False}
     answer = (output.decode(errors="replace").split() or [""])[-1]
     if process.returncode or answer not in answers:
