@@ -28,7 +28,7 @@ _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False}
 _MOST_REMAINDERS = 10_000
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]{0,30})')
 _ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
-_IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*[:\[])", re.MULTILINE)
+_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*[:\[])", re.MULTILINE)
 
 
 def lower(constraint: Constraint) -> str:

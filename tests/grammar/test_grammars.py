@@ -7,6 +7,7 @@ import pytest
 
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import ids_of_text
+from services.grammar import lowering
 from services.grammar.grammars import Grammars
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.constraint import Constraint, ConstraintKind
@@ -150,3 +151,10 @@ def test_what_a_vocabulary_cannot_write_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="grammar allows no text that this model can write"):
         characters.check(constraint("grammar", 'start: "ab\\ncd"'))
     characters.check(constraint("grammar", 'start: "ab\\ncd" | "abc"'))
+
+
+def test_blank_lines_are_no_work() -> None:
+    """Each was looked at from each before it: hours for these."""
+    lines = "\n" * 1_000_000
+    assert not lowering._IS_LARK.search(f"{lines}x")
+    assert lowering._IS_LARK.search(f"{lines} \t{LARK}") and lowering._IS_LARK.search(f"# a\r\n{LARK}")
