@@ -71,17 +71,17 @@ def _result(block: Body) -> ChatMessage:
 
 
 def _model_turn(blocks: list[Body]) -> ChatMessage:
-    turn, texts = ChatMessage(role="assistant"), []
+    turn, texts, thoughts = ChatMessage(role="assistant"), [], []
     for block in blocks:
         kind = block.required_text("type")
         if kind == "thinking":
-            turn.reasoning += block.text("thinking")
+            thoughts.append(block.text("thinking"))
             turn.answer_id = _handle(block.text("signature")) or turn.answer_id
         elif kind == "tool_use":
             turn.tool_calls.append(_call(block))
         else:
             texts.append(_text(block))
-    turn.content = "".join(texts)
+    turn.content, turn.reasoning = "".join(texts), "".join(thoughts)
     return turn
 
 

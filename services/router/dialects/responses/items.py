@@ -29,7 +29,7 @@ def read_input(body: Body) -> list[ChatMessage]:
     turns = _Turns()
     for item in items:
         turns.add(item)
-    return turns.turns
+    return turns.all()
 
 
 def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -44,13 +44,22 @@ def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[C
 
 class _Turns:
     def __init__(self) -> None:
-        self.turns: list[ChatMessage] = []
+        self._turns: list[ChatMessage] = []
+        # Of the last turn, while it is the model's. Joined once: a protobuf message keeps what a field was
+        # for as long as it lives, so that one which grows with each item takes the square of its length.
+        self._said: list[str] = []
+        self._thought: list[str] = []
         self._readers: Mapping[str, Callable[[Body], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
             "function_call": self._call,
             "function_call_output": self._output,
         }
+
+    def all(self) -> list[ChatMessage]:
+        """Once all has been added."""
+        self._close()
+        return self._turns
 
     def add(self, item: Body) -> None:
         kind = item.text("type") or "message"
@@ -64,15 +73,16 @@ class _Turns:
             raise item.wrong("role", f"must be one of {', '.join(_ROLES)}")
         parts = _texts(item, "content")
         if role == "assistant":
-            self._model_turn().content += "".join(parts)
+            self._model_turn()
+            self._said += parts
         else:
             self._add_texts(ChatMessage(role=role), parts)
 
     def _reasoning(self, item: Body) -> None:
         turn = self._model_turn()
-        if turn.content or turn.tool_calls:  # thinking begins a turn
+        if any(self._said) or turn.tool_calls:  # thinking begins a turn
             turn = self._begin_model_turn()
-        turn.reasoning += "".join(part.required_text("text") for part in item.objects("content"))
+        self._thought += [part.required_text("text") for part in item.objects("content")]
         handle = item.text("encrypted_content")
         # One that cannot be ours names nothing here: a conversation may have begun elsewhere.
         turn.answer_id = handle if handle and is_id(handle) else turn.answer_id
@@ -94,15 +104,24 @@ class _Turns:
             turn.content = parts[0]
         else:
             turn.parts.extend(parts)
-        self.turns.append(turn)
+        self._close()
+        self._turns.append(turn)
 
     def _model_turn(self) -> ChatMessage:
-        is_open = bool(self.turns) and self.turns[-1].role == "assistant"
-        return self.turns[-1] if is_open else self._begin_model_turn()
+        is_open = bool(self._turns) and self._turns[-1].role == "assistant"
+        return self._turns[-1] if is_open else self._begin_model_turn()
 
     def _begin_model_turn(self) -> ChatMessage:
-        self.turns.append(ChatMessage(role="assistant"))
-        return self.turns[-1]
+        self._close()
+        self._turns.append(ChatMessage(role="assistant"))
+        return self._turns[-1]
+
+    def _close(self) -> None:
+        if self._said:
+            self._turns[-1].content = "".join(self._said)
+        if self._thought:
+            self._turns[-1].reasoning = "".join(self._thought)
+        self._said, self._thought = [], []
 
 
 def _texts(item: Body, name: str) -> list[str]:
