@@ -11,12 +11,16 @@ Refused = Mapping[str, tuple[object, ...]]
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
+_MOST_OBJECTS = 1 << 16  # of a list: a body of `{}` has millions
+_MOST_NESTED = 200  # lists and objects in each other, of what is written as JSON again, somewhere on a stack
 
 
 class InvalidParameter(InvalidRequest):
-    """`param` is the parameter's name in the body; the message begins with it."""
+    """`param` is the parameter's name in the body; the message begins with it. A client's key may be half of
+    a surrogate pair, which an answer cannot hold."""
 
     def __init__(self, param: str, problem: str) -> None:
+        param = param.encode(errors="backslashreplace").decode()
         super().__init__(f"{param} {problem}")
         self.param = param
 
@@ -33,7 +37,9 @@ class Body:
         """Raises InvalidParameter for a value of one of them that is none of its harmless ones. `instead`: by
         name, what to do then."""
         for name, value in self._fields.items():
-            harmless = (None, *names[name]) if name in names else (value,)
+            if name not in names:
+                continue
+            harmless = (None, *names[name])
             # 1 == True in Python, but not in JSON.
             if not any(type(value) is type(ok) and value == ok for ok in harmless):
                 advice = instead.get(name, "leave it out")
@@ -72,6 +78,8 @@ class Body:
         value = self._fields.get(name)
         if not isinstance(value, list | None):
             raise self.wrong(name, "must be a list")
+        if len(value or ()) > _MOST_OBJECTS:
+            raise self.wrong(name, f"must be at most {_MOST_OBJECTS} items")
         return [_object(item, f"{self.name_of(name)}[{index}]") for index, item in enumerate(value or ())]
 
     def text(self, name: str) -> str:
@@ -119,12 +127,21 @@ def _object(value: object, name: str) -> Body:
 def json_text(value: object, name: str) -> str:
     """A value of the body as JSON again."""
     try:
+        _check_nesting(value, _MOST_NESTED)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (RecursionError, ValueError) as error:
         raise InvalidParameter(
             name, "cannot be written as JSON: it is nested too deeply, or has a NaN"
         ) from error
     return check_text(text, name)
+
+
+def _check_nesting(value: object, left: int) -> None:
+    if isinstance(value, dict | list):
+        if not left:
+            raise RecursionError
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_nesting(each, left - 1)
 
 
 def check_text(value: object, name: str) -> str:

@@ -29,13 +29,18 @@ def read_best_of(body: Body, request: GenerateRequest, stream: bool) -> None:
     request.best_of = best_of
 
 
+def check_number(num_prompts: int, param: str) -> None:
+    """Before anything is made for each of them. Raises InvalidParameter."""
+    if not 1 <= num_prompts <= MAX_PROMPTS:
+        raise InvalidParameter(param, f"must be at most {MAX_PROMPTS} prompts, got {num_prompts}")
+
+
 def one_for_each(num_prompts: int, request: GenerateRequest, param: str) -> list[GenerateRequest]:
     """Requests for so many prompts, the first one `request` itself. `param`: what the body calls the prompts.
 
     Raises InvalidParameter: there are too many, or none, or too much is asked of each.
     """
-    if not 1 <= num_prompts <= MAX_PROMPTS:
-        raise InvalidParameter(param, f"must be at most {MAX_PROMPTS} prompts, got {num_prompts}")
+    check_number(num_prompts, param)
     num_answers = num_prompts * max(request.n or 1, request.best_of)
     if num_answers > MAX_ANSWERS:
         problem = f"with n or best_of asks for {num_answers} answers; a call gets {MAX_ANSWERS} at most"

@@ -48,7 +48,7 @@ def _read_logit_bias(body: Body) -> dict[int, float]:
 
 
 def _token_id(key: str, name: str) -> int:
-    if not (key.isascii() and key.isdecimal() and int(key[:11]) <= UINT32_MAX):
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= UINT32_MAX):
         raise InvalidParameter(name, f"must have token ids as its keys, got {key[:40]!r}")
     return int(key)
 

@@ -169,9 +169,9 @@ class Tokenizer:
             )
         self._check_variables(variables)
         self._check_tools(turns, tools)
-        messages = [self._turns.of(self._known(turn)) for turn in turns]
         prompts = generation_prompt and not continues
         try:
+            messages = [self._turns.of(self._known(turn)) for turn in turns]
             return self._apply_template(messages, tools, prompts, continues, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
             if continues and "continue_final_message" in str(error):  # followed by all of the chat

@@ -41,6 +41,8 @@ def test_none_are_none(nothing: dict[str, Any]) -> None:
         ({"logit_bias": {"4294967296": 1}}, "params.logit_bias"),
         ({"logit_bias": {"²": 1}}, "params.logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "params.logit_bias"),
+        ({"logit_bias": {"0" * 10 + "9" * 10: 1}}, "params.logit_bias"),
+        ({"logit_bias": {"0" * 5000: 1}}, "params.logit_bias"),
         ({"logit_bias": {"5": True}}, "params.logit_bias.5"),
         ({"logit_bias": {"5": "1"}}, "params.logit_bias.5"),
         ({"bad_words": "a"}, "params.bad_words"),

@@ -56,3 +56,9 @@ async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
     assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
     assert len(backend.requests) == 2
     assert backend.rejections == ["InvalidRequest"]
+
+
+async def test_what_nobody_reads_may_be_anything() -> None:
+    async with client(FakeBackend()) as http:
+        answer = await http.post("/v1/completions", content=b'{"prompt": "Hi", "nobody_reads_it": NaN}')
+    assert answer.status_code == 200

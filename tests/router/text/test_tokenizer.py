@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,6 +140,19 @@ def test_a_refusing_or_missing_template_is_an_invalid_request(
         character_tokenizer.render_template([Turn("user", "forbidden")])
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece_tokenizer.render_template([Turn("user", "Hi")])
+
+
+def test_arguments_nested_too_deeply_for_a_template_are_an_invalid_request(
+    character_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were read before, from a few calls less deep."""
+
+    def too_deep(turn: Turn) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(character_tokenizer, "_turns", SimpleNamespace(of=too_deep, reads_tools=True))
+    with pytest.raises(InvalidRequest, match="maximum recursion depth exceeded"):
+        character_tokenizer.render_template([Turn("user", "Hi")])
 
 
 def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.dialects.parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
 from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.text.chats.whole_characters import with_whole_characters
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage
@@ -147,9 +148,11 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Those that broke off are none: why the answer stopped says so."""
+    """Those that broke off are none: why the answer stopped says so. Nor are those with a number beyond all
+    numbers, which JSON cannot say again."""
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(with_whole_characters(text or "{}"))
+        json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.router.dialects.anthropic.turns import read_turns
-from services.router.dialects.body import INT32_MAX, Body, Refused
+from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused, check_text
 from services.router.dialects.call import Call, read_addressee, traceparent_of
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
@@ -50,7 +50,8 @@ _MODES = {
     "none": ToolChoice.MODE_NONE,
 }
 _THINKS: Mapping[str, bool | None] = {"": False, "disabled": False, "enabled": True, "adaptive": None}
-_SESSION = re.compile(r"_session_(?P<id>[\w-]+)$")
+_SESSION = "_session_"
+_SESSION_ID = re.compile(r"[\w-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +149,10 @@ def _read_choice(choice: Body, chat: Chat) -> None:
 
 def _session(user_id: str) -> str:
     """Claude Code says there which session it is in; of others it is a person, who has many conversations."""
-    if found := _SESSION.search(user_id):
-        return found["id"]
+    _, mark, session = user_id.rpartition(_SESSION)
+    if mark and _SESSION_ID.fullmatch(session):
+        return session
     try:
-        session = json.loads(user_id).get("session_id")
-    except (ValueError, RecursionError, AttributeError):
+        return check_text(json.loads(user_id)["session_id"], "session_id")
+    except (ValueError, RecursionError, LookupError, TypeError, InvalidParameter):
         return ""
-    return session if isinstance(session, str) else ""

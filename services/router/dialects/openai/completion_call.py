@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
-from services.router.dialects.counts import one_for_each, read_best_of, read_n
+from services.router.dialects.counts import check_number, one_for_each, read_best_of, read_n
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling
@@ -44,6 +44,7 @@ def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateReque
     """A request for each of them, alike in all else."""
     prompts = {"prompt": value}
     if isinstance(value, list) and _is_of_prompts(value):
+        check_number(len(value), "prompt")
         prompts = {f"prompt[{place}]": each for place, each in enumerate(value)}
     requests = one_for_each(len(prompts), request, "prompt")
     for each, (name, prompt) in zip(requests, prompts.items(), strict=True):

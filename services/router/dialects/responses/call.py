@@ -54,6 +54,7 @@ _MODES = {
     "none": ToolChoice.MODE_NONE,
     "required": ToolChoice.MODE_REQUIRED,
 }
+_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # OpenAI's
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
     *("safety_identifier", "service_tier", "user"),
@@ -165,7 +166,7 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         **{name: body.get(name) for name in _ECHOED},
         "temperature": round(sampling.temperature, 6),  # it is a float32
         "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
-        "metadata": body.object("metadata"),
+        "metadata": _read_metadata(body),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "text": {"format": body.inner("text").get("format") or {"type": "text"}},
@@ -178,6 +179,19 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
     for name, value in echo.items():
         json_text(value, name)  # much of it is looked at nowhere else
     return echo
+
+
+def _read_metadata(body: Body) -> Json:
+    """As OpenAI has it: it comes back several times, and is kept."""
+    metadata = body.object("metadata")
+    fits = len(metadata) <= _MOST_METADATA and all(
+        len(key) <= _MOST_METADATA_KEY and isinstance(value, str) and len(value) <= _MOST_METADATA_VALUE
+        for key, value in metadata.items()
+    )
+    if not fits:
+        sizes = f"{_MOST_METADATA_VALUE} characters, with names of {_MOST_METADATA_KEY}"
+        raise body.wrong("metadata", f"must be at most {_MOST_METADATA} strings of {sizes}")
+    return dict(metadata)
 
 
 def turns_of(call: ResponsesCall) -> list[ChatMessage]:

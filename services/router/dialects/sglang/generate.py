@@ -8,7 +8,7 @@ from math import inf
 from services.router.dialects.answer import Event, Json
 from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused, check_ids, check_text
 from services.router.dialects.call import Call, read_addressee, traceparent_of
-from services.router.dialects.counts import one_for_each, read_n
+from services.router.dialects.counts import check_number, one_for_each, read_n
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.openai.constraint import NamedConstraint, read_constraint
 from services.router.dialects.openai.errors import error_json
@@ -40,7 +40,10 @@ _SAMPLING_REFUSED: Refused = {
     "stop_regex": ([], ""),
     "skip_special_tokens": (True,),
     "custom_params": ({},),
+    "max_tokens": (),
+    "max_completion_tokens": (),
 }
+_SAMPLING_INSTEAD = dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_new_tokens")
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
 _DEFAULT_MAX_TOKENS = 128  # SGLang's own
 _MOST_LOGPROBS = 1024  # in a list of an event that is not an answer's last
@@ -113,7 +116,7 @@ def _put_sampling(
 
 
 def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
-    body.refuse(_SAMPLING_REFUSED, {})
+    body.refuse(_SAMPLING_REFUSED, _SAMPLING_INSTEAD)
     max_tokens = body.integer("max_new_tokens", 1, INT32_MAX)
     sampling = read_sampling(body, _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, None, defaults)
     if body.get("min_new_tokens") is not None:
@@ -136,6 +139,7 @@ def _read_prompts(body: Body) -> "tuple[str, list[_PutPrompt], bool]":
     assert isinstance(value, list)
     if not value:
         raise InvalidParameter(param, "must be at least one")
+    check_number(len(value), param)
     return param, [partial(put, each, f"{param}[{place}]") for place, each in enumerate(value)], True
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.whole_characters import with_whole_characters
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_VARIABLES_BYTES = 4096
@@ -77,19 +78,25 @@ def _turn(message: ChatMessage, name: str) -> Turn:
                 raise InvalidRequest(f"{name}.{field} may only be set for an assistant's turn")
     if message.tool_call_id and message.role != "tool":
         raise InvalidRequest(f"{name}.tool_call_id may only be set for a tool's turn")
-    for index, call in enumerate(message.tool_calls):
-        call_name = f"{name}.tool_calls[{index}]"
-        if not call.name:
-            raise InvalidRequest(f"{call_name}.name must not be empty")
-        _read_object(call.arguments, f"{call_name}.arguments")
     return Turn(
         message.role,
         list(message.parts) or message.content,
         message.reasoning,
-        tuple(AnswerCall(call.id, call.name, call.arguments or "{}") for call in message.tool_calls),
+        tuple(_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)),
         message.tool_call_id,
         message.name,
     )
+
+
+def _call(call: ToolCall, name: str) -> AnswerCall:
+    if not call.name:
+        raise InvalidRequest(f"{name}.name must not be empty")
+    try:
+        arguments = with_whole_characters(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.arguments  # which says more below
+    _read_object(arguments, f"{name}.arguments")
+    return AnswerCall(call.id, call.name, arguments)
 
 
 def _tool(tool: Tool, name: str) -> dict[str, Any]:

@@ -166,6 +166,23 @@ async def test_arguments_that_broke_off_are_none() -> None:
         assert answer["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (r'{"x": "\ud83d"}', {"x": "\ufffd"}),
+        (r'{"x": "\ud83d\ude00"}', {"x": "\U0001f600"}),
+        ('{"x": 1e999}', {}),
+    ],
+)
+async def test_arguments_that_nobody_could_send_are_told_as_far_as_they_can_be(
+    arguments: str, told: dict[str, str]
+) -> None:
+    script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_TOOL_CALLS)
+    answer = await message(FakeBackend(*script))
+    assert answer.status_code == 200
+    assert answer.json()["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": told}]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind"),

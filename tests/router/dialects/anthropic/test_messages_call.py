@@ -163,7 +163,12 @@ def test_which_tool_is_called(choice: Any, expected: ToolChoice, parallel: bool 
         ("somebody", ""),
         ("5", ""),
         ('{"session_id": 5}', ""),
+        ('["session_id"]', ""),
+        ('{"session_id": "\\ud800"}', ""),  # half of a character
+        ("_session_a_session_b", "b"),
+        ("_session_" * 300_000 + "!", ""),  # days, were each of them looked at to the end
     ],
+    ids=lambda value: value[:30],
 )
 def test_a_session_is_the_conversation(user_id: str, conversation: str) -> None:
     assert call_of(metadata={"user_id": user_id}).request.conversation_id == conversation

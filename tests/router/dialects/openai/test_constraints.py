@@ -78,6 +78,13 @@ async def test_what_is_refused_is_told_by_what_the_body_calls_it(
     assert error["message"] == f'{param} is not supported: Unimplemented keys: ["not"]'
 
 
+async def test_a_name_that_is_no_text_is_refused_in_one_that_is() -> None:
+    body = r'{"prompt": "Hi", "structured_outputs": {"\ud800": 1}}'
+    async with client(FakeBackend()) as http:
+        answer = await http.post("/v1/completions", content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, r"structured_outputs.\ud800")
+
+
 async def test_what_else_is_refused_keeps_its_name_and_a_stream_its_beginning() -> None:
     body = {"prompt": "Hi", "regex": "a", "stream": True}
     async with client(FakeBackend(InvalidRequest("sampling.min_tokens must be 0"))) as http:

@@ -23,6 +23,10 @@ def chat_of(**body: Any) -> Chat:
     return call_of(**body).request.chat
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
+
+
 def text(role: str, *texts: str, kind: str = "input_text") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": said} for said in texts]}
 
@@ -223,6 +227,12 @@ def test_what_codex_sends_is_taken() -> None:
         ({"echo": True}, "echo"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"metadata": "x"}, "metadata"),
+        ({"metadata": {"a": 5}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
+        ({"user": nested(201)}, "user"),
+        ({"input": [{}] * 65_537}, "input"),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
@@ -230,3 +240,9 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
         call_of(**body)
     assert raised.value.param == param
     assert str(raised.value).startswith(f"{param} ")
+
+
+def test_what_is_nested_somewhat_comes_back() -> None:
+    metadata = {"a" * 64: "b" * 512} | {str(number): "" for number in range(15)}
+    call = call_of(user=nested(200), metadata=metadata)
+    assert (call.echo["user"], call.echo["metadata"]) == (nested(200), metadata)

@@ -191,6 +191,7 @@ async def test_a_list_of_one_is_answered_by_a_list() -> None:
         ({"image_data": ["x"]}, "image_data"),
         ({"sampling_params": []}, "sampling_params"),
         ({"sampling_params": {"n": 129}}, "sampling_params.n"),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
         ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),

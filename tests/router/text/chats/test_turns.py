@@ -38,6 +38,12 @@ def test_a_message_is_a_turn() -> None:
     assert read.variables == {"a": 1}
 
 
+def test_arguments_with_half_of_a_character_are_taken() -> None:
+    """Models write that, and who sends their calls back is not to blame."""
+    [turn] = read_chat(Chat(messages=[calling(json.dumps({"a": "\ud800b", "c": 1.50}))])).turns
+    assert turn.calls == (AnswerCall("1", "f", '{"a": "\ufffdb", "c": 1.5}'),)
+
+
 def test_no_arguments_are_none() -> None:
     [turn] = read_chat(Chat(messages=[calling("")])).turns
     assert turn.calls == (AnswerCall("1", "f", "{}"),)
@@ -50,7 +56,6 @@ def test_no_arguments_are_none() -> None:
         (calling("[]"), r"tool_calls\[0\]\.arguments must be a JSON object$"),
         (calling("5"), r"tool_calls\[0\]\.arguments must"),
         (calling("[" * 9000), r"tool_calls\[0\]\.arguments must"),
-        (calling(json.dumps({"a": "\ud800"})), r"tool_calls\[0\]\.arguments must"),
         (calling(name=""), r"tool_calls\[0\]\.name must not be empty"),
         (ChatMessage(role="user", reasoning="x"), r"reasoning may only be set for an assistant's turn"),
         (
