@@ -1,14 +1,13 @@
 """Responses of the router as an API's answer: joined to a whole, or events as they come."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from services.router.dialects.answer import Answer, Json
-from services.router.http.event_stream import COMMENT, SILENCE_S, sse
+from services.router.http.event_stream import sse
 from services.router.request.answers.held_logprobs import HeldLogprobs
-from services.values.errors import IsthmusError, ProtocolError
+from services.values.errors import ProtocolError
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 from services.wire.joined_responses import JoinedResponses
 
@@ -37,36 +36,16 @@ async def whole(
 
 
 async def events(
-    answer: Answer,
-    responses: AsyncGenerator[GenerateResponse, None],
-    num_answers: int = 1,
-    clock: Callable[[], float] = time.monotonic,
+    answer: Answer, responses: AsyncGenerator[GenerateResponse, None], num_answers: int = 1
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; an error before the first of them is raised. Closes `responses`, which are of so
-    many answers.
-
-    While a call of a tool is written there is nothing to tell until it is whole: a comment now and again.
-    """
-    started, said_s = False, clock()
+    """Server-sent events. Closes `responses`, which are of so many answers."""
     num_finished = 0
-    try:
-        async with aclosing(responses):
-            async for response in responses:
-                num_finished += response.HasField("finish")
-                said = [sse(event) for event in answer.events(response)]
-                if not said and clock() - said_s >= SILENCE_S:
-                    said = [COMMENT]
-                for each in said:
-                    started, said_s = True, clock()
-                    yield each
-        _check_finished(num_finished, num_answers)
-    except Exception as error:
-        if not started:
-            raise
-        for event in answer.failure(error):
-            yield sse(event)
-        if not isinstance(error, IsthmusError):
-            raise
+    async with aclosing(responses):
+        async for response in responses:
+            num_finished += response.HasField("finish")
+            for event in answer.events(response):
+                yield sse(event)
+    _check_finished(num_finished, num_answers)
 
 
 def _check_finished(num_finished: int, num_answers: int) -> None:

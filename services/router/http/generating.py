@@ -4,7 +4,7 @@
                            |
                            +-- closed at the end, on an error, and when the client leaves
 
-The status of a stream is decided by its first response; an error after that is an event of its own.
+An error before the headers of a stream (event_stream.py) has a status, one after them is an event of its own.
 """
 
 import logging
@@ -24,7 +24,7 @@ from services.router.dialects.dialect import CallT, Dialect, Envelope
 from services.router.http.answering import events, whole
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
-from services.router.http.event_stream import EventStream, until_disconnect
+from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
 from services.router.http.prompt_lists import generate_all
 from services.router.keys import callers
 from services.values.errors import Forbidden, InvalidRequest, NotFound
@@ -67,8 +67,12 @@ class Generating(Generic[CallT]):
         if call.constraint_param:
             responses = _naming_constraint(responses, call.constraint_param)
         if call.stream:
-            told = events(answer, responses, call.num_answers)
-            return EventStream(told, self._generation.time_limit_s(timeout_s))
+            return EventStream(
+                events(answer, responses, call.num_answers),
+                time_limit_s=self._generation.time_limit_s(timeout_s),
+                failure=lambda error: map(sse, answer.failure(error)),
+                ping=sse(answer.ping) if answer.ping is not None else COMMENT,
+            )
         told_whole = whole(answer, responses, call.num_answers, call.answers_each)
         return JSONResponse(await until_disconnect(request.receive, told_whole))
 

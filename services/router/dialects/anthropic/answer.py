@@ -46,6 +46,8 @@ class AnthropicDialect:
 
 
 class MessageAnswer:
+    ping = Event({"type": "ping"}, "ping")
+
     def __init__(self, call: MessagesCall, envelope: Envelope) -> None:
         self.request = call.request
         self._call = call
@@ -79,7 +81,7 @@ class MessageAnswer:
         self._started = True
         # Tokens are counted at the end.
         message = self._message([], None, None, Usage())
-        return [_event("message_start", message=message), _event("ping")]
+        return [_event("message_start", message=message), self.ping]
 
     def _step(self, step: Step) -> list[Event]:
         index, kind = step.part.index, step.part.kind

@@ -46,6 +46,8 @@ class OpenAiDialect:
 class OpenAiAnswer:
     """Each answer is a choice. No [DONE] follows an error. Its id is the request's."""
 
+    ping = None
+
     def __init__(
         self,
         call: OpenAiCall,
@@ -60,6 +62,7 @@ class OpenAiAnswer:
         self._said = envelope
         self._token_text, self._token_bytes = words
         self._prompts: dict[int, list[int]] = {}  # the ids of each, where they are asked for
+        self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._started: set[int] = set()
         self._text_chunks: dict[int, TextChunk] = {}  # of those that have started
         self._finished: dict[int, Finish] = {}
@@ -96,6 +99,7 @@ class OpenAiAnswer:
 
     def _chunks(self, response: GenerateResponse) -> list[Json]:
         self._note_prompt(response)
+        self._count(response)
         piece, answer_format = self._piece(response, response), self._formats[response.index]
         choices = [] if response.index in self._started else [answer_format.opening(response.index)]
         if not piece.is_empty:
@@ -114,6 +118,12 @@ class OpenAiAnswer:
                 finishes = [self._finished[index] for index in range(self._call.num_answers)]
                 chunks.append({**self._chunk(response, []), "usage": self._usage(finishes)})
         return chunks
+
+    def _count(self, response: GenerateResponse) -> None:
+        """Only a call that wants its usage with each chunk is told every prompt's ids."""
+        prompt, answer = len(response.prompt_token_ids), len(response.token_ids)
+        for name, count in zip(self._so_far, (prompt, answer, prompt + answer), strict=True):
+            self._so_far[name] += count
 
     def _text_chunk(self, response: GenerateResponse) -> TextChunk:
         index = response.index
@@ -145,7 +155,9 @@ class OpenAiAnswer:
 
     def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
         chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)
-        return {**chunk, "usage": None} if self._call.include_usage else chunk
+        if not self._call.include_usage:
+            return chunk
+        return {**chunk, "usage": dict(self._so_far) if self._call.usage_in_chunks else None}
 
     def _envelope(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
         return {

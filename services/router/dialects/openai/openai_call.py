@@ -13,6 +13,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall(Call):
     include_usage: bool
+    usage_in_chunks: bool  # what has been used so far, as vLLM tells it
     return_token_ids: bool  # those of prompts, too
     echo: Echo = NO_ECHO
 
@@ -22,8 +23,9 @@ class OpenAiCall(Call):
 
     @property
     def tells_text_alone(self) -> bool:
-        """Of tokens that come, neither ids nor log-probabilities."""
-        return not (self.wants_logprobs or self.return_token_ids or self.echo != NO_ECHO)
+        """Whether a chunk of text needs nothing beside it: no ids, log-probabilities or usage."""
+        has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
+        return not (has_more or self.echo != NO_ECHO)
 
 
 def make_call(
@@ -31,6 +33,9 @@ def make_call(
 ) -> OpenAiCall:
     read_addressee(body, headers, request, body.text("prompt_cache_key"))
     stream, return_token_ids = body.flag("stream"), body.flag("return_token_ids")
+    options = _read_stream_options(body.get("stream_options"), stream)
+    include_usage = options.flag("include_usage")
+    usage_in_chunks = options.flag("continuous_usage_stats") and include_usage
     named = read_constraint(body)
     if named is not None:
         request.sampling.constraint.CopyFrom(named.constraint)
@@ -38,19 +43,20 @@ def make_call(
         request=request,
         stream=stream,
         traceparent=traceparent_of(headers),
-        include_usage=_read_include_usage(body.get("stream_options"), stream),
+        include_usage=include_usage,
+        usage_in_chunks=usage_in_chunks,
         constraint_param=named.param if named is not None else "",
         return_token_ids=return_token_ids,
-        tells_prompt=return_token_ids,
+        tells_prompt=return_token_ids or usage_in_chunks,
         echo=read_prompt_logprobs(body, request, echoes=echoes),
     )
 
 
-def _read_include_usage(stream_options: object, stream: bool) -> bool:
+def _read_stream_options(stream_options: object, stream: bool) -> Body:
     if stream_options is None:
-        return False
+        return Body({})
     if not stream:
         raise InvalidParameter("stream_options", "needs stream to be true")
     if not isinstance(stream_options, dict):
         raise InvalidParameter("stream_options", "must be an object")
-    return Body(stream_options).flag("include_usage")
+    return Body(stream_options, "stream_options.")

@@ -32,6 +32,8 @@ _STATUSES = {
 class ResponseAnswer:
     """Is kept in the store, if it is to be, before its last event is sent."""
 
+    ping = None
+
     def __init__(self, call: ResponsesCall, envelope: Envelope, store: ResponseStore) -> None:
         """Raises NotFound where the response before it is not known."""
         self._call = call

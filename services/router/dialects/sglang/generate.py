@@ -169,6 +169,8 @@ class SglangDialect:
 class GenerateAnswer:
     """Each answer's events have all of its text so far; of a list its index, too."""
 
+    ping = None
+
     def __init__(self, call: GenerateCall, token_text: TokenText) -> None:
         self.request = call.request
         self._call = call

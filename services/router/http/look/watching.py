@@ -12,7 +12,7 @@ from services.router.dialects.answer import Event
 from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import TENANT
 from services.router.http.backend import GenerationBackend
-from services.router.http.event_stream import COMMENT, SILENCE_S, EventStream, sse
+from services.router.http.event_stream import EventStream, sse
 from services.router.watch.pace import Pace
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
@@ -24,9 +24,8 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 class Watching:
     """An endpoint."""
 
-    def __init__(self, generation: GenerationBackend, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, generation: GenerationBackend) -> None:
         self._generation = generation
-        self._silence_s = silence_s
         self._pace = Pace()  # of all streams
 
     async def stream(self, request: Request) -> Response:
@@ -38,7 +37,7 @@ class Watching:
             raise InvalidParameter(name, problem) from error
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
-        return EventStream(_events(responses, self._silence_s, self._pace), time_limit_s=None)
+        return EventStream(_events(responses, self._pace))
 
 
 def read_watch(query: Mapping[str, str], headers: Mapping[str, str]) -> WatchClusterRequest:
@@ -76,39 +75,17 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
 
 
 async def _events(
-    responses: AsyncGenerator[WatchClusterResponse, None], silence_s: float, pace: Pace
+    responses: AsyncGenerator[WatchClusterResponse, None], pace: Pace
 ) -> AsyncGenerator[bytes, None]:
-    """One each, and a comment where none comes for so long. Closes `responses`."""
+    """Each as an event, as fast as `pace` allows. Closes `responses`."""
     async with aclosing(responses):
-        coming = _next_of(responses)
-        try:
-            while True:
-                await asyncio.wait((coming,), timeout=silence_s)
-                if not coming.done():
-                    yield COMMENT
-                    continue
-                response = coming.result()
-                if response is None:
-                    return
-                while (left_s := pace.left_s) > 0:
-                    await asyncio.sleep(left_s)
-                with pace.turn():
-                    event = _event(response)
-                yield event
-                coming = _next_of(responses)
-        finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+        async for response in responses:
+            while (left_s := pace.left_s) > 0:
+                await asyncio.sleep(left_s)
+            with pace.turn():
+                event = _event(response)
+            yield event
 
 
 def _event(response: WatchClusterResponse) -> bytes:
     return sse(Event(json_format.MessageToDict(response, preserving_proto_field_name=True)))
-
-
-def _next_of(
-    responses: AsyncGenerator[WatchClusterResponse, None],
-) -> asyncio.Task[WatchClusterResponse | None]:
-    async def next_response() -> WatchClusterResponse | None:
-        return await anext(responses, None)
-
-    return asyncio.create_task(next_response())

@@ -98,6 +98,21 @@ async def test_usage_comes_in_a_chunk_of_its_own() -> None:
     assert usage["usage"]["total_tokens"] == 13
 
 
+async def test_usage_so_far_comes_with_each_chunk_where_it_is_asked_for() -> None:
+    first = response("Hello", [72])
+    first.prompt_token_ids.extend(range(10))
+    backend = FakeBackend(first, response(" you", [73]), response("", [74]), finished("!", [33]))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = events(await chat(backend, stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 4
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {10}
+    assert all("prompt_token_ids" not in chunk for chunk in chunks)
+    assert last["usage"]["total_tokens"] == 13  # as the engine counts it
+    alone = await chat(FakeBackend(), stream=True, stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in chunk for chunk in events(alone)[:-1])  # as with vLLM
+
+
 async def test_an_event_is_one_line_to_every_client() -> None:
     text = "a\x85b\u2028c\u2029d\ne 語"
     answer = await complete(FakeBackend(response(text), finished()), stream=True)

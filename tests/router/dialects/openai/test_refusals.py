@@ -66,7 +66,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": []}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": True}, "n"),

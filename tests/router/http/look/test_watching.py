@@ -8,7 +8,7 @@ import pytest
 
 from router.http.backend import DEADLINE_S, FakeBackend, client
 from services.router.http.look import watching
-from services.router.http.look.watching import Watching, _events
+from services.router.http.look.watching import _events
 from services.router.http.routes import http_app
 from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
@@ -121,17 +121,6 @@ async def test_a_head_does_not_watch():
     assert not backend.waiting.is_set()
 
 
-async def test_while_nothing_comes_a_comment_does():
-    backend = FakeBackend()
-    backend.watch_script = [WatchClusterResponse(), "wait"]
-    events = _events(backend.watch(WatchClusterRequest()), silence_s=0.01, pace=Pace())
-    got = [await asyncio.wait_for(anext(events), DEADLINE_S) for _ in range(3)]
-    assert got == [b"data: {}\n\n", b": at it\n\n", b": at it\n\n"]
-    await events.aclose()
-    assert backend.closed.is_set()
-    assert Watching(backend)._silence_s == 15.0
-
-
 async def test_a_client_that_leaves_ends_its_watch():
     backend = FakeBackend()
     backend.watch_script = [WatchClusterResponse(), "wait"]
@@ -162,7 +151,7 @@ async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monk
     async def read():
         backend = FakeBackend()
         backend.watch_script = [WatchClusterResponse()] * 2
-        return [event async for event in _events(backend.watch(WatchClusterRequest()), 15.0, pace)]
+        return [event async for event in _events(backend.watch(WatchClusterRequest()), pace)]
 
     told = await asyncio.wait_for(asyncio.gather(read(), read()), DEADLINE_S)
     assert told == [[b"data: {}\n\n"] * 2] * 2
