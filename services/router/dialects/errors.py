@@ -23,6 +23,10 @@ class BodyTooLong(InvalidRequest):
     """Nothing of it is read any more."""
 
 
+class UnknownEncoding(InvalidRequest):
+    """Its Content-Encoding is none that is read here."""
+
+
 class TooSlow(InvalidRequest):
     """It did not come in time."""
 
@@ -33,6 +37,7 @@ class ConnectionsFull(NoCapacity):
 
 _STATUSES: Mapping[type[Exception], int] = {
     BodyTooLong: 413,
+    UnknownEncoding: 415,
     TooSlow: 408,
     ConnectionsFull: 503,
     InvalidRequest: 400,

@@ -9,6 +9,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from services.router.dialects.errors import BodyTooLong
+from services.router.http.encodings import decoded
 from services.router.http.event_stream import ClientLeft
 from services.values.errors import InvalidRequest
 
@@ -28,11 +29,14 @@ class BodyReader:
         """What `read` makes of the body's fields and the headers; in a thread where the body is long. Raises
         InvalidRequest, ClientLeft."""
         body = await self._received(request)
+        encoding = request.headers.get("content-encoding", "")
 
         def read_fields() -> _T:
-            return read(_fields_of(body), request.headers)
+            plain = decoded(body, encoding, self._max_body_bytes)
+            return read(_fields_of(plain), request.headers)
 
-        return read_fields() if len(body) < _LONG_BODY else await asyncio.to_thread(read_fields)
+        is_short = len(body) < _LONG_BODY and not encoding
+        return read_fields() if is_short else await asyncio.to_thread(read_fields)
 
     async def _received(self, request: Request) -> bytearray:
         body = bytearray()
@@ -46,7 +50,7 @@ class BodyReader:
         return body
 
 
-def _fields_of(body: bytearray) -> Mapping[str, object]:
+def _fields_of(body: bytes | bytearray) -> Mapping[str, object]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:

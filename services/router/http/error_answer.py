@@ -7,8 +7,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.router.dialects.anthropic import errors as anthropic
-from services.router.dialects.errors import status_of
+from services.router.dialects.errors import UnknownEncoding, status_of
 from services.router.dialects.openai import errors as openai
+from services.router.http.encodings import ENCODINGS
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from services.values.errors import NoCapacity, Unauthenticated
 
@@ -44,5 +45,7 @@ def _is_anthropics(path: str) -> bool:
 def headers_of(error: Exception) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1: every 401 has it
+    if isinstance(error, UnknownEncoding):
+        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
     return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}

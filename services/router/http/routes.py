@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.observe.metrics_page import MetricsPage
 from services.router.dialects.anthropic.answer import AnthropicDialect
@@ -81,7 +81,9 @@ def http_app(
         *([Route("/metrics", Metrics(metrics).show, methods=["GET"])] if metrics is not None else ()),
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    starlette = Starlette(routes=routes, exception_handlers=handlers)
+    starlette.router.redirect_slashes = False  # to a scheme that a proxy before us may not speak
+    app: ASGIApp = starlette
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
         open_paths = frozenset({HEALTH}) | (page.paths if page is not None else frozenset())
@@ -94,7 +96,19 @@ def http_app(
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, "Retry-After"),
         )
-    return RequestIds(OneLength(app), generation.is_running)
+    return RequestIds(OneLength(_without_last_slash(app)), generation.is_running)
+
+
+def _without_last_slash(app: ASGIApp) -> ASGIApp:
+    """A client's base URL and path may both have a slash: /v1/models/ is /v1/models to everything behind."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "/")
+        if path != "/" and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await app(scope, receive, send)
+
+    return served
 
 
 def _dialects(

@@ -1,7 +1,11 @@
+import gzip
+import json
 import threading
+import zlib
 from typing import Any
 
 import pytest
+import zstandard
 
 from router.http.backend import FakeBackend, client, complete
 from services.router.http import body as http_body
@@ -39,6 +43,61 @@ async def test_a_body_that_is_too_large_is_refused() -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert "100 bytes" in answer.json()["error"]["message"]
     assert backend.rejections == ["InvalidRequest"]
+
+
+COMPRESS = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "GZIP": gzip.compress,
+    "deflate": zlib.compress,
+    "identity": bytes,
+    "zstd": zstandard.compress,
+}
+
+
+async def test_a_body_that_was_compressed_is_read() -> None:
+    plain = json.dumps({"prompt": "Hi" * 1000}).encode()
+    raw_deflate = zlib.compressobj(wbits=-15)
+    bodies = [(name, compress(plain)) for name, compress in COMPRESS.items()]
+    bodies += [
+        ("deflate", raw_deflate.compress(plain) + raw_deflate.flush()),
+        ("gzip, identity", bodies[0][1]),
+    ]
+    for encoding, content in bodies:
+        backend = FakeBackend()
+        async with client(backend) as http:
+            headers = {"content-encoding": encoding}
+            answer = await http.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 200, (encoding, answer.text)
+        assert backend.requests[0].text == "Hi" * 1000
+
+
+async def test_an_encoding_that_is_not_read_is_415_and_names_those_that_are() -> None:
+    for encoding in ("br", "gzip, gzip"):
+        async with client(FakeBackend()) as http:
+            headers = {"content-encoding": encoding}
+            answer = await http.post("/v1/completions", content=b"{}", headers=headers)
+        assert answer.status_code == 415 and encoding in answer.json()["error"]["message"]
+        assert "zstd" in answer.headers["accept-encoding"]
+
+
+async def test_what_is_no_such_encoding_is_refused() -> None:
+    for encoding, compress in COMPRESS.items():
+        whole = compress(b'{"prompt": "Hi"}')
+        for content in (b"nonsense", whole[: len(whole) // 2]):
+            async with client(FakeBackend()) as http:
+                headers = {"content-encoding": encoding}
+                answer = await http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 400, (encoding, content)
+
+
+async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
+    plain = json.dumps({"prompt": "a" * 100_000}).encode()
+    for encoding in ("gzip", "deflate", "zstd"):
+        async with client(FakeBackend(), max_body_bytes=10_000) as http:
+            headers = {"content-encoding": encoding}
+            answer = await http.post("/v1/completions", content=COMPRESS[encoding](plain), headers=headers)
+        assert answer.status_code == 413, encoding
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])

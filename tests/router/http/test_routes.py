@@ -1,6 +1,6 @@
 from prometheus_client import CollectorRegistry
 
-from router.http.backend import FakeBackend, client
+from router.http.backend import HI, FakeBackend, client
 from router.http.test_leaving import PROMPTS
 from services.router.http.door.connection import APIS, HttpMetrics
 
@@ -47,3 +47,12 @@ async def test_calls_are_counted_by_api() -> None:
     for api in APIS:
         assert registry.get_sample_value("isthmus_http_calls_total", {"api": api}) == 2
     assert len(APIS) == len(PROMPTS)
+
+
+async def test_a_path_with_a_slash_at_its_end_is_served_and_never_redirected() -> None:
+    async with client(FakeBackend()) as http:
+        for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/v1/models//"):
+            assert (await http.get(path)).status_code == 200, path
+        answer = await http.post("/v1/chat/completions/", json={"model": "tiny", "messages": HI})
+        assert answer.status_code == 200
+        assert (await http.get("/nothing/")).status_code == 404

@@ -1,0 +1,72 @@
+"""Bodies that clients send compressed (RFC 9110, 8.4), as the bytes that they stand for."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Mapping
+from typing import IO
+
+import zstandard
+
+from services.router.dialects.errors import BodyTooLong, UnknownEncoding
+from services.values.errors import InvalidRequest
+
+_ZSTD_WINDOW_BYTES = 8 << 20  # RFC 9659: what a sender over HTTP may need of a reader at most
+_RAW_DEFLATE = -15  # zlib's word for it: no header, as some clients send it
+
+
+def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | bytearray:
+    """The body without its Content-Encoding, of which no more than `max_bytes` is ever made.
+
+    Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are none of that encoding.
+    """
+    names = [name.strip().lower() for name in content_encoding.split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if not names:
+        return body
+    if len(names) > 1 or names[0] not in ENCODINGS:
+        known = ", ".join(ENCODINGS)
+        raise UnknownEncoding(f"Content-Encoding must be one of {known}, got {content_encoding!r}")
+    try:
+        plain = ENCODINGS[names[0]](body, max_bytes + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise InvalidRequest(f"the body cannot be read as {names[0]}: {error}") from error
+    if len(plain) > max_bytes:
+        raise BodyTooLong(f"the body must be at most {max_bytes} bytes once it is decoded")
+    return plain
+
+
+def _gunzip(body: bytearray, most: int) -> bytes:
+    return _read(gzip.GzipFile(fileobj=io.BytesIO(body)), most)
+
+
+def _inflate(body: bytearray, most: int) -> bytes:
+    try:
+        return _whole(zlib.decompressobj(), body, most)
+    except zlib.error:
+        return _whole(zlib.decompressobj(_RAW_DEFLATE), body, most)
+
+
+def _whole(decoder: "zlib._Decompress", body: bytearray, most: int) -> bytes:
+    plain = decoder.decompress(body, most)
+    if not decoder.eof and len(plain) < most:
+        raise zlib.error("it ends too early")
+    return plain
+
+
+def _unzstd(body: bytearray, most: int) -> bytes:
+    decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+    return _read(decoder.stream_reader(io.BytesIO(body), read_across_frames=True), most)
+
+
+def _read(stream: IO[bytes], most: int) -> bytes:
+    with stream:
+        return stream.read(most)
+
+
+ENCODINGS: Mapping[str, Callable[[bytearray, int], bytes]] = {
+    "gzip": _gunzip,
+    "x-gzip": _gunzip,
+    "deflate": _inflate,
+    "zstd": _unzstd,
+}
