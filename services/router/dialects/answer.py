@@ -31,7 +31,10 @@ class Answer(Protocol):
     """Of one call, in the words of one API. Makes of the responses either a whole or events."""
 
     request: GenerateRequest  # what the router is asked for
-    ping: Event | None  # what a stream says while there is nothing to tell; a comment where it is None
+
+    @property
+    def ping(self) -> Event | None:
+        """What a stream says while there is nothing to tell; None: a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
         """Of each answer all responses in one, by their indexes. Raises Aborted for one that somebody

@@ -11,6 +11,18 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 REQUEST_ID = "x-request-id"
 TENANT = "x-isthmus-tenant"
+# What agents call the session whose turns a request is one of; docs/clients.md tells whose each is. They are
+# looked for in this order.
+SESSION_HEADERS = (
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-affinity",
+    "x-claude-code-session-id",
+    "x-conversation-id",
+    "session_id",
+    "conversation_id",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +64,15 @@ def read_addressee(
     request.request_id = headers.get(REQUEST_ID, "")
     request.tenant = _read_tenant(body.text("cache_salt"), headers.get(TENANT, ""))
     given = headers.get("x-isthmus-conversation") or body.text("conversation_id")
-    request.conversation_id = given or _as_id(conversation or headers.get("session-id", ""))
+    request.conversation_id = given or _as_id(conversation or _session_of(headers))
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str:
     return headers.get(traces.TRACEPARENT, "")
+
+
+def _session_of(headers: Mapping[str, str]) -> str:
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
 
 
 def _as_id(text: str) -> str:

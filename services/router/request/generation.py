@@ -35,6 +35,7 @@ from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory
 from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.chats.tool_spellings import ToolSpellings
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (
@@ -52,6 +53,7 @@ from services.wire.packed_ids import PackedIds
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _REMEMBERED_ANSWERS_BYTES = 256 << 20
+_REMEMBERED_TOOLS_BYTES = 16 << 20
 _LAST_WORDS_S = 1.0
 _MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
 _DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
@@ -113,6 +115,7 @@ class Generator:
         self._running: dict[str, Progress] = {}
         self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
+        self._spellings = ToolSpellings(_REMEMBERED_TOOLS_BYTES)
 
     @property
     def num_running(self) -> int:
@@ -285,6 +288,8 @@ class Generator:
                 f"{request.priority}"
             )
         answers, answered = counts_of(request)
+        if request.WhichOneof("prompt") == "chat":
+            self._spellings.restore(request.tenant, request.chat)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
         tells_logprobs = sampling.HasField("logprobs") or answers == answered

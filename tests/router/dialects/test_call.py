@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from services.router.dialects.body import Body, InvalidParameter
-from services.router.dialects.call import read_addressee
+from services.router.dialects.call import SESSION_HEADERS, read_addressee
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 
@@ -28,6 +28,16 @@ def test_a_key_of_another_api_is_the_conversation_where_none_is_named(
     request = GenerateRequest()
     read_addressee(Body(fields), headers, request, hint)
     assert request.conversation_id == conversation
+
+
+def test_the_session_of_an_agent_is_the_conversation() -> None:
+    for place, name in enumerate(SESSION_HEADERS):
+        later = dict.fromkeys(SESSION_HEADERS[place + 1 :], "later") | {name: "s"}
+        request = GenerateRequest()
+        read_addressee(Body({}), later, request)
+        assert request.conversation_id == "s", name
+        read_addressee(Body({}), later | {"x-isthmus-conversation": "own"}, request)
+        assert request.conversation_id == "own", name
 
 
 def test_who_asks_whom() -> None:
