@@ -4,7 +4,6 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Mapping
-from typing import IO
 
 import zstandard
 
@@ -37,7 +36,8 @@ def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | b
 
 
 def _gunzip(body: bytearray, most: int) -> bytes:
-    return _read(gzip.GzipFile(fileobj=io.BytesIO(body)), most)
+    with gzip.GzipFile(fileobj=io.BytesIO(body)) as stream:
+        return stream.read(most)
 
 
 def _inflate(body: bytearray, most: int) -> bytes:
@@ -56,11 +56,7 @@ def _whole(decoder: "zlib._Decompress", body: bytearray, most: int) -> bytes:
 
 def _unzstd(body: bytearray, most: int) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
-    return _read(decoder.stream_reader(io.BytesIO(body), read_across_frames=True), most)
-
-
-def _read(stream: IO[bytes], most: int) -> bytes:
-    with stream:
+    with decoder.stream_reader(io.BytesIO(body), read_across_frames=True) as stream:
         return stream.read(most)
 
 
