@@ -19,6 +19,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from services.grammar.schema import fitted_text
 from services.values.constraint import Constraint, ConstraintKind
 
 # What a schema asks that is not supported is an error, whatever the schema's own x-guidance says.
@@ -69,27 +70,16 @@ def _significand(number: str) -> int:
 
 
 def _of_schema(constraint: Constraint) -> str:
+    text = fitted_text(constraint)
     try:
-        return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
     except ValueError as error:  # nested too deeply, half of a surrogate pair
         raise constraint.refused(f"cannot be read: {error}") from error
 
 
-def _schema(constraint: Constraint) -> dict[str, object]:
-    try:
-        schema = json.loads(constraint.text)
-    except (ValueError, RecursionError) as error:
-        raise constraint.refused(f"is not JSON: {error}") from error
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise constraint.refused("must be a JSON object")
-    return schema
-
-
 def lark_of(constraint: Constraint) -> str:
-    """Of a grammar. Raises InvalidRequest."""
-    text = constraint.text
+    """A grammar's text as Lark. Raises InvalidRequest."""
+    text = fitted_text(constraint)
     if _IS_LARK.search(text) or "::=" not in text:
         return text
     try:

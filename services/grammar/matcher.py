@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 
 from services.values.errors import InvalidRequest
 
+_ONE_OF = (
+    "a value might be valid in several branches of a oneOf; give the branches different types, or a property "
+    "that they require with another const or enum in each, or write anyOf"
+)
 _OTHERWISE = "the answer cannot go on as its constraint has it"
 
 
@@ -90,7 +94,10 @@ class Matcher:
 
 
 def sentence_of(message: str) -> str:
-    """llguidance's own on one line, without what it prints of its state and of the grammar."""
+    """llguidance's own words on one line: without what it prints of its state and of the grammar, and without
+    options of its own, which no client can set."""
+    if "coerce_one_of" in message:
+        return _ONE_OF
     for extra in ("<state>", "<non-verbose/>", "\n   1 | "):
         message = message.partition(extra)[0]
     return " ".join(message.split())

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from services.grammar.schema import fitted_text
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams
@@ -73,7 +74,9 @@ def _grammar(constraint: Constraint | None) -> dict[str, str]:
             alternatives = " | ".join(map(json.dumps, dict.fromkeys(constraint.texts)))
             return {"ebnf": f"start: {alternatives}"}
         case ConstraintKind.GRAMMAR:
-            return {"ebnf": constraint.text}
+            return {"ebnf": fitted_text(constraint)}
+        case ConstraintKind.JSON_SCHEMA:
+            return {"json_schema": fitted_text(constraint)}
         case kind:
             return {kind.value: constraint.text}
 
