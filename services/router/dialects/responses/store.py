@@ -1,12 +1,12 @@
 """Responses that clients go on from, or look at again: bounded, in this router's memory alone.
 
 Each has its own turns and the id of the one before it; those of a chain together are the conversation. The
-least recently used goes first, and a chain that is used is used as a whole.
+least recently used of the tenant that has the most goes first, and a chain that is used is used as a whole.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from services.router.tenant_lru import TenantLru
 from services.values.errors import NotFound
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
@@ -26,41 +26,32 @@ class Stored:
 
 
 class ResponseStore:
-    """A tenant finds its own alone, as if there were no others."""
+    """A tenant finds its own alone, as if there were no others, and has its share of the room."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id
-        self._size_bytes = 0
+        self._stored: TenantLru[str, Stored] = TenantLru(max_bytes, max_responses)
 
     def __repr__(self) -> str:
-        return f"ResponseStore({len(self._stored)} responses, {self._size_bytes} bytes)"
+        return f"ResponseStore({len(self._stored)} responses, {self._stored.size} bytes)"
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
         """One that is too large for all the room is not kept."""
-        if stored.size_bytes > self._max_bytes:
-            return
-        self._stored[tenant, response_id] = stored
-        self._size_bytes += stored.size_bytes
-        while len(self._stored) > self._max_responses or self._size_bytes > self._max_bytes:
-            self._remove(next(iter(self._stored)))
+        self._stored.put(tenant, response_id, stored, stored.size_bytes)
 
     def get(self, tenant: str, response_id: str) -> Stored:
         """Raises NotFound."""
-        stored = self._stored.get((tenant, response_id))
+        stored = self._stored.get(tenant, response_id)
         if stored is None:
             raise NotFound(
                 f"response {response_id!r} is not known here: it was not stored or was deleted, another "
                 "router has it, this one was started again, or it had to make room"
             )
-        self._stored.move_to_end((tenant, response_id))
         return stored
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound."""
         self.get(tenant, response_id)
-        self._remove((tenant, response_id))
+        self._stored.pop(tenant, response_id)
 
     def turns(self, tenant: str, response_id: str) -> list[ChatMessage]:
         """Of the whole chain that ends with this one, oldest first. Raises NotFound."""
@@ -70,6 +61,3 @@ class ResponseStore:
             chain.append(stored)
             response_id = stored.previous_id
         return [ChatMessage.FromString(turn) for stored in reversed(chain) for turn in stored.turns]
-
-    def _remove(self, key: tuple[str, str]) -> None:
-        self._size_bytes -= self._stored.pop(key).size_bytes

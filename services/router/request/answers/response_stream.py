@@ -84,7 +84,8 @@ class ResponseStream:
             clock=self._clock,
         )
         self._text = means.parsers.text_of(checked.tools, checked.sampling, prompt.ids)
-        remembered = self._memory.recall(checked.memory_key) if checked.memory_key else None
+        name = checked.conversation_id
+        remembered = self._memory.recall(checked.tenant, name) if name else None
         self._drift = None if remembered is None else drift_tokens(remembered, prompt.ids)
         if checked.index == 0:
             self._metrics.drifted(self._drift or 0)
@@ -235,10 +236,10 @@ class ResponseStream:
         progress.finish = finish_of(progress, reason, matched, self._drift)
         response.finish.CopyFrom(progress.finish)
         all_ids = self._prompt.ids + array("I", progress.output_ids)
-        if self._checked.memory_key:
+        if name := self._checked.conversation_id:
             # Of several answers the conversation goes on with any one: not known with which.
             known = all_ids if self._checked.answers == 1 else self._prompt.ids
-            self._memory.remember(self._checked.memory_key, known)
+            self._memory.remember(self._checked.tenant, name, known)
         if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._cluster.finished(progress.placed, all_ids)
 

@@ -1,9 +1,10 @@
 """The ids of past answers, by whatever a later chat may name them with. Pure."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from services.router.tenant_lru import TenantLru
 
 # Beside its ids, what an answer costs, its digests and our books of it; and what each of its keys does.
 _OVERHEAD_BYTES = 512
@@ -25,57 +26,52 @@ class RememberedAnswer:
 
 
 class AnswerMemory:
-    """Key -> answer; the least recently used answers go first.
+    """Key -> answer; where room is short, the least recently used ones of the tenant that has the most go.
 
-    A key under which two answers of other ids were remembered is ambiguous, and finds nothing.
+    A key under which two answers of other ids were remembered is ambiguous, and finds nothing. Tenants never
+    have a key in common: whoever makes the keys sees to that.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._size_bytes = 0
         self._next_number = 0
-        self._answers: OrderedDict[int, tuple[RememberedAnswer, Sequence[bytes]]] = OrderedDict()
-        self._owners: dict[
-            bytes, tuple[int, bool]
-        ] = {}  # the answer's number, and whether it is the only one
+        self._answers: TenantLru[int, tuple[RememberedAnswer, Sequence[bytes]]] = TenantLru(max_bytes)
+        # The number of each key's answer, and whether it is the only one.
+        self._owners: dict[bytes, tuple[int, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._answers)
 
     @property
     def size_bytes(self) -> int:
-        return self._size_bytes
+        return self._answers.size
 
-    def remember(self, keys: Sequence[bytes], answer: RememberedAnswer) -> bool:
+    def remember(self, tenant: str, keys: Sequence[bytes], answer: RememberedAnswer) -> bool:
         """Whether there is room for it."""
         size_bytes = answer.size_bytes(len(keys))
         if size_bytes > self._max_bytes:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
         for key in set(keys):
-            self._owners[key] = (number, self._is_only(key, answer))
-        self._answers[number] = (answer, keys)
-        self._size_bytes += size_bytes
-        while self._size_bytes > self._max_bytes:
-            self._forget_oldest()
-        return True
+            self._owners[key] = (number, self._is_only(tenant, key, answer))
+        gone = self._answers.put(tenant, number, (answer, keys), size_bytes)
+        for forgotten, (_, names) in gone:
+            self._forget(forgotten, names)
+        return all(forgotten != number for forgotten, _ in gone)
 
-    def recall(self, key: bytes) -> RememberedAnswer | None:
+    def recall(self, tenant: str, key: bytes) -> RememberedAnswer | None:
         number, is_only = self._owners.get(key, (-1, False))
-        if not is_only:
-            return None
-        self._answers.move_to_end(number)
-        return self._answers[number][0]
+        known = self._answers.get(tenant, number) if is_only else None
+        return None if known is None else known[0]
 
-    def _is_only(self, key: bytes, answer: RememberedAnswer) -> bool:
+    def _is_only(self, tenant: str, key: bytes, answer: RememberedAnswer) -> bool:
         if key not in self._owners:
             return True
         number, is_only = self._owners[key]
-        return is_only and self._answers[number][0] == answer
+        known = self._answers.peek(tenant, number)
+        return is_only and known is not None and known[0] == answer
 
-    def _forget_oldest(self) -> None:
-        number, (answer, keys) = self._answers.popitem(last=False)
-        self._size_bytes -= answer.size_bytes(len(keys))
+    def _forget(self, number: int, keys: Sequence[bytes]) -> None:
         for key in keys:
             if self._owners.get(key, (-1, False))[0] == number:
                 del self._owners[key]

@@ -1,8 +1,9 @@
 """What each conversation last held, in ids, and how much of that a new prompt does not begin with. Pure."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
+
+from services.router.tenant_lru import TenantLru
 
 
 def drift_tokens(remembered: Sequence[int], prompt: Sequence[int]) -> int:
@@ -23,36 +24,20 @@ def _common_prefix_len(first: "array[int]", second: "array[int]") -> int:
 
 
 class ConversationMemory:
-    """Conversation id -> the ids of its last turn, prompt and output; the least recently used go first.
-
-    Tenants choose their ids independently: a caller that serves several puts the tenant into the id.
-    """
+    """Of each tenant's conversations the ids of the last turn, prompt and output; where room is short, the
+    least recently used of the tenant that has the most goes."""
 
     def __init__(self, max_conversations: int, max_token_ids: int) -> None:
         """`max_token_ids`, of 4 bytes, bounds those of all conversations together."""
-        if max_conversations < 1:
-            raise ValueError(f"max_conversations must be 1 or more, got {max_conversations}")
-        self._max_conversations = max_conversations
-        self._max_token_ids = max_token_ids
-        self._num_token_ids = 0
-        self._last_turns: OrderedDict[str, array[int]] = OrderedDict()
+        self._last_turns: TenantLru[str, array[int]] = TenantLru(max_token_ids, max_conversations)
 
     def __len__(self) -> int:
         return len(self._last_turns)
 
-    def remember(self, conversation_id: str, token_ids: Sequence[int]) -> None:
+    def remember(self, tenant: str, conversation_id: str, token_ids: Sequence[int]) -> None:
         """A turn that is longer than all may be together is not remembered, nor the one before it."""
-        self._num_token_ids -= len(self._last_turns.pop(conversation_id, ()))
-        if len(token_ids) > self._max_token_ids:
-            return
-        self._last_turns[conversation_id] = array("I", token_ids)
-        self._num_token_ids += len(token_ids)
-        while len(self._last_turns) > self._max_conversations or self._num_token_ids > self._max_token_ids:
-            _, forgotten = self._last_turns.popitem(last=False)
-            self._num_token_ids -= len(forgotten)
+        self._last_turns.put(tenant, conversation_id, array("I", token_ids), len(token_ids))
 
-    def recall(self, conversation_id: str) -> Sequence[int] | None:
+    def recall(self, tenant: str, conversation_id: str) -> Sequence[int] | None:
         """None for a conversation that is not remembered."""
-        if conversation_id in self._last_turns:
-            self._last_turns.move_to_end(conversation_id)
-        return self._last_turns.get(conversation_id)
+        return self._last_turns.get(tenant, conversation_id)

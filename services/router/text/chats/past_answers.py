@@ -29,6 +29,7 @@ class PastAnswers:
 
     def __init__(self, memory: AnswerMemory, tenant: str, model: str, chat: Chat) -> None:
         self._memory = memory
+        self._tenant = tenant
         self._names = (tenant, model)
         self._chat = chat
         self._chain: list[bytes] = []  # of each message, with all before it
@@ -65,12 +66,14 @@ class PastAnswers:
         keys = [digest(self._chain[-1], "assistant", what), self._key("answer", answer_id)]
         keys += [self._key("call", call.id) for call in message.calls if call.id]
         thought = digest(reasoning) if reasoning else b""
-        return self._memory.remember(keys, RememberedAnswer(ids, prompt_ids[-_PROMPT_END:], what, thought))
+        return self._memory.remember(
+            self._tenant, keys, RememberedAnswer(ids, prompt_ids[-_PROMPT_END:], what, thought)
+        )
 
     def _find(self, index: int, message: ChatMessage) -> RememberedAnswer | None:
         what = _said_by(message)
         for key in self._keys(index, message):
-            answer = self._memory.recall(key)
+            answer = self._memory.recall(self._tenant, key)
             if answer is not None and answer.said == what and _thought_so(answer, message):
                 return answer
         return None

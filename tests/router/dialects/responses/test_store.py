@@ -1,6 +1,4 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.router.dialects.responses.store import ResponseStore, Stored
 from services.values.errors import NotFound
@@ -37,38 +35,16 @@ def test_a_chain_that_is_used_is_kept_whole() -> None:
     assert store.turns("", "b") == []
 
 
-_TENANTS = st.sampled_from(["", "t"])
-_OPS = st.one_of(
-    st.tuples(st.just("put"), _TENANTS, st.uuids().map(str), st.integers(0, 12)),
-    st.tuples(st.just("get"), _TENANTS, st.integers(0, 20), st.just(0)),
-    st.tuples(st.just("delete"), _TENANTS, st.integers(0, 20), st.just(0)),
-)
-
-
-@given(st.lists(_OPS, max_size=30))
-def test_it_holds_the_latest_used_of_each_tenant(ops: list[tuple[str, str, object, int]]) -> None:
-    """Against a list, the least recently used first."""
-    store, known, ids = ResponseStore(4, 20), [], []
-    for verb, tenant, which, size_bytes in ops:
-        if verb == "put":
-            ids.append(which)
-            store.put(tenant, str(which), stored(size_bytes))
-            known.append(((tenant, which), size_bytes))
-            while len(known) > 4 or sum(size for _, size in known) > 20:
-                known.pop(0)
-            continue
-        response_id = ids[int(str(which)) % len(ids)] if ids else "none"
-        entry = next((entry for entry in known if entry[0] == (tenant, response_id)), None)
-        act = store.get if verb == "get" else store.delete
-        if entry is None:
-            with pytest.raises(NotFound):
-                act(tenant, str(response_id))
-            continue
-        act(tenant, str(response_id))
-        known.remove(entry)
-        if verb == "get":
-            known.append(entry)
-    assert repr(store) == f"ResponseStore({len(known)} responses, {sum(size for _, size in known)} bytes)"
+def test_one_tenants_writes_take_nothing_from_another_below_its_share() -> None:
+    store = ResponseStore(10, 1000)
+    for number in range(5):
+        store.put("quiet", str(number), stored(100))
+    for number in range(100):
+        store.put("busy", str(number), stored(90))
+    assert [store.get("quiet", str(number)).size_bytes for number in range(5)] == [100] * 5
+    store.get("busy", "99")
+    with pytest.raises(NotFound):
+        store.get("busy", "94")
 
 
 def test_what_is_larger_than_all_the_room_leaves_the_others_alone() -> None:

@@ -45,7 +45,7 @@ def test_what_is_found_was_remembered_under_that_key_alone(
     memory, oracle = AnswerMemory(max_bytes), Oracle(max_bytes)
     for operation in operations:
         if isinstance(operation, bytes):
-            found = memory.recall(operation)
+            found = memory.recall("t", operation)
             under = [each for each in oracle.answers if operation in each[1]]
             latest = max(under, default=None, key=lambda each: each[0])
             # Of those that are left, all under the key are the same, and the last of them is the one.
@@ -58,7 +58,7 @@ def test_what_is_found_was_remembered_under_that_key_alone(
                 assert any(number != latest[2] for number in oracle_history(operations, operation))
         else:
             keys, number, length = operation
-            assert memory.remember(keys, answer(number, length)) == oracle.remember(
+            assert memory.remember("t", keys, answer(number, length)) == oracle.remember(
                 keys, answer(number, length)
             )
         assert len(memory) == len(oracle.answers)
@@ -78,38 +78,53 @@ def oracle_history(operations: list[Operation], key: bytes) -> list[RememberedAn
 
 def test_a_key_of_two_answers_finds_neither_until_one_is_forgotten() -> None:
     memory = AnswerMemory(3 * answer(1).size_bytes(2))
-    memory.remember([b"1", b"shared"], answer(1))
-    memory.remember([b"2", b"shared"], answer(2))
-    assert memory.recall(b"shared") is None
-    assert (memory.recall(b"1"), memory.recall(b"2")) == (answer(1), answer(2))
-    memory.remember([b"3", b"shared"], answer(3))
-    assert memory.recall(b"shared") is None
+    memory.remember("t", [b"1", b"shared"], answer(1))
+    memory.remember("t", [b"2", b"shared"], answer(2))
+    assert memory.recall("t", b"shared") is None
+    assert (memory.recall("t", b"1"), memory.recall("t", b"2")) == (answer(1), answer(2))
+    memory.remember("t", [b"3", b"shared"], answer(3))
+    assert memory.recall("t", b"shared") is None
 
 
 def test_the_same_answer_again_is_no_other() -> None:
     memory = AnswerMemory(4 * answer(1).size_bytes(2))
     for name in (b"1", b"2"):
-        memory.remember([name, b"shared"], answer(1))
-    assert memory.recall(b"shared") == answer(1)
+        memory.remember("t", [name, b"shared"], answer(1))
+    assert memory.recall("t", b"shared") == answer(1)
 
 
 def test_the_least_recently_used_goes_first() -> None:
     memory = AnswerMemory(2 * answer(1).size_bytes(1))
     for number in (1, 2):
-        memory.remember([bytes([number])], answer(number))
-    memory.recall(b"\1")
-    memory.remember([b"\3"], answer(3))
-    assert [memory.recall(bytes([number])) is not None for number in (1, 2, 3)] == [True, False, True]
+        memory.remember("t", [bytes([number])], answer(number))
+    memory.recall("t", b"\1")
+    memory.remember("t", [b"\3"], answer(3))
+    assert [memory.recall("t", bytes([number])) is not None for number in (1, 2, 3)] == [True, False, True]
 
 
 def test_what_is_larger_than_all_room_is_not_remembered() -> None:
     memory = AnswerMemory(answer(1, 10).size_bytes(1))
-    assert not memory.remember([b"1"], answer(1, 11))
-    assert memory.remember([b"1"], answer(1, 10))
+    assert not memory.remember("t", [b"1"], answer(1, 11))
+    assert memory.remember("t", [b"1"], answer(1, 10))
     assert (len(memory), memory.size_bytes) == (1, answer(1, 10).size_bytes(1))
 
 
 def test_each_name_takes_room() -> None:
     memory = AnswerMemory(answer(1).size_bytes(2))
-    assert not memory.remember([b"1", b"2", b"3"], answer(1))
-    assert memory.remember([b"1", b"2"], answer(1))
+    assert not memory.remember("t", [b"1", b"2", b"3"], answer(1))
+    assert memory.remember("t", [b"1", b"2"], answer(1))
+
+
+def test_one_tenants_answers_take_nothing_from_another_below_its_share() -> None:
+    memory = AnswerMemory(10 * answer(1).size_bytes(1))
+    for number in range(5):
+        assert memory.remember("quiet", [b"q%d" % number], answer(number))
+    for number in range(100):
+        assert memory.remember("busy", [b"b%d" % number], answer(number))
+    assert all(memory.recall("quiet", b"q%d" % number) == answer(number) for number in range(5))
+    assert [memory.recall("busy", b"b%d" % number) is not None for number in (94, 95, 99)] == [
+        False,
+        True,
+        True,
+    ]
+    assert len(memory._owners) == 10

@@ -20,33 +20,33 @@ def test_drift_is_what_the_prompt_does_not_begin_with(
 
 def test_the_least_recently_used_conversation_is_forgotten() -> None:
     memory = ConversationMemory(2, 100)
-    memory.remember("a", [1, 2])
-    memory.remember("b", [3])
-    assert list(memory.recall("a") or ()) == [1, 2]
-    memory.remember("c", [4])
-    assert memory.recall("b") is None
-    memory.remember("a", [1, 2, 5])
-    memory.remember("d", [6])
-    assert memory.recall("c") is None
-    assert list(memory.recall("a") or ()) == [1, 2, 5]
+    memory.remember("t", "a", [1, 2])
+    memory.remember("t", "b", [3])
+    assert list(memory.recall("t", "a") or ()) == [1, 2]
+    memory.remember("t", "c", [4])
+    assert memory.recall("t", "b") is None
+    memory.remember("t", "a", [1, 2, 5])
+    memory.remember("t", "d", [6])
+    assert memory.recall("t", "c") is None
+    assert list(memory.recall("t", "a") or ()) == [1, 2, 5]
     assert len(memory) == 2
 
 
 def test_long_conversations_are_remembered_in_small_numbers() -> None:
     memory = ConversationMemory(10, 10)
     for name in "abc":
-        memory.remember(name, [1] * 3)
-    memory.recall("a")
-    memory.remember("d", [1] * 3)
-    assert [memory.recall(name) is not None for name in "abcd"] == [True, False, True, True]
-    memory.remember("d", [1] * 4)  # instead of the three
+        memory.remember("t", name, [1] * 3)
+    memory.recall("t", "a")
+    memory.remember("t", "d", [1] * 3)
+    assert [memory.recall("t", name) is not None for name in "abcd"] == [True, False, True, True]
+    memory.remember("t", "d", [1] * 4)  # instead of the three
     assert len(memory) == 3
-    memory.remember("e", [1] * 10)
-    assert (len(memory), len(memory.recall("e") or ())) == (1, 10)
-    memory.remember("e", [1] * 11)
+    memory.remember("t", "e", [1] * 10)
+    assert (len(memory), len(memory.recall("t", "e") or ())) == (1, 10)
+    memory.remember("t", "e", [1] * 11)
     assert len(memory) == 0
-    memory.remember("f", [1] * 10)
-    assert memory.recall("f") is not None
+    memory.remember("t", "f", [1] * 10)
+    assert memory.recall("t", "f") is not None
 
 
 @given(
@@ -59,23 +59,24 @@ def test_no_more_is_remembered_than_may_be(
 ) -> None:
     memory, oracle = ConversationMemory(max_conversations, max_token_ids), dict[str, int]()
     for name, length in turns:
-        memory.remember(name, [1] * length)
+        memory.remember("t", name, [1] * length)
         oracle.pop(name, None)
         if length <= max_token_ids:
             oracle[name] = length
         while len(oracle) > max_conversations or sum(oracle.values()) > max_token_ids:
             del oracle[next(iter(oracle))]
-    assert {name: len(ids) for name, ids in memory._last_turns.items()} == oracle
+    assert {name: len(memory.recall("t", name) or ()) for name in oracle} == oracle
+    assert len(memory) == len(oracle)
 
 
 def test_what_is_remembered_can_be_compared() -> None:
     memory = ConversationMemory(1, 100)
-    memory.remember("a", [1, 2, 3])
-    remembered = memory.recall("a")
+    memory.remember("t", "a", [1, 2, 3])
+    remembered = memory.recall("t", "a")
     assert remembered is not None
     assert drift_tokens(remembered, [1, 2, 4, 5]) == 1
 
 
 def test_a_memory_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_conversations"):
+    with pytest.raises(ValueError, match="max_entries"):
         ConversationMemory(0, 100)

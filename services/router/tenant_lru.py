@@ -1,0 +1,104 @@
+"""What a router remembers for its tenants: bounded as a whole, and shared out between them. Pure.
+
+    room is short -> the tenant that uses the most gives up what it has not used for longest
+
+So nobody loses anything to another while it uses no more than an equal share, and one tenant alone has all.
+"""
+
+import heapq
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_FEW = 64  # entries of the heap that are not worth being looked through
+
+
+class TenantLru(Generic[K, V]):
+    """Values by tenant and key. `max_size` bounds the sum of their sizes, in the caller's unit, `max_entries`
+    their number."""
+
+    def __init__(self, max_size: int, max_entries: float = math.inf) -> None:
+        if max_size < 1 or max_entries < 1:
+            raise ValueError(f"max_size and max_entries must be 1 or more, got {max_size} and {max_entries}")
+        self.size = 0
+        self._max_size = max_size
+        self._max_entries = max_entries
+        self._num_entries = 0
+        self._entries: dict[str, OrderedDict[K, tuple[V, int]]] = {}  # those used last stand last
+        self._sizes: defaultdict[str, int] = defaultdict(int)
+        # The use of each tenant as it was after each of its puts; what has become less since is mended when
+        # it comes to the top.
+        self._fullest: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def put(self, tenant: str, key: K, value: V, size: int) -> list[tuple[K, V]]:
+        """Keep it in place of what the key had, and return what had to go. That can be the new value itself:
+        where it is larger than all the room, or alone more than any other tenant uses."""
+        self.pop(tenant, key)
+        if size > self._max_size:
+            return [(key, value)]
+        self._entries.setdefault(tenant, OrderedDict())[key] = (value, size)
+        self._add(tenant, 1, size)
+        self._note(tenant)
+        gone = []
+        while self.size > self._max_size or self._num_entries > self._max_entries:
+            gone.append(self._give_up())
+        return gone
+
+    def get(self, tenant: str, key: K) -> V | None:
+        """It counts as used."""
+        if (value := self.peek(tenant, key)) is not None:
+            self._entries[tenant].move_to_end(key)
+        return value
+
+    def peek(self, tenant: str, key: K) -> V | None:
+        """It does not count as used."""
+        entries = self._entries.get(tenant)
+        return None if entries is None or key not in entries else entries[key][0]
+
+    def pop(self, tenant: str, key: K) -> None:
+        entries = self._entries.get(tenant)
+        if entries is not None and key in entries:
+            _, size = entries.pop(key)
+            self._add(tenant, -1, -size)
+
+    def _give_up(self) -> tuple[K, V]:
+        tenant = self._fullest_tenant()
+        key, (value, size) = self._entries[tenant].popitem(last=False)
+        self._add(tenant, -1, -size)
+        return key, value
+
+    def _add(self, tenant: str, entries: int, size: int) -> None:
+        self._num_entries += entries
+        self.size += size
+        self._sizes[tenant] += size
+        if not self._entries[tenant]:
+            del self._entries[tenant], self._sizes[tenant]
+
+    def _use(self, tenant: str) -> float:
+        """Its part of all the room, by what it has more of: size or entries."""
+        num_entries = len(self._entries.get(tenant, ()))
+        return max(self._sizes.get(tenant, 0) / self._max_size, num_entries / self._max_entries)
+
+    def _note(self, tenant: str) -> None:
+        heapq.heappush(self._fullest, (-self._use(tenant), tenant))
+        if len(self._fullest) > 2 * len(self._entries) + _FEW:
+            self._fullest = [(-self._use(each), each) for each in self._entries]
+            heapq.heapify(self._fullest)
+
+    def _fullest_tenant(self) -> str:
+        while True:
+            noted, tenant = self._fullest[0]
+            use = self._use(tenant)
+            if noted == -use:
+                return tenant
+            if tenant in self._entries:
+                heapq.heapreplace(self._fullest, (-use, tenant))
+            else:
+                heapq.heappop(self._fullest)
