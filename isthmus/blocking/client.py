@@ -130,8 +130,9 @@ class Client(BaseClient):
         return read(Ranks, self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s))
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
-        """Stop that request: its stream ends, with finish_reason aborted. False: none such runs there."""
-        request = pb.AbortRequest(request_id=request_id)
+        """Stop that request, the client's tenant's if it has one: its stream ends, with finish_reason
+        aborted. False: none such runs there."""
+        request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
         return bool(self._ask(self._stub.Abort, request, timeout or self._timeout_s).found)
 
     def watch(

@@ -78,7 +78,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidRequest("request_id must be set")
-        found = self._generator.abort(request.request_id, callers.current().tenant)
+        caller = callers.current()
+        tenant = caller.tenant_of(request.tenant) if request.tenant else caller.tenant
+        found = self._generator.abort(request.request_id, tenant)
         return generation_pb2.AbortResponse(found=found)
 
     async def Explain(
@@ -147,8 +149,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def check_usable(self) -> None:
         self._cluster.check_usable()
 
-    def is_running(self, request_id: str) -> bool:
-        return self._generator.is_running(request_id)
+    def is_running(self, tenant: str, request_id: str) -> bool:
+        return self._generator.is_running(tenant, request_id)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

@@ -52,7 +52,7 @@ class GenerationBackend(Protocol):
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no rank could take any request."""
 
-    def is_running(self, request_id: str) -> bool: ...
+    def is_running(self, tenant: str, request_id: str) -> bool: ...
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, for log-probabilities."""

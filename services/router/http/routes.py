@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,7 +27,7 @@ from services.router.dialects.sglang.generate import SglangDialect
 from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader
 from services.router.http.door.framing import OneLength
-from services.router.http.door.key_door import HttpDoor
+from services.router.http.door.key_door import HttpDoor, tenant_of
 from services.router.http.door.request_id import RequestIds
 from services.router.http.error_answer import answer_error, answer_http_error
 from services.router.http.generating import Generating
@@ -96,7 +97,8 @@ def http_app(
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, "Retry-After"),
         )
-    return RequestIds(OneLength(_without_last_slash(app)), generation.is_running)
+    inner = OneLength(_without_last_slash(app))
+    return RequestIds(inner, generation.is_running, partial(tenant_of, keys))
 
 
 def _without_last_slash(app: ASGIApp) -> ASGIApp:

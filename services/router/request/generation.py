@@ -112,7 +112,7 @@ class Generator:
             self._allowed_wait_s,
             clock,
         )
-        self._running: dict[str, Progress] = {}
+        self._running: dict[tuple[str, str], Progress] = {}  # by tenant and request id
         self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
         self._spellings = ToolSpellings(_REMEMBERED_TOOLS_BYTES)
@@ -135,22 +135,27 @@ class Generator:
     def remembered_answer_bytes(self) -> int:
         return self._answers.size_bytes
 
-    def is_running(self, request_id: str) -> bool:
-        return request_id in self._running
+    def is_running(self, tenant: str, request_id: str) -> bool:
+        return (tenant, request_id) in self._running
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Stop a running request; False when there is none of that id, or it is not the tenant's. None: whose
-        it is does not matter."""
-        progress = self._running.get(request_id)
-        if progress is None or tenant not in (None, progress.tenant):
-            return False
+        """Stop a running request; False when the tenant has none of that id. None: whoever has one."""
+        if tenant is None:
+            found = [progress for (_, known), progress in self._running.items() if known == request_id]
+        else:
+            own = self._running.get((tenant, request_id))
+            found = [] if own is None else [own]
+        for progress in found:
+            self._stop(progress)
+        return bool(found)
+
+    def _stop(self, progress: Progress) -> None:
         for answer in progress.answers:
             answer.aborted = True
             if answer.stream is not None:
                 answer.stream.abort()
         if progress.turns is not None:
             progress.turns.look()
-        return True
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
         """Where the request would go now without a deadline; nothing is sent or remembered.
@@ -254,7 +259,7 @@ class Generator:
     async def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
         try:
             checked = await self._check(request)
-            if checked.request_id in self._running:
+            if self.is_running(checked.tenant, checked.request_id):
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
             self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
         except IsthmusError as error:
@@ -347,7 +352,7 @@ class Generator:
             tenant=checked.tenant,
             conversation_id=checked.conversation_id,
         )
-        self._running[checked.request_id] = progress
+        self._running[checked.tenant, checked.request_id] = progress
         outcome = "finished"
         try:
             yield progress
@@ -365,10 +370,10 @@ class Generator:
             outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
             raise
         finally:
-            del self._running[checked.request_id]
+            del self._running[checked.tenant, checked.request_id]
             if progress.stream is not None:
                 progress.stream.close()
-            self._cluster.ended(checked.request_id)
+            self._cluster.ended(checked.answer_key)
             self._tell_story(progress, outcome)
 
     def _tell_story(self, progress: Progress, outcome: str) -> None:

@@ -38,8 +38,8 @@ class Checked:
 
     @property
     def answer_key(self) -> str:
-        """Names it among all that are in flight; no client's id has a NUL."""
-        return f"{self.request_id}\0{self.index}" if self.index else self.request_id
+        """Names it among all that are in flight: tenants choose their ids apart; none of them has a NUL."""
+        return f"{self.tenant}\0{self.request_id}\0{self.index}"
 
     @property
     def constraint(self) -> str:

@@ -41,7 +41,7 @@ class FakeBackend:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
         self.model_ids, self.unusable = models, ""
         self.unread_s = 3600.0  # after which a stream is closed
-        self.running: set[str] = set()  # requests that came over gRPC
+        self.running: set[tuple[str, str]] = set()  # requests that came over gRPC
         self.requests: list[GenerateRequest] = []
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
@@ -99,8 +99,8 @@ class FakeBackend:
         if self.unusable:
             raise errors.Unavailable(self.unusable)
 
-    def is_running(self, request_id: str) -> bool:
-        return request_id in self.running
+    def is_running(self, tenant: str, request_id: str) -> bool:
+        return (tenant, request_id) in self.running
 
     def token_text(self, token_id: int) -> str:
         return "\ufffd" if token_id > 127 else chr(token_id)

@@ -79,8 +79,8 @@ def generator():
     return Generator("m", None, cluster, Outcomes(), **limits)
 
 
-def tracked(generator):
-    return generator._track(Checked("r", SamplingParams(), "", "acme", 0), INVALID_SPAN, None)
+def tracked(generator, tenant="acme"):
+    return generator._track(Checked("r", SamplingParams(), "", tenant, 0), INVALID_SPAN, None)
 
 
 def test_a_tenants_key_aborts_its_own_requests_alone(generator):
@@ -89,6 +89,23 @@ def test_a_tenants_key_aborts_its_own_requests_alone(generator):
         assert not progress.aborted
         assert generator.abort("r", "acme") and progress.aborted
         assert generator.abort("r")
+
+
+def test_two_tenants_may_have_a_request_of_one_id(generator):
+    ended = []
+    generator._cluster.ended = ended.append
+    with tracked(generator) as acmes, tracked(generator, "other") as others:
+        assert generator.num_running == 2
+        assert [generator.is_running(tenant, "r") for tenant in ("acme", "other", "third")] == [
+            True,
+            True,
+            False,
+        ]
+        assert generator.abort("r", "other")
+        assert (acmes.aborted, others.aborted) == (False, True)
+        assert generator.abort("r") and acmes.aborted
+    assert len(set(ended)) == 2  # what the router books of one is not the other's
+    assert generator.num_running == 0
 
 
 def test_who_listens_is_told_how_requests_end_until_it_stops(generator):

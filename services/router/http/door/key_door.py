@@ -1,4 +1,4 @@
-"""The door of HTTP that asks for a key."""
+"""The door of HTTP that asks for a key, and whose a request is."""
 
 from functools import partial
 
@@ -6,10 +6,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.router.dialects.call import TENANT
 from services.router.http.error_answer import answer_error
 from services.router.keys.api_keys import ApiKeys
-from services.router.keys.callers import calling
-from services.values.errors import Unauthenticated
+from services.router.keys.callers import ANYBODY, calling
+from services.values.errors import Forbidden, Unauthenticated
+
+_NOBODY = "\0"  # no tenant has that name
 
 
 class HttpDoor:
@@ -35,6 +38,16 @@ class HttpDoor:
             return
         with calling(caller, partial(self._keys.is_good, shown, caller)):
             await self._app(scope, receive, send)
+
+
+def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
+    """Whose a request is by its key and its header; with a key that belongs to no tenant its body may still
+    name one. Of those who are refused at the door it is nobody."""
+    try:
+        caller = ANYBODY if keys is None else keys.check(_key_of(headers))
+        return caller.tenant_of(headers.get(TENANT, ""))
+    except (Unauthenticated, Forbidden):
+        return _NOBODY
 
 
 def _key_of(headers: Headers) -> str | None:

@@ -47,7 +47,7 @@ async def test_an_id_that_is_taken_gets_a_suffix(given: str) -> None:
         backend.script = (finished(),)
         second = await ask(http, given)
         first.cancel()
-        backend.running.add("of gRPC")
+        backend.running.add(("", "of gRPC"))
         third = await ask(http, "of gRPC")
     assert backend.requests[0].request_id == given
     for answer, taken in ((second, given), (third, "of gRPC")):

@@ -117,7 +117,7 @@ async def test_the_others_follow_the_first_when_its_rank_has_the_prompt(tokenize
     responses = await reading
     assert {response.request_id for response in responses} == {"r"}
     assert sorted(r.index for r in responses if r.HasField("finish")) == [0, 1, 2]
-    assert set(cluster.ended_keys) == {"r", "r\0" + "1", "r\0" + "2"}
+    assert set(cluster.ended_keys) == {f"\0r\0{index}" for index in range(3)}
 
 
 async def test_where_the_holder_takes_no_more_one_leads_elsewhere(tokenizer):
@@ -202,7 +202,7 @@ async def test_an_error_of_one_ends_all_and_is_raised(tokenizer, error):
     cluster.streams["r#1"].put(error)
     with pytest.raises(type(error)):
         await reading
-    assert set(cluster.ended_keys) == {"r", "r\0" + "1", "r\0" + "2"}
+    assert set(cluster.ended_keys) == {f"\0r\0{index}" for index in range(3)}
     assert generator.num_running == 0
     for name in ("r", "r#2"):
         cluster.streams[name]._client.send_abort.assert_called_once()
