@@ -208,7 +208,7 @@ async def _serve_grpc(
         [SERVICE_NAME],
         config.tls(),
         serving=False,
-        interceptors=[] if api_keys is None else [GrpcDoor(api_keys, SERVICE_NAME)],
+        interceptors=[] if api_keys is None else [GrpcDoor(api_keys)],
         busy={GENERATE: generate_handler(service)},
     )
 

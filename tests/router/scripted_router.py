@@ -53,7 +53,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServicer):
 @asynccontextmanager
 async def serving(router, keys=None, tls=None):
     """Yields HOST:PORT."""
-    doors = [] if keys is None else [GrpcDoor(keys, SERVICE)]
+    doors = [] if keys is None else [GrpcDoor(keys)]
     server = await servers.open_server(
         "127.0.0.1:0",
         lambda made: generation_pb2_grpc.add_GenerationServicer_to_server(router, made),

@@ -18,16 +18,18 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health
 
 from services.observe import log_lines
 from services.router.keys.callers import Caller, calling
-from services.router.keys.key_file import digest, read_keys
+from services.router.keys.key_file import digest, num_unbound, read_keys
 from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.values.errors import ConfigError, Unauthenticated
 
 log = logging.getLogger(__name__)
 
 _Stamp = tuple[int, int, int]
+_OPEN = f"/{health.SERVICE_NAME}/"
 
 
 class ApiKeys:
@@ -95,23 +97,30 @@ def _read(path: Path) -> Mapping[bytes, Caller]:
         raise ConfigError(f"--api-key-file: {path}: {error}") from error
     if not callers:
         raise ConfigError(f"--api-key-file: {path} holds no key")
+    if unbound := num_unbound(callers.values()):
+        log_lines.event(
+            log,
+            "api_keys_mixed",
+            level=logging.WARNING,
+            unbound=unbound,
+            advice="these keys name no tenant= beside others that do: whoever has one may act as any tenant; "
+            "give each a tenant=, or operator where that is meant",
+        )
     return callers
 
 
 class GrpcDoor(grpc.aio.ServerInterceptor):
-    """Asks every call of one service for a key, in the metadata `authorization`."""
+    """Asks every call for a key, in the metadata `authorization`, but for health checks: probes have none."""
 
-    def __init__(self, keys: ApiKeys, service: str) -> None:
-        """`service`: its full name."""
+    def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
-        self._methods = f"/{service}/"
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        if not handler_call_details.method.startswith(self._methods):
+        if handler_call_details.method.startswith(_OPEN):
             return await continuation(handler_call_details)
         shown = dict(handler_call_details.invocation_metadata or ()).get("authorization")
         try:
@@ -123,7 +132,10 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
 
 
 def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The same, in whose calls `callers.current` is the caller. Its behavior is a coroutine."""
+    """The same, in whose calls `callers.current` is the caller. Its behavior is a coroutine, but
+    for reflection's, which streams both ways and asks for no caller."""
+    if handler.request_streaming:
+        return handler
     answers = "stream" if handler.response_streaming else "unary"
     behavior = getattr(handler, f"unary_{answers}")
 

@@ -6,7 +6,7 @@ s3cret-of-ours     operator              may watch everybody's
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from services.router.keys.callers import Caller
 from services.values.errors import ConfigError
@@ -26,6 +26,14 @@ def read_keys(text: str) -> Mapping[bytes, Caller]:
         if callers.setdefault(key, caller) != caller:
             raise ConfigError(f"line {number} has a key that is another's, too")
     return callers
+
+
+def num_unbound(callers: Collection[Caller]) -> int:
+    """How many keys may act as whichever tenant, though others of the file belong to one: an oversight, most
+    often. An operator's key is meant to."""
+    if all(caller.tenant is None for caller in callers):
+        return 0
+    return sum(caller.tenant is None and not caller.is_operator for caller in callers)
 
 
 def digest(key: str) -> bytes:

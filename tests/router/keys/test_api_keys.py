@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from router.http.backend import FakeBackend, client, complete
@@ -224,6 +226,50 @@ async def test_over_http_a_key_says_whose_a_request_is(of_tenants, key, named, t
         assert [request.tenant for request in backend.requests] == [tenant]
 
 
+async def test_the_models_path_is_an_operators_to_know(of_tenants):
+    keys = {"acme": False, "bare": False, "ours": True}
+    async with client(FakeBackend(), keys=of_tenants, model_path="/srv/m") as http:
+        for key, is_told in keys.items():
+            for path in ("/server_info", "/model_info"):
+                told = (await http.get(path, headers=bearer(key))).json()
+                assert told["model_path"] == ("/srv/m" if is_told else "tiny"), (key, path)
+                assert ("/srv/m" in str(told)) == is_told
+
+
+async def test_request_ids_are_per_tenant_over_http(of_tenants):
+    """A tenant must not learn from a suffix that another has a request of that id."""
+    backend = FakeBackend()
+    backend.running = {("acme", "a"), ("b", "b")}
+    told = {}
+    async with client(backend, keys=of_tenants) as http:
+        for request_id, key, named in (
+            ("a", "acme", ""),
+            ("b", "acme", ""),
+            ("b", "bare", "b"),
+            ("a", "bare", ""),
+        ):
+            headers = (
+                bearer(key) | {"x-request-id": request_id} | ({"x-isthmus-tenant": named} if named else {})
+            )
+            answer = await http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
+            told[request_id, key, named] = answer.headers["x-request-id"] == request_id
+    assert list(told.values()) == [False, True, False, True]
+
+
+async def test_a_file_of_bound_and_unbound_keys_is_warned_of(tmp_path, caplog):
+    path = tmp_path / "keys"
+    for text, unbound in (
+        ("a\nb\n", 0),
+        ("a tenant=a\nb tenant=b\nours operator\n", 0),
+        ("a tenant=a\nb\nc\nours operator\n", 2),
+    ):
+        caplog.clear()
+        path.write_text(text)
+        ApiKeys(path)
+        assert ("api_keys_mixed" in caplog.text) == bool(unbound)
+        assert f"unbound={unbound}" in caplog.text or not unbound
+
+
 async def test_a_stored_response_is_its_tenants_whichever_key_shows(of_tenants):
     of_b = bearer("bare") | {"x-isthmus-tenant": "b"}
     async with client(FakeBackend(), keys=of_tenants) as http:
@@ -318,7 +364,7 @@ async def serving(keys, player, told=told_of):
         "127.0.0.1:0",
         partial(add_to_server, service),
         [],
-        interceptors=[GrpcDoor(keys, "isthmus.v1.Generation")],
+        interceptors=[GrpcDoor(keys)],
     )
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
@@ -353,6 +399,21 @@ async def test_calls_of_every_kind_ask_for_a_key(channel, call, counted, caplog)
         assert isinstance(grpc_errors.error_from(refusal.value), Unauthenticated)
     assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
     assert re.search(r"unauthenticated front=grpc peer=ipv4:127\.0\.0\.1:\d+ reason=no_key", caplog.text)
+
+
+async def test_reflection_asks_for_a_key_and_health_does_not(channel):
+    assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())).status
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    for key, is_told in (("first-key", True), ("wrong", False)):
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([request]), metadata=(("authorization", f"Bearer {key}"),)
+        )
+        if is_told:
+            assert [response.HasField("list_services_response") async for response in stream] == [True]
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await stream.read()
+            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)

@@ -6,6 +6,7 @@ from starlette.responses import JSONResponse, Response
 from services.observe import build_info
 from services.router.dialects.openai.errors import error_object
 from services.router.http.backend import GenerationBackend
+from services.router.keys import callers
 
 _NO_FLUSH = (
     "this router empties no cache: ranks serve other routers, too. Give each run a cache_salt of its own, or "
@@ -14,7 +15,8 @@ _NO_FLUSH = (
 
 
 class About:
-    """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine."""
+    """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine. An operator
+    is told it, and where no keys are asked for everybody is; others are told the model's name instead."""
 
     def __init__(self, generation: GenerationBackend, model_path: str) -> None:
         self._generation = generation
@@ -25,14 +27,21 @@ class About:
         return JSONResponse({"version": self._version})
 
     async def model_info(self, request: Request) -> Response:
-        paths = {"model_path": self._model_path, "tokenizer_path": self._model_path}
-        return JSONResponse({**paths, "is_generation": True})
+        path = self._told_path(await self._name())
+        return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
 
     async def server_info(self, request: Request) -> Response:
         """SGLang's has its settings and each scheduler's state; `isthmus status` and metrics have ours."""
-        models = (await self._generation.list_models()).models
-        names = {"served_model_name": models[0].id if models else "", "model_path": self._model_path}
+        name = await self._name()
+        names = {"served_model_name": name, "model_path": self._told_path(name)}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
+
+    async def _name(self) -> str:
+        models = (await self._generation.list_models()).models
+        return models[0].id if models else ""
+
+    def _told_path(self, name: str) -> str:
+        return self._model_path if callers.current().is_operator else name
 
     async def flush_cache(self, request: Request) -> Response:
         return JSONResponse(error_object(_NO_FLUSH, 501, None, 501), status_code=501)
