@@ -38,6 +38,8 @@ CHART_VALUES = {
     "tls-key": "tls",
     "tls-mutual": "tls.mutual",
     "tls-server-name": "tls.serverName",
+    "tls-peer-name": "tls.peerName",
+    "tls-client-ca": "tls.clientCaConfigMap",
     "host": "set",
     "port": "set",
     "http-port": "set",

@@ -1,7 +1,7 @@
 """What an engine of either role is built with: those of a rank's flags that are its engine's, as parsed."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +9,7 @@ from services.engine.paged.drafts.speculation import Mode, Speculation
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.shell.decode import WriteLease
 from services.engine.paged.shell.engine import CacheSettings
+from services.net.tls import TlsConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.hub import MODEL_HELP
@@ -29,6 +30,11 @@ class EngineSettings(ClusterConfig):
     )
     rank_index: int | None = setting(
         None, "be this one rank instead of the supervisor of all", bounds=Bounds(at_least=0)
+    )
+    tls_peer_name: str = setting(
+        "",
+        "with --tls-mutual, name that certificates of a rank's clients must carry (a DNS alternative name); "
+        "default: --tls-server-name",
     )
     advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
     engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
@@ -157,6 +163,15 @@ class EngineSettings(ClusterConfig):
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
+
+    def tls(self) -> TlsConfig | None:
+        """A rank obeys the cluster's services alone: a CA may have signed for others, too."""
+        tls = ClusterConfig.tls(self)
+        if tls is None or not tls.mutual:
+            if self.tls_peer_name:
+                raise ConfigError("--tls-peer-name needs --tls-mutual, which asks clients for a certificate")
+            return tls
+        return replace(tls, peer_name=self.tls_peer_name or self.tls_server_name)
 
     @property
     def has_draft(self) -> bool:

@@ -31,6 +31,14 @@ def is_wildcard(host: str) -> bool:
         return host in ("", "0")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether nobody beyond this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def bindable(host: str) -> str:
     """As sockets take it: without brackets. `::` is every address, IPv4's too, and these alone on a machine
     without IPv6."""

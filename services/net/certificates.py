@@ -44,6 +44,13 @@ class Pem:
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
+    client_ca: bytes | None = None  # an authority of further clients
+
+    @property
+    def client_authorities(self) -> bytes | None:
+        """Those who vouch for a server's clients."""
+        known = [pem for pem in (self.ca, self.client_ca) if pem is not None]
+        return b"\n".join(known) if known else None
 
     def server_context(self, mutual: bool) -> ssl.SSLContext:
         """For a server that shows the certificate. Raises ConfigError when it cannot be used."""
@@ -55,8 +62,8 @@ class Pem:
                 context.load_cert_chain(
                     cert, key, password=""
                 )  # an encrypted key is refused, not asked about
-            if mutual and self.ca is not None:
-                with _as_file(self.ca) as ca:
+            if mutual and (authorities := self.client_authorities) is not None:
+                with _as_file(authorities) as ca:
                     context.load_verify_locations(ca)
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:  # SSLError is an OSError
@@ -64,14 +71,21 @@ class Pem:
         return context
 
     def validities(self) -> dict[str, Validity]:
-        """By file, "cert" and "ca". Of a chain its first certificate's, the service's own; of authorities
-        the one's that ends last, for while they are being replaced both are there. Raises ConfigError."""
+        """By file, "cert", "ca" and "client_ca". Of a chain its first certificate's, the service's own; of
+        authorities the one's that ends last, for while they are being replaced both are there. Raises
+        ConfigError."""
         found = {}
         if self.cert is not None:
             found["cert"] = _validities("the certificate", self.cert)[0]
         if self.ca is not None:
-            found["ca"] = max(_validities("the authority", self.ca), key=lambda validity: validity.not_after)
+            found["ca"] = _latest("the authority", self.ca)
+        if self.client_ca is not None:
+            found["client_ca"] = _latest("the clients' authority", self.client_ca)
         return found
+
+
+def _latest(what: str, pem: bytes) -> Validity:
+    return max(_validities(what, pem), key=lambda validity: validity.not_after)
 
 
 def _validities(what: str, pem: bytes) -> list[Validity]:
@@ -99,8 +113,10 @@ def _as_file(content: bytes) -> Iterator[str]:
 class Certificates:
     """The files at these paths. Any thread may look. Raises ConfigError when they cannot be used now."""
 
-    def __init__(self, ca: Path | None, cert: Path | None, key: Path | None) -> None:
-        self._paths = (ca, cert, key)
+    def __init__(
+        self, ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
+    ) -> None:
+        self._paths = (ca, cert, key, client_ca)
         self._lock = threading.Lock()
         self._stamp = self._stat()
         self._refused = ""  # what is the matter with the files, where an older pair goes on
@@ -186,9 +202,11 @@ def _day(time_s: float) -> str:
 
 
 @cache
-def certificates_of(ca: Path | None, cert: Path | None, key: Path | None) -> Certificates:
+def certificates_of(
+    ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
+) -> Certificates:
     """The same for all of a process that use these files: a change is read once, and told once."""
-    return Certificates(ca, cert, key)
+    return Certificates(ca, cert, key, client_ca)
 
 
 def certificate_health(certificates: Certificates, clock: Callable[[], float] = time.time) -> Health:

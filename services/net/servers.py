@@ -18,6 +18,7 @@ from services.net import call_takers
 from services.net.call_takers import CallTakers
 from services.net.channels import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS
 from services.net.guard import ErrorInterceptor
+from services.net.peer_door import PeerDoor
 from services.net.tls import TlsConfig
 from services.values.errors import ConfigError, DeadlineExceeded
 from services.values.request import MAX_TIMEOUT_S
@@ -104,14 +105,16 @@ async def open_server(
     """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
 
     `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
-    or their handlers raise is answered as what a servicer raises. `busy`: methods (/package.Service/Method)
-    for which many call at once, each with the handler that is registered for it.
+    or their handlers raise is answered as what a servicer raises. With `tls.peer_name` every call is asked
+    for a certificate of that name. `busy`: methods (/package.Service/Method) for which many call at once,
+    each with the handler that is registered for it.
 
     Raises:
         ConfigError: the address cannot be bound, or the TLS files cannot be used.
     """
-    guard = ErrorInterceptor(keeps=not interceptors)
-    server = grpc.aio.server(interceptors=[guard, *interceptors], options=_SERVER_OPTIONS)
+    doors = [PeerDoor(tls.peer_name)] if tls is not None and tls.peer_name else []
+    around = [*doors, ErrorInterceptor(keeps=not interceptors), *interceptors]
+    server = grpc.aio.server(interceptors=around, options=_SERVER_OPTIONS)
     register(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -121,7 +124,7 @@ async def open_server(
     opened = RpcServer(server, port, checks)
     await opened.set_serving(serving)
     await server.start()
-    opened.take_many(busy, (guard, *interceptors))
+    opened.take_many(busy, around)
     return opened
 
 

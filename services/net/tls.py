@@ -17,7 +17,9 @@ class TlsConfig:
     """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`.
 
     `server_name` is what a server's certificate must carry; "": the host in the endpoint. Ranks that are
-    reached at addresses which no certificate can foresee (a pod's) share a name.
+    reached at addresses which no certificate can foresee (a pod's) share a name. `peer_name` is what a
+    client's certificate must carry, where a server asks for one; "": any of the CA's will do. `client_ca`
+    vouches for further clients of a server, and for no server.
     """
 
     ca: Path | None = None
@@ -25,17 +27,21 @@ class TlsConfig:
     key: Path | None = None
     mutual: bool = False
     server_name: str = ""
+    peer_name: str = ""
+    client_ca: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ConfigError("TLS needs both a certificate and its key, or neither")
         if self.mutual and (self.ca is None or self.cert is None):
             raise ConfigError("mutual TLS needs a CA, a certificate and its key")
+        if (self.client_ca or self.peer_name) and not self.mutual:
+            raise ConfigError("what clients' certificates must be is for mutual TLS, which asks for them")
 
     @property
     def certificates(self) -> Certificates:
         """What the files hold, now and later. Raises ConfigError when they cannot be used now."""
-        return certificates_of(self.ca, self.cert, self.key)
+        return certificates_of(self.ca, self.cert, self.key, self.client_ca)
 
     def for_server(self) -> grpc.ServerCredentials:
         """Each new connection is under the files as they are then. Raises ConfigError."""
@@ -58,7 +64,7 @@ class TlsConfig:
 
     def _server_configuration(self, pem: Pem) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
-            [(pem.key, pem.cert)], pem.ca if self.mutual else None
+            [(pem.key, pem.cert)], pem.client_authorities if self.mutual else None
         )
 
     def for_channel(self, pem: Pem) -> grpc.ChannelCredentials:

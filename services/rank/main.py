@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from services.engine.base import Engine
 from services.etcd.client import Etcd
 from services.host import descriptors
-from services.host.ports import bindable, host_port
+from services.host.ports import bindable, host_port, is_loopback
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MembershipCollector
 from services.index.schema import Schema
@@ -134,6 +134,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     """Run every rank of a worker as a process of its own; returns the exit code. `held` holds their ports."""
     log_lines.log_service(config.worker, config.log_level, config.log_format)
     config.certificates()  # its ranks would refuse them one by one
+    _warn_of_strangers(config)
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
         "port": _ports(config, config.port, num_processes, held),
@@ -146,6 +147,19 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
     grace_s = config.grace_s + _AFTER_GRACE_S
     return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s, config.tls_health)
+
+
+def _warn_of_strangers(config: RankConfig) -> None:
+    """A rank asks for no API key: whoever reaches it commands it, unless TLS tells services from others."""
+    tls = config.tls()
+    if is_loopback(config.host) or (tls is not None and tls.peer_name):
+        return
+    who = "whoever reaches these ranks" if tls is None or not tls.mutual else "any certificate of --tls-ca's"
+    advice = (
+        f"{who} can generate without an API key, drain them and learn what they hold of any tenant: let the "
+        "cluster's machines alone reach them, or set --tls-mutual with --tls-peer-name"
+    )
+    log_lines.event(log, "ranks_open", level=logging.WARNING, host=config.host, advice=advice)
 
 
 def own_rank_id(config: RankConfig) -> RankId:

@@ -1,10 +1,11 @@
 """Settings of the router."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from services.host.ports import check_port
+from services.net.tls import TlsConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.hub import MODEL_HELP
@@ -132,6 +133,11 @@ class RouterConfig(ClusterConfig):
         "on", "a page for people at / of the HTTP API: a chat, and what the cluster does with it"
     )
 
+    tls_client_ca: Path | None = setting(
+        None,
+        "PEM of another authority of clients' certificates; ranks do not know it. Needs --tls-mutual",
+    )
+
     api_key_file: Path | None = setting(
         None,
         "keys, one a line, of which each request must show one; read again when it changes. KEY tenant=NAME: "
@@ -144,6 +150,15 @@ class RouterConfig(ClusterConfig):
         check_port("--http-port", self.http_port)
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
+
+    def tls(self) -> TlsConfig | None:
+        """Clients need not have their certificates from the authority of the services."""
+        tls = ClusterConfig.tls(self)
+        if self.tls_client_ca is None:
+            return tls
+        if tls is None or not tls.mutual:
+            raise ConfigError("--tls-client-ca needs --tls-mutual, which asks clients for a certificate")
+        return replace(tls, client_ca=self.tls_client_ca)
 
     @property
     def served_name(self) -> str:

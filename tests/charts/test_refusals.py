@@ -123,6 +123,10 @@ BY_TEMPLATE = {
         for flag in of_role("prefill")
     },
     "two engines": ({"decode": GPU}, "must be the same"),
+    "a name of clients without mutual TLS": (
+        {"tls": {"secretName": "s", "peerName": "n"}},
+        "tls.peerName and tls.clientCaConfigMap need tls.mutual",
+    ),
     "mutual TLS without certificates": ({"tls": {"mutual": True}}, "tls.mutual needs tls.secretName"),
     "members of etcd that could not come back": (
         {"etcd": {"persistence": {"enabled": False}}}, "etcd.replicas is 3: without etcd.persistence"
@@ -317,6 +321,6 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
         "api-key-file",
     }
     optional |= {f"{of}-{file}" for of in ("tls", "etcd") for file in ("ca", "cert", "key")}
-    optional |= {"tls-mutual", "tls-server-name", "api-key-file"}
+    optional |= {"tls-mutual", "tls-server-name", "tls-peer-name", "tls-client-ca", "api-key-file"}
     optional |= {"transport", "fake-step-s", "fake-prompt-token-s"}  # of no use in pods
     assert known - flags - shared - optional <= set_by_chart

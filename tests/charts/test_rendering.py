@@ -116,7 +116,11 @@ def test_notes_tell_how_to_send_the_first_request():
     assert "https://isthmus:8000" in rendered("production").notes
     assert "--cert " not in rendered("production").notes
     mutual = render(merged(LEAST, {"tls": {"secretName": "s", "mutual": True}})).notes
-    assert "--cacert ca.crt --cert tls.crt --key tls.key" in mutual
+    assert "--cacert ca.crt --cert client.crt --key client.key" in mutual
+    assert "tls.key" not in mutual and "sign no client's certificate for isthmus:" in mutual
+    of_clients = {"secretName": "s", "mutual": True, "peerName": "ranks", "clientCaConfigMap": "clients"}
+    notes = render(merged(LEAST, {"tls": of_clients})).notes
+    assert "in ConfigMap clients" in notes and "certificate for ranks:" in notes
 
 
 def test_notes_show_the_key_where_one_is_asked_for():

@@ -25,6 +25,26 @@ def test_tls_comes_from_secrets_and_reaches_every_service():
     )
 
 
+def test_with_mutual_tls_ranks_ask_for_the_services_name_and_routers_know_another_authority():
+    tls = {"tls": {"secretName": "ours", "mutual": True, "serverName": "n"}}
+    objects = render(merged(LEAST, tls))
+    for component in ("prefill", "decode"):
+        assert objects.config(component).tls().peer_name == "n"
+    assert objects.config("router").tls().client_ca is None
+    tls["tls"] |= {"peerName": "ranks", "clientCaConfigMap": "clients"}
+    objects = render(merged(LEAST, tls))
+    assert str(objects.config("router").tls().client_ca) == "/etc/isthmus/client-ca/ca.crt"
+    for component in OURS:
+        volumes = {volume["name"]: volume for volume in objects.pods()[component]["volumes"]}
+        mounts = {m["name"]: m["mountPath"] for m in objects.container(component)["volumeMounts"]}
+        is_router = component == "router"
+        assert ("client-ca" in volumes) == ("client-ca" in mounts) == is_router
+        if is_router:
+            assert volumes["client-ca"]["configMap"] == {"name": "clients"}
+        else:
+            assert objects.config(component).tls().peer_name == "ranks"
+
+
 def test_a_password_for_etcd_comes_from_a_secret():
     external = {"endpoints": ["e:2379"], "user": "isthmus", "passwordSecret": "etcd-password"}
     objects = render(merged(LEAST, {"etcd": {"external": external}}))

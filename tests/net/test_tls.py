@@ -54,6 +54,8 @@ async def test_mutual_tls_refuses_a_client_without_a_certificate(pem):
         {"key": Path("k")},
         {"ca": Path("ca"), "mutual": True},
         {"cert": Path("c"), "key": Path("k"), "mutual": True},
+        {"peer_name": "n"},
+        {"client_ca": Path("ca")},
     ],
 )
 def test_half_a_tls_config_is_refused(fields):

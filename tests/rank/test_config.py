@@ -22,6 +22,8 @@ from services.values.registration import (
     REMOTE_ONLY,
 )
 
+MUTUAL = ("--tls-ca=ca", "--tls-cert=c", "--tls-key=k", "--tls-mutual")
+
 
 def config_of(*flags):
     return load(RankConfig, ["--worker=w", "--engine=fake", "--etcd=e:1", *flags])
@@ -59,6 +61,34 @@ def test_what_nixl_is_told_reaches_the_engine():
     nixl = config_of(*flags).nixl
     assert nixl == NixlSettings("LIBFABRIC", {"a": "1", "b": "x,y"}, expects_rdma=True)
     assert config_of().nixl == NixlSettings("UCX", {})
+
+
+def test_ranks_ask_for_the_services_name_where_tls_is_mutual():
+    files = ("--tls-ca=ca", "--tls-cert=c", "--tls-key=k", "--tls-server-name=ranks")
+    assert config_of(*files).tls().peer_name == ""
+    assert config_of(*files, "--tls-mutual").tls().peer_name == "ranks"
+    assert config_of(*files, "--tls-mutual", "--tls-peer-name=services").tls().peer_name == "services"
+    with pytest.raises(ConfigError, match="--tls-peer-name needs --tls-mutual"):
+        config_of(*files, "--tls-peer-name=services").tls()
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ((), None),
+        (("--host=::1",), None),
+        (("--host=localhost",), None),
+        (("--host=0.0.0.0", "--advertise-host=a"), "whoever reaches these ranks can"),
+        (("--host=192.0.2.7", "--tls-cert=c", "--tls-key=k"), "whoever reaches these ranks can"),
+        (("--host=192.0.2.7", *MUTUAL), "any certificate of --tls-ca's can"),
+        (("--host=192.0.2.7", *MUTUAL, "--tls-peer-name=n"), None),
+    ],
+)
+def test_ranks_that_obey_strangers_say_so_once(flags, warning, caplog):
+    rank_main._warn_of_strangers(config_of(*flags))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (warning is not None)
+    assert warning is None or (lines[0].startswith("ranks_open host=") and warning in lines[0])
 
 
 def test_the_limit_of_a_step_reaches_the_engine():

@@ -117,6 +117,9 @@ livenessProbe:
 {{- if $values.tls.secretName }}
 - {name: tls, mountPath: /etc/isthmus/tls, readOnly: true}
 {{- end }}
+{{- if and (eq .component "router") $values.tls.clientCaConfigMap }}
+- {name: client-ca, mountPath: /etc/isthmus/client-ca, readOnly: true}
+{{- end }}
 {{- if $values.etcd.tls.secretName }}
 - {name: etcd-tls, mountPath: /etc/isthmus/etcd-tls, readOnly: true}
 {{- end }}
@@ -150,6 +153,10 @@ livenessProbe:
 {{- with $values.tls.secretName }}
 - name: tls
   secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- if and (eq .component "router") $values.tls.clientCaConfigMap }}
+- name: client-ca
+  configMap: {name: {{ $values.tls.clientCaConfigMap | quote }}}
 {{- end }}
 {{- with $values.etcd.tls.secretName }}
 - name: etcd-tls

@@ -58,6 +58,9 @@
 {{- if and .Values.tls.mutual (not .Values.tls.secretName) -}}
 {{- fail "tls.mutual needs tls.secretName" -}}
 {{- end -}}
+{{- if and (or .Values.tls.peerName .Values.tls.clientCaConfigMap) (not .Values.tls.mutual) -}}
+{{- fail "tls.peerName and tls.clientCaConfigMap need tls.mutual, which asks clients for a certificate" -}}
+{{- end -}}
 {{- if not .Values.etcd.external.endpoints }}{{ include "isthmus.etcdRefusals" . }}{{ end -}}
 {{- if and .Values.etcd.external.user (not .Values.etcd.external.endpoints) -}}
 {{- fail "etcd.external.user is for etcd.external.endpoints: the chart's own etcd has no users" -}}

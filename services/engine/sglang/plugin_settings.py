@@ -28,6 +28,7 @@ class PluginSettings:
     tls_key: str = ""
     tls_mutual: bool = False
     tls_server_name: str = ""
+    tls_peer_name: str = ""
     nixl_backend: str = UCX
     expects_rdma: bool = False
     # Of the draft's checkpoint, where it has one of its own; heads of the whole of it.
@@ -43,7 +44,7 @@ class PluginSettings:
         if not (self.tls_ca or self.tls_cert):
             return None
         ca, cert, key = (Path(name) if name else None for name in (self.tls_ca, self.tls_cert, self.tls_key))
-        return TlsConfig(ca, cert, key, self.tls_mutual, self.tls_server_name)
+        return TlsConfig(ca, cert, key, self.tls_mutual, self.tls_server_name, self.tls_peer_name)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

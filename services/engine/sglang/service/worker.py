@@ -315,6 +315,7 @@ class SglangWorker:
             tls_key=paths[2],
             tls_mutual=tls is not None and tls.mutual,
             tls_server_name="" if tls is None else tls.server_name,
+            tls_peer_name="" if tls is None else tls.peer_name,
             nixl_backend=engine.nixl.backend,
             expects_rdma=engine.nixl.expects_rdma,
             **self._draft_settings(),
