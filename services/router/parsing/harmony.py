@@ -4,7 +4,11 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
-The prompt ends with <|start|>assistant. Text outside of messages is content.
+The prompt ends with <|start|>assistant, so the first message may begin with what is left of its header:
+gpt-oss's own chat template writes the recipient before the channel. Other text outside of messages is
+content.
+
+     to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
 """
 
 import re
@@ -20,7 +24,7 @@ MARKERS = (START, CHANNEL, MESSAGE, *ENDS, "<|constrain|>")
 _OPENS = (START, CHANNEL)
 _BOUNDS = (*_OPENS, *ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,14 @@ class HarmonyAnswer:
 
     def read(self) -> Reading[None]:
         reader, sink = self.calls.reader, self.calls.sink
+        blank = yield from reader.blank()
+        recipients = (f"to={name}" for name in ("functions.", *self.calls.schemas))
+        begun = yield from reader.either(*recipients, MESSAGE)
+        if begun:
+            reader.put_back(begun)
+            yield from self.calls.attempt(self._message(""), blank)
+        else:
+            sink.content(blank)
         marker = yield from reader.upto(_BOUNDS, sink.content)
         while marker is not None:
             if marker in _OPENS:
@@ -46,9 +58,9 @@ class HarmonyAnswer:
         if marker != MESSAGE:
             reader.put_back(marker)
             raise Unreadable
-        function, channel = _FUNCTION.search(header), _CHANNEL.search(opening + header)
+        function, channel = self._function(header), _CHANNEL.search(opening + header)
         if function and self.has_calls:
-            yield from self._call(function[1])
+            yield from self._call(function)
             return
         if function:
             self.calls.sink.content(reader.taken)
@@ -57,6 +69,11 @@ class HarmonyAnswer:
             yield from self._think()
         else:
             yield from self._text(self.calls.sink.content)
+
+    def _function(self, header: str) -> str:
+        """The tool to which a message goes, "" for none. A declared one may lack its namespace."""
+        to = _RECIPIENT.search(header)
+        return to[2] if to and (to[1] or to[2] in self.calls.schemas) else ""
 
     def _think(self) -> Reading[None]:
         self.calls.sink.thinks = True

@@ -184,6 +184,47 @@ def test_a_call_that_cannot_be_read_is_content(name, text):
     assert got.broken >= 1
 
 
+HARMONY_TEXT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("before", ["", HARMONY_TEXT])
+@pytest.mark.parametrize(
+    "header",
+    [
+        " to=functions.f<|channel|>commentary json",
+        "to=functions.f<|channel|>commentary <|constrain|>json",
+        " to=functions.f",
+        " to=f<|channel|>analysis code",
+        "<|channel|>commentary to=f <|constrain|>json",
+    ],
+)
+def test_a_harmony_message_goes_to_a_tool_wherever_its_header_says_so(before, header):
+    choice = choice_of("harmony", "harmony")
+    for pieces in (lambda text: [text], list):
+        got = read(choice, pieces(before + header + '<|message|>{"s": "a"}<|call|>'), TYPED)
+        assert (got.content, got.reasoning) == ("", "hm" * bool(before))
+        assert got.calls == (("f", '{"s": "a"}'),) and got.broken == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (" to=x<|channel|>final<|message|>Hi", " to=xHi"),
+        (" to=functions of two variables", " to=functions of two variables"),
+        (" to=functions.f<|channel|>commentary json<|message|>[1", None),
+        (" to=functions.f is\nits header", None),
+        ("<|message|>Hi", "Hi"),
+        (" \nHi", " \nHi"),
+        ("a to=functions.f<|channel|>final<|message|>b", "a to=functions.fb"),
+    ],
+)
+def test_other_text_before_a_harmony_message_is_content(text, content):
+    choice = choice_of("harmony", "harmony")
+    for pieces in ([text], text):
+        got = read(choice, pieces, TYPED)
+        assert (got.content, got.calls) == (text if content is None else content, ())
+
+
 def test_content_goes_on_as_it_stands_behind_what_was_no_call():
     text = " <tool_call> no\n\n<tool_call>[]  \n done "
     got = read(choice_of("hermes", "think"), text, SCHEMAS)

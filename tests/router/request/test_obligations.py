@@ -165,6 +165,22 @@ async def test_calls_are_kept_to_as_the_family_writes_them(family, mode):
         assert is_allowed(Said("I look.", thought, [good])) == (mode is CallMode.AUTO)
 
 
+@pytest.mark.parametrize("kind", [" json", " <|constrain|>json"])
+@pytest.mark.parametrize("header", ["{to}<|channel|>commentary", "<|channel|>commentary{to}"])
+async def test_harmony_names_its_tool_before_the_channel_or_behind_it(tmp_path, header, kind):
+    gpt_oss = Family("gpt_oss", tmp_path)
+    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
+    arguments = json.dumps(GOOD, ensure_ascii=False)
+    text = f"{header.format(to=' to=functions.look_up')}{kind}<|message|>{arguments}<|call|>"
+    ids = gpt_oss.tokenizer.encode(text, special_tokens=False)
+    matcher = gpt_oss.grammars.matcher(await gpt_oss.constraint(tools), (), gpt_oss.parsers.end_ids(tools))
+    assert matcher.num_fitting(ids[:-1]) == len(ids) - 1
+    read = gpt_oss.parsers.text_of(tools, SamplingParams(), [1])
+    read.push(ids)
+    read.finish()
+    assert [call.name for call in read.message().calls] == ["look_up"]
+
+
 async def test_a_format_of_answers_comes_behind_thinking_and_calls_stay_possible(family):
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, ('{"type": "boolean"}',))
     texts = await answers(family, ChatTools(schemas_of(family), told_apart=True), constraint)

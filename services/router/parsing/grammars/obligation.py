@@ -97,17 +97,14 @@ class HarmonyWriting:
 
     @staticmethod
     def _call(asked: Obligation) -> str:
-        lark = asked.lark
-        return lark.rule(
-            one_of(
-                *(
-                    f"{lark.literal(f'{CHANNEL}commentary to=functions.{name} {_CONSTRAINED}json{MESSAGE}')} "
-                    f"{lark.json(schema)}"
-                    for name, schema in asked.schemas.items()
-                )
-            ),
-            "call",
-        )
+        """The recipient stands behind the channel, as models write it, or before it, as the template does."""
+        lark, calls = asked.lark, []
+        for name, schema in asked.schemas.items():
+            channel, to = f"{CHANNEL}commentary", f" to=functions.{name}"
+            headers = one_of(lark.literal(channel + to), lark.literal(to + channel))
+            kinds = one_of(*(lark.literal(f" {kind}json{MESSAGE}") for kind in (_CONSTRAINED, "")))
+            calls.append(f"{headers} {kinds} {lark.json(schema)}")
+        return lark.rule(one_of(*calls), "call")
 
 
 AnswerWriting = MarkedWriting | HarmonyWriting
