@@ -3,15 +3,25 @@
     <think> thinking </think> content <tool_call> call </tool_call> <tool_call> call </tool_call>
 
 Thinking may begin an answer, or follow calls; a marker in the middle of content is content. White space
-between these parts is none of theirs.
+between these parts is none of theirs. Some models call without closing their thinking:
+
+    <think> thinking <tool_call> call </tool_call>
+
+Whole calls with which an answer ends are calls there, too. Those that other text follows, or a closing
+marker, were only thought of.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from services.router.parsing.blanks import Led, Trailed
 from services.router.parsing.calls import Calls, ReadCalls
-from services.router.parsing.reader import Reading
+from services.router.parsing.piece import CallPiece, Sink
+from services.router.parsing.reader import Reader, Reading, Unreadable
+
+# Of text that was read as calls within thinking, and was none. Behind so many no more is looked for.
+_MAX_TRIED_CHARS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,14 @@ class MarkedAnswer:
         reader, sink = self.calls.reader, self.calls.sink
         sink.thinks = True
         yield from reader.blank()
-        yield from reader.upto((self.thinking.closes,), Trailed(sink.reasoning))
+        thought = Trailed(sink.reasoning)
+        watched = _Watched(thought, self.call_markers, self.calls)
+        closes = yield from reader.upto((self.thinking.closes,), watched.add)
+        called = watched.finish()
+        if closes is None:
+            reader.put_back(called)
+        else:
+            thought(called)
         sink.thinks = False
         return _Place.BEHIND
 
@@ -76,6 +93,67 @@ class MarkedAnswer:
         assert self.call_markers is not None
         is_whole = yield from self.calls.attempt(self.call_markers.read(self.calls, opening), blank + opening)
         return _Place.BEHIND if is_whole else _Place.CONTENT
+
+
+class _Watched:
+    """Thinking on its way to `sink`. What may be the calls with which an answer ends is held back until other
+    text comes behind it."""
+
+    def __init__(self, sink: Callable[[str], None], markers: CallMarkers | None, calls: Calls) -> None:
+        self._sink, self._markers = sink, markers
+        self._reader = Reader()
+        self._trial = _Trial(self._reader, Sink(), calls.schemas)
+        self._left = _MAX_TRIED_CHARS
+        self._called = ""
+        self._steps = self._read()
+        next(self._steps)
+
+    def add(self, text: str) -> None:
+        self._reader.put(text)
+        next(self._steps)
+
+    def finish(self) -> str:
+        """The text of the calls with which it ends; no more comes."""
+        self._reader.end()
+        next(self._steps, None)
+        return self._called
+
+    def _read(self) -> Reading[None]:
+        reader = self._reader
+        while (marker := (yield from reader.upto(self._opens, self._sink))) is not None:
+            reader.mark(marker)
+            is_rest = yield from self._is_rest(marker)
+            taken = reader.taken
+            reader.forget()
+            if is_rest:
+                self._called = taken
+                return
+            self._left -= len(taken)
+            self._sink(marker)
+            reader.put_back(taken[len(marker) :])
+
+    @property
+    def _opens(self) -> tuple[str, ...]:
+        return self._markers.opens if self._markers and self._left > 0 else ()
+
+    def _is_rest(self, marker: str) -> Reading[bool]:
+        """Whether all that is left is calls."""
+        assert self._markers is not None
+        try:
+            while marker:
+                yield from self._markers.read(self._trial, marker)
+                yield from self._reader.blank()
+                marker = yield from self._reader.either(*self._opens)
+        except Unreadable:
+            return False
+        return not self._reader.has_more
+
+
+class _Trial(Calls):
+    """Where a reading is only tried: nobody is told of a call."""
+
+    def tell(self, piece: CallPiece) -> None:
+        pass
 
 
 class _Place(Enum):

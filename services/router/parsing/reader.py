@@ -51,6 +51,11 @@ class Reader:
     def taken(self) -> str:
         return "".join(self._taken)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether text that was put is not read yet."""
+        return bool(self._text)
+
     def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
         """The first of the markers that comes, which is taken; None at the end. The text before it goes to
         `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""

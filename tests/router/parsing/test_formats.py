@@ -91,6 +91,52 @@ def test_an_answer_that_breaks_off_is_the_same_in_all_cuts(name, writer, reasoni
     assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
 
 
+THINKERS = [each for each in WRITERS if each[2] in ("think", "mistral")]
+TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+@pytest.mark.parametrize(
+    ("name", "writer", "reasoning"), THINKERS, ids=[each[1].__name__ for each in THINKERS]
+)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_calls_that_end_thinking_which_was_never_closed_are_calls(name, writer, reasoning, data):
+    opens, closes = TAGS[reasoning]
+    answer = data.draw(answers(name).filter(lambda drawn: drawn.calls))
+    called = writer(Answer(calls=answer.calls))
+    if closes in called:
+        return  # it closes the thinking, wherever it stands
+    mention = data.draw(st.sampled_from(["", called.strip()[:12] + " is how it begins. ", called + "? No. "]))
+    thought = (answer.reasoning or "Hm.") + data.draw(st.sampled_from([" ", "\n"])) + mention
+    choice = choice_of(name, reasoning)
+    for behind in ("", "\n", " So?", f"\n{closes}\nYes.", f"{closes}{called}"):
+        text = opens + thought + called + behind
+        whole = read(choice, [text], SCHEMAS)
+        assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+        assert read(choice, [text.removeprefix(opens)], SCHEMAS, f"<|assistant|>{opens}\n") == whole
+        is_called, is_closed = not behind.strip() or behind.endswith(called), closes in behind
+        expected = [(n, given) for n, given in answer.calls] if is_called else []
+        assert [(n, json.loads(arguments)) for n, arguments in whole.calls] == expected
+        told = thought if is_called and not is_closed else thought + called + behind.partition(closes)[0]
+        assert (whole.reasoning, whole.broken) == (told.strip(), 0)
+        assert whole.content == ("Yes." if behind.endswith("Yes.") else "")
+
+
+def test_thinking_goes_on_as_soon_as_it_can_be_no_call():
+    parser = choice_of("hermes", "think").parser(SCHEMAS, "<think>")
+    told = [
+        parser.feed(piece).reasoning
+        for piece in ("a", " <tool", "_call>", " b", ' <tool_call>{"name": ', "]")
+    ]
+    assert told == ["a", "", "", " <tool_call> b", "", ' <tool_call>{"name": ]']
+
+
+def test_thinking_that_begins_calls_without_end_is_read_in_time():
+    text = "<think>" + '<tool_call>{"name": ["f", ' * 20_000
+    got = read(choice_of("hermes", "think"), [text], SCHEMAS)
+    assert (got.reasoning, got.calls) == (text.removeprefix("<think>").rstrip(), ())
+
+
 LONG = 'He said: "a < b"\n\t{[<tool' + "äß👋 \\n </para </arg_ ,}" * 30 + "\nend"
 TYPED = {"f": {"properties": {"text": {"type": "string"}, "days": {"type": "integer"}}}}
 LONG_CALL = Answer("", "", (("f", {"days": 3, "text": LONG, "more": [1, 2]}), ("f", {"days": 4})))
