@@ -37,7 +37,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
-from transformers import AutoTokenizer
 
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table
@@ -61,6 +60,7 @@ from services.cli.model.make_model import make_model
 from services.engine.settings import EngineSettings
 from services.engine.sglang.service.launch.settings import SglangSettings
 from services.net import channels
+from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, PeerFailed
 from services.values.rank import Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -200,10 +200,10 @@ async def run_stock(bench: Bench, system: StockSglang, policy: str) -> Measured:
 
 
 def _router_client(bench: Bench, router: Router) -> Client:
-    tokenizer = AutoTokenizer.from_pretrained(bench.model)
+    tokenizer = Tokenizer(bench.model)
 
     async def client(turn: Turn) -> AsyncIterator[TokenIds]:
-        async for ids in router.stream(turn, bench.load.max_tokens, tokenizer.decode(turn.prompt)):
+        async for ids in router.stream(turn, bench.load.max_tokens, tokenizer.text_of(turn.prompt)):
             yield ids
 
     return client

@@ -14,6 +14,7 @@ from services.router.text.byte_pieces import pieces_of, without
 from services.router.text.chats.template_turns import Message, TemplateTurns
 from services.router.text.chats.turns import Turn
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
+from services.settings.tokenizer_file import tokenizer_of_file
 from services.values.errors import ConfigError, InvalidRequest
 
 # What transformers hands on to the template, beside what it is called with.
@@ -232,7 +233,8 @@ def _load_backend(directory: Path) -> Any:
     if not directory.is_dir():
         raise ConfigError(f"there is no model directory at {directory}")
     try:
-        backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        backend = tokenizer_of_file(loaded, directory)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and bare ones
         raise ConfigError(f"the model in {directory} has no tokenizer that can be loaded: {error}") from error
     if backend.is_fast:

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from router.conftest import byte_backend, save_tokenizer
 from services.router.text.chats.turns import Turn
+from services.router.text.detokenizer import detokenizer_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, InvalidRequest
 
@@ -44,6 +46,24 @@ def test_a_routers_process_has_no_torch(character_model: Path, character_tokeniz
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (run.returncode, run.stderr) == (0, "")
     assert json.loads(run.stdout) == character_tokenizer.encode("Hi")
+
+
+def test_a_byte_level_file_under_a_class_of_sentencepiece_keeps_its_text(tmp_path: Path) -> None:
+    """transformers 5.12 to 5.21 read such a file with LlamaTokenizer's own pipeline."""
+    save_tokenizer(tmp_path, byte_backend())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = Tokenizer(str(tmp_path))
+    text = "Hello  world,\n日本語 👋"
+    ids = tokenizer.encode(text, special_tokens=False)
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    stream = detokenizer_of(tokenizer)
+    assert "".join(stream.push([token_id]) for token_id in ids) + stream.finish() == text
+    assert tokenizer.render_template([Turn("user", "Hi")]) == "<|user|>Hi<|end|>\n<|assistant|>"
 
 
 def test_special_tokens_and_unknown_ids_are_silent(byte_tokenizer: Tokenizer) -> None:

@@ -5,7 +5,10 @@ the router's business, and a tokenizer in the other parts of SGLang would only t
 """
 
 import logging
+from pathlib import Path
 from typing import Any
+
+from services.settings.tokenizer_file import tokenizer_of_file
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ def _backend(scheduler: Any) -> Any:
     )
     return create_grammar_backend(
         scheduler.server_args,
-        tokenizer,
+        tokenizer_of_file(tokenizer, Path(serving.tokenizer_path)),  # as the router's
         config.vocab_size,
         config.hf_eos_token_id,
         think_end_ids=config.think_end_ids,
