@@ -1,0 +1,67 @@
+"""A GGUF file of the llama family, written as a checkpoint in float32."""
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.model.gguf import read_gguf
+from services.model.gguf_llama import LlamaGguf, llama_of
+from services.settings.known_models import WEIGHTS
+from services.values.errors import ConfigError
+
+# (what, bytes that are done, of how many)
+Follow = Callable[[str, int, int], None]
+_FLOAT_BYTES = 4
+
+
+def write_checkpoint(
+    file: Path, directory: Path, follow: Follow, sampling: Mapping[str, float] | None = None
+) -> None:
+    """`sampling`: for its generation_config.json. One tensor is in memory at a time.
+
+    Raises:
+        ConfigError: it cannot be read, or not be converted; the message says why.
+        OSError: it cannot be written.
+    """
+    with _mapped(file) as data:
+        try:
+            read = llama_of(read_gguf(data), sampling)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+        for name, content in read.configs.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        (directory / "tokenizer.json").write_text(read.tokenizer)
+        _write_weights(directory / WEIGHTS, read, data, follow)
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    try:
+        with file.open("rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _write_weights(path: Path, read: LlamaGguf, data: Any, follow: Follow) -> None:
+    """As safetensors: a header's length, the header in JSON, and the values, one tensor behind another."""
+    stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in read.weights:
+        start, end = end, end + _FLOAT_BYTES * weight.tensor.num_values
+        stated[weight.name] = {
+            "dtype": "F32",
+            "shape": list(weight.tensor.shape),
+            "data_offsets": [start, end],
+        }
+    header = json.dumps(stated).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for weight in read.weights:
+            file.write(weight.floats(data).data)
+            follow("converting", stated[weight.name]["data_offsets"][1], end)
+        file.flush()
+        os.fsync(file.fileno())  # before the directory has its name

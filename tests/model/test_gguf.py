@@ -1,0 +1,141 @@
+"""What is read of a GGUF file, against blocks that are taken apart value by value; and what is refused."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.gguf_files import ARRAY, BOOL, F32, TEXT, U32, gguf_bytes
+from services.model.gguf import floats_of, read_gguf
+from services.values.errors import ConfigError
+
+HALVES = st.floats(-60_000, 60_000, width=16)
+BLOCK = 32
+
+
+def half(number):
+    return struct.pack("<e", number)
+
+
+def as_half(number):
+    return struct.unpack("<e", half(number))[0]
+
+
+@st.composite
+def q4_blocks(draw, has_least):
+    """(bytes of a block, its 32 values)"""
+    scale, least = draw(HALVES), draw(HALVES) if has_least else None
+    low, high = (draw(st.lists(st.integers(0, 15), min_size=16, max_size=16)) for _ in range(2))
+    packed = bytes(a | b << 4 for a, b in zip(low, high, strict=True))
+    if has_least:
+        return half(scale) + half(least) + packed, [as_half(scale) * q + as_half(least) for q in low + high]
+    return half(scale) + packed, [as_half(scale) * (q - 8) for q in low + high]
+
+
+@st.composite
+def q8_blocks(draw):
+    scale = draw(HALVES)
+    values = draw(st.lists(st.integers(-128, 127), min_size=BLOCK, max_size=BLOCK))
+    return half(scale) + struct.pack("32b", *values), [as_half(scale) * q for q in values]
+
+
+def numbers(code):
+    finite = st.floats(-60_000, 60_000, width={"f": 32, "e": 16}[code])
+    return st.lists(finite, min_size=BLOCK, max_size=BLOCK).map(
+        lambda values: (struct.pack(f"<32{code}", *values), values)
+    )
+
+
+def bfloats():
+    """A bfloat16 is the upper half of a float32."""
+    return st.lists(st.integers(0, 0x7F7F), min_size=BLOCK, max_size=BLOCK).map(
+        lambda bits: (
+            struct.pack("<32H", *bits),
+            [struct.unpack("<f", struct.pack("<I", each << 16))[0] for each in bits],
+        )
+    )
+
+
+TYPES = {
+    0: numbers("f"),
+    1: numbers("e"),
+    2: q4_blocks(has_least=False),
+    3: q4_blocks(has_least=True),
+    8: q8_blocks(),
+    30: bfloats(),
+}
+
+
+@given(st.data(), st.sampled_from(sorted(TYPES)), st.integers(1, 3), st.integers(1, 2))
+def test_values_are_those_of_their_blocks(data, kind, rows, blocks_a_row):
+    blocks = [data.draw(TYPES[kind]) for _ in range(rows * blocks_a_row)]
+    shape = (rows, blocks_a_row * BLOCK)
+    before = ("before", ((1, 32), 0, bytes(128)))
+    tensor = ("weight", (shape, kind, b"".join(content for content, _ in blocks)))
+    file = gguf_bytes([], dict([before, tensor]))
+    read = read_gguf(file)
+    assert [each.name for each in read.tensors] == ["before", "weight"]
+    values = floats_of(file, read.tensors[1])
+    expected = np.array([value for _, values in blocks for value in values], "f8").reshape(shape)
+    assert values.dtype == np.float32 and values.shape == shape
+    # A product and a sum in float32 round twice; the products themselves may cancel.
+    largest = max(1e-30, max(abs(v) for content, vs in blocks for v in (*vs, *struct_halves(kind, content))))
+    assert np.abs(values - expected).max() <= 4e-7 * 16 * largest
+
+
+def struct_halves(kind, content):
+    """A block's own scale and least value, whose product and sum its values are."""
+    return struct.unpack_from("<2e" if kind == 3 else "<e", content) if kind in (2, 3, 8) else ()
+
+
+METADATA = [
+    ("a.number", U32, 7),
+    ("a.float", F32, 0.5),
+    ("a.bool", BOOL, True),
+    ("a.text", TEXT, "Grüße"),
+    ("texts", ARRAY, ["a", "", "ß"], TEXT),
+    ("numbers", ARRAY, [1, 2, 3], U32),
+    ("general.alignment", U32, 64),
+]
+
+
+def test_metadata_is_read_and_a_file_that_is_cut_anywhere_is_refused():
+    file = gguf_bytes(METADATA, {"w": ((2, 3), 0, struct.pack("<6f", *range(6)))}, alignment=64)
+    read = read_gguf(file)
+    assert read.metadata == {
+        "a.number": 7,
+        "a.float": 0.5,
+        "a.bool": True,
+        "a.text": "Grüße",
+        "texts": ["a", "", "ß"],
+        "numbers": [1, 2, 3],
+        "general.alignment": 64,
+    }
+    assert floats_of(file, read.tensors[0]).tolist() == [[0, 1, 2], [3, 4, 5]]
+    end = read.tensors[0].start + 24
+    for length in range(end):
+        with pytest.raises(ConfigError, match=r"cut short|not a GGUF"):
+            read_gguf(file[:length])
+
+
+@pytest.mark.parametrize(
+    "file,why",
+    [
+        (b"PK\3\4" + bytes(60), "not a GGUF file"),
+        (gguf_bytes([], {}, version=1), "version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (gguf_bytes([("split.count", U32, 3)], {}), "one part of several"),
+        (gguf_bytes([("general.alignment", U32, 0)], {}), "general.alignment is 0"),
+        (
+            gguf_bytes([], {"w": ((1, 256), 12, bytes(144))}),
+            "w of the GGUF file is of type Q4_K; read are F32,",
+        ),
+        (gguf_bytes([], {"w": ((1, 32), 99, bytes(144))}), "type number 99"),
+        (gguf_bytes([], {"w": ((1, 33), 8, bytes(68))}), "no whole blocks"),
+    ],
+)
+def test_what_is_not_read_is_named(file, why):
+    with pytest.raises(ConfigError, match=why):
+        read_gguf(file)
