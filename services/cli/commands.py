@@ -30,6 +30,7 @@ COMMANDS = {
     "health": Command(_LOOK, ".look", "ask a service on this machine how it is"),
     "bench": Command(_LOOK, ".bench", "throughput, latencies and hits under a load"),
     "size": Command(_MODELS, ".look", "how much KV a model's conversations need"),
+    "fetch-model": Command(_MODELS, ".model", "get a small real model, or convert a GGUF file"),
     "make-model": Command(_MODELS, ".model", "write a small random checkpoint"),
     "drain": Command(_OPERATE, "", "take ranks out of service in peace, or put them back"),
     "completion": Command(_SHELL, ".completion", "let bash, zsh or fish complete it"),

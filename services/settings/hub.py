@@ -1,6 +1,7 @@
 """A checkpoint by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
 
-a path that exists              as it is
+a path that exists              as it is, but for a GGUF file
+a short name that is known      its directory in our own cache (known_models.py); nobody is asked
 all of it in the local cache    the snapshot's directory; nobody is asked
 else                            downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
 
@@ -16,11 +17,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.settings.known_models import cached_directory, known_model, refuse_gguf
 from services.values.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
 
-MODEL_HELP = "directory of the checkpoint, or its name on the Hugging Face hub, ORG/NAME or ORG/NAME@REVISION"
+MODEL_HELP = (
+    "directory of a checkpoint, smollm2, or a name on the Hugging Face hub, ORG/NAME or ORG/NAME@REVISION"
+)
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?")
 # What no engine of ours reads: other formats of the same weights.
@@ -53,17 +57,35 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
     a while, such as a download.
 
     Raises:
-        ConfigError: there is no such checkpoint, or none for us.
+        ConfigError: there is no such checkpoint, or none for us, such as a GGUF file.
         Unavailable: it is not in the cache, and the hub cannot be reached.
     """
     values = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for setting, flag in _SETTINGS.items():
-        if (name := hub_name(str(values.get(setting) or ""))) is not None:
-            changes[setting] = type(values[setting])(_directory(name, flag, weights, tell))
+        text = str(values.get(setting) or "")
+        if (found := _found(text, flag, weights, tell)) is not None:
+            changes[setting] = type(values[setting])(found.directory)
             if setting == "model" and values.get("model_name") == "":
-                changes["model_name"] = name.repository
+                changes["model_name"] = found.name
+        elif text:
+            refuse_gguf(Path(text), flag)
     return replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    directory: Path
+    name: str  # which it is served under
+
+
+def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> _Found | None:
+    """None: it is a path."""
+    if (name := hub_name(text)) is not None:
+        return _Found(_directory(name, flag, weights, tell), name.repository)
+    if (model := known_model(text)) is not None:
+        return _Found(cached_directory(model, flag), model.name)
+    return None
 
 
 def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], None]) -> Path:

@@ -47,6 +47,8 @@ def check_checkpoint(directory: Path, engine: str) -> None:
     Raises:
         ConfigError: there is no checkpoint that `engine` could run.
     """
+    if directory.is_file():
+        raise ConfigError(f"--model: {directory} is a file, and a checkpoint is a directory")
     if not directory.is_dir():
         raise ConfigError(f"--model: there is no directory {directory}")
     if not any((directory / name).is_file() for name in _TOKENIZERS):

@@ -18,9 +18,10 @@ from services.cli import screen
 from services.cli.client import ClientConfig
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.local.progress import Progress, planned
+from services.cli.model.fetch_model import ensure_cached
 from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
-from services.settings.flags import load, setting
+from services.settings.flags import load, refusing, setting
 from services.settings.hub import MODEL_HELP, resolved
 
 _KILLED = 130  # as of any program that Ctrl-C ends
@@ -108,7 +109,9 @@ def run(argv: list[str]) -> int:
     progress = _progress(config)
     if progress is not None:
         progress.step("checking", "the model, flags, ports, memory and etcd")
-    config = resolved(config, weights="engine=fake" not in config.rank_flag, tell=_tell)
+    with refusing("isthmus up"):
+        ensure_cached(str(config.model), _tell)
+        config = resolved(config, weights="engine=fake" not in config.rank_flag, tell=_tell)
     LocalCluster(config.shape(), _show_nothing).check()
     return asyncio.run(_up(config, progress))
 

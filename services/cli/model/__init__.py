@@ -1,1 +1,1 @@
-"""`isthmus make-model`: small random checkpoints of many families."""
+"""`isthmus make-model` and `isthmus fetch-model`: random checkpoints of many families, and real ones."""

