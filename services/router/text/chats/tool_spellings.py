@@ -3,15 +3,13 @@
 Clients order the keys of a schema anew when they start again; to a cache of prefixes that is another prompt.
 """
 
-from collections import OrderedDict
-from typing import Generic, TypeVar
-
+from services.router.tenant_lru import TenantLru
 from services.router.text.chats.answers import canonical_json, digest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
 _ENTRY_BYTES = 256  # an entry of a table takes about that beside its text
 
-_Key = TypeVar("_Key")
+_AsSent = tuple[str, str, str]
 
 
 class ToolSpellings:
@@ -20,52 +18,30 @@ class ToolSpellings:
     JSON value (RFC 8259, 4)."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds what is remembered; what was not used for the longest is forgotten first."""
-        self._known: _Texts[tuple[str, str, str, str]] = _Texts(max_bytes // 2)
-        self._first: _Texts[bytes] = _Texts(max_bytes // 2)
+        """`max_bytes` bounds what is remembered; the tenant that has the most forgets first."""
+        self._known: TenantLru[_AsSent, str] = TenantLru(max_bytes // 2)
+        self._first: TenantLru[bytes, str] = TenantLru(max_bytes // 2)
 
     @property
     def size_bytes(self) -> int:
-        return self._known.size_bytes + self._first.size_bytes
+        return self._known.size + self._first.size
 
     def restore(self, tenant: str, chat: Chat) -> None:
         """Gives each tool of the chat the spelling that the tenant used first."""
         for tool in chat.tools:
-            spelling = self._spelling(tenant, tool.name, tool.description, tool.parameters)
+            spelling = self._spelling(tenant, (tool.name, tool.description, tool.parameters))
             if spelling != tool.parameters:
                 tool.parameters = spelling
 
-    def _spelling(self, tenant: str, name: str, description: str, parameters: str) -> str:
-        as_sent = (tenant, name, description, parameters)
-        known = self._known.get(as_sent)
+    def _spelling(self, tenant: str, as_sent: _AsSent) -> str:
+        known = self._known.get(tenant, as_sent)
         if known is not None:
             return known
-        value = digest(tenant, name, description, canonical_json(parameters))
-        first = self._first.get(value) or parameters
-        self._first.put(value, first, len(first))
-        self._known.put(as_sent, first, sum(map(len, as_sent)))
+        name, description, parameters = as_sent
+        value = digest(name, description, canonical_json(parameters))
+        first = self._first.get(tenant, value)
+        if first is None:
+            first = parameters
+            self._first.put(tenant, value, first, len(first) + _ENTRY_BYTES)
+        self._known.put(tenant, as_sent, first, sum(map(len, as_sent)) + _ENTRY_BYTES)
         return first
-
-
-class _Texts(Generic[_Key]):
-    """Texts by a key, so many bytes of them; the least recently used go first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.size_bytes = 0
-        self._texts: OrderedDict[_Key, tuple[str, int]] = OrderedDict()
-
-    def get(self, key: _Key) -> str | None:
-        if key not in self._texts:
-            return None
-        self._texts.move_to_end(key)
-        return self._texts[key][0]
-
-    def put(self, key: _Key, text: str, size_bytes: int) -> None:
-        if key in self._texts:
-            return
-        self._texts[key] = text, size_bytes + _ENTRY_BYTES
-        self.size_bytes += size_bytes + _ENTRY_BYTES
-        while self.size_bytes > self._max_bytes:
-            _, (_, freed_bytes) = self._texts.popitem(last=False)
-            self.size_bytes -= freed_bytes
