@@ -47,6 +47,7 @@ from services.rank.intake import Intake
 from services.rank.metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
 from services.settings.hub import resolved
+from services.transfer.nixl_settings import keep_to_loopback
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.registration import PAIR_BLOCKS, Registration
@@ -112,6 +113,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
     """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
+    keep_to_loopback(config.host)
     notifier = Notifier()
     with refusing(prog, notifier.ends), ExitStack() as held:
         config = resolved(config, weights=config.engine != "fake")

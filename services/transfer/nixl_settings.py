@@ -1,15 +1,19 @@
 """What NIXL is to move KV with. Needs no NIXL."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.host.ports import is_loopback
 from services.values.errors import ConfigError
 from services.values.kv_path import KvPath, KvPathKind
 
 log = logging.getLogger(__name__)
 
 UCX = "UCX"
+_DEVICES = "UCX_NET_DEVICES"
+_LOOPBACK = "lo"  # Linux's name of it; memory that two processes of one host share is no such device
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,16 @@ class NixlSettings:
             path.lanes,
             said,
         )
+
+
+def keep_to_loopback(host: str) -> None:
+    """Where `host` is loopback, have UCX listen there alone, in this process and in those that it starts: by
+    itself its TCP listens on every interface, and it asks nobody who he is. Who names devices has them.
+
+    To be called while there is one thread, as ucx_log.py says, and before UCX is loaded.
+    """
+    if is_loopback(host):
+        os.environ.setdefault(_DEVICES, _LOOPBACK)
 
 
 def parameters_of(texts: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -110,6 +111,36 @@ async def test_nothing_outlives_it(tmp_path, model_dir, number):
             assert not up.processes()
         else:  # the kernel ends them, from parent to child
             await until(lambda: not up.processes(), "every process is gone")
+
+
+@pytest.mark.long
+async def test_nothing_listens_beyond_loopback(tmp_path, model_dir):
+    """UCX's listener neither, which is no server of ours."""
+    flags = ("--port=0", "--http-port=0", "--rank-flag=transport=nixl")
+    async with started(tmp_path, model_dir, *flags) as up:
+        pids = up.processes()
+        found = {listener for pid in pids for listener in listeners(pid)}
+        ranks = [pid for pid in pids if "--rank-index" in Path(f"/proc/{pid}/cmdline").read_text()]
+        # Each rank's gRPC and metrics, and UCX's.
+        assert ranks and all(len(listeners(pid)) >= 3 for pid in ranks)
+        assert all(address.is_loopback for address, _ in found), found
+        up.process.send_signal(signal.SIGINT)
+        assert await up.wait() == 0
+
+
+def listeners(pid):
+    """The addresses and ports on which a process listens (proc(5), /proc/net/tcp)."""
+    targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in targets:
+                host, port = local.split(":")
+                words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                found.add((getattr(address, "ipv4_mapped", None) or address, int(port, 16)))
+    return found
 
 
 async def a_second_one_is_told_what_is_in_its_way(up, model_dir):

@@ -12,7 +12,7 @@ import pytest
 import services
 from services.kv.transfer_plan import PageMove
 from services.transfer.choose import open_transport
-from services.transfer.nixl_settings import NixlSettings, parameters_of
+from services.transfer.nixl_settings import NixlSettings, keep_to_loopback, parameters_of
 from services.values.errors import ConfigError
 from services.values.kv_path import KvPath, KvPathKind
 
@@ -24,6 +24,25 @@ def told(**environment):
     result = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "set_before", "devices"),
+    [
+        ("127.0.0.1", None, "lo"),
+        ("[::1]", None, "lo"),
+        ("localhost", None, "lo"),
+        ("127.0.0.1", "mlx5_0:1", "mlx5_0:1"),
+        ("0.0.0.0", None, None),
+        ("::", None, None),
+        ("192.0.2.7", None, None),
+        ("a.host", None, None),
+    ],
+)
+def test_where_the_host_is_loopback_ucx_has_it_alone(host, set_before, devices, monkeypatch):
+    monkeypatch.setattr(os, "environ", {} if set_before is None else {"UCX_NET_DEVICES": set_before})
+    keep_to_loopback(host)
+    assert os.environ.get("UCX_NET_DEVICES") == devices
 
 
 @pytest.mark.nixl
