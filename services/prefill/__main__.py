@@ -1,7 +1,15 @@
 """`python -m services.prefill`: a prefill worker, or with --rank-index one rank of it."""
 
-from services.prefill.role import prefill_roles
-from services.rank.main import main
+from services.process.signals import ending_at_once
+
+
+def _main() -> None:
+    from services.prefill.role import prefill_roles  # takes a second or two, which Ctrl-C may cut short
+    from services.rank.main import main
+
+    main("services.prefill", prefill_roles)
+
 
 if __name__ == "__main__":
-    main("services.prefill", prefill_roles)
+    with ending_at_once():
+        _main()

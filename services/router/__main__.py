@@ -102,4 +102,5 @@ async def _serve_until_stopped(
 
 
 if __name__ == "__main__":
-    main()
+    with signals.ending_at_once():
+        main()

@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -106,3 +108,22 @@ async def refuses(port):
         return True
     writer.close()
     return False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_is_told_to_end_while_its_model_loads_ends_well(number, model_dir, tmp_path):
+    """At each of these moments: while libraries are imported, the model is made, tried and packed."""
+    flags = [f"--model={model_dir}", "--worker=w", "--rank-index=0", "--etcd=127.0.0.1:1", "--kv-pages=16"]
+    for moment_s in (0.7, 2.5, 4.0, 5.5):
+        with (tmp_path / "log").open("wb+") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "services.decode", *flags], stdout=log, stderr=log
+            )
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(moment_s)
+            process.send_signal(number)
+            assert process.wait(60) in (0, -number)
+            log.seek(0)
+            said = log.read().decode()
+        assert "terminate" not in said and "Traceback" not in said, said
