@@ -17,8 +17,8 @@ MAX_ID_CHARS = 128  # the router's
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen; common.proto says more. What is left out, or None, is no constraint: the model's
-    own generation_config.json does not count here, and temperature is 1."""
+    """How tokens are chosen; common.proto says more. What is left out, or None, is what the model's own
+    generation_config.json states, if the router heeds it, and else no constraint."""
 
     temperature: float | None
     top_p: float | None

@@ -19,7 +19,7 @@ class GenerateConfig(ClientConfig):
     conversation: str = setting("", "conversation id: its turns stay on one decode rank")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
     max_tokens: int = setting(128, "tokens to generate at most")
-    temperature: float = setting(1.0, "0 is greedy")
+    temperature: float | None = setting(None, "0 is greedy; default: the model's own")
     seed: int | None = setting(None, "makes sampling repeatable")
     usage: bool = setting(False, "say at the end what was reused, computed and moved")
     timeout_s: float = setting(120.0, "give up after so many seconds")

@@ -150,7 +150,7 @@ async def open_router(
             WatchMetrics(registry),
             config.max_watchers,
         )
-        service = GenerationService(config.served_name, tokenizer, generator, cluster, watch)
+        service = GenerationService(config.served_name, tokenizer, generator, cluster, watch, defaults)
         metrics.running.set_function(lambda: generator.num_running)
         metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))

@@ -102,7 +102,7 @@ class RouterConfig(ClusterConfig):
 
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
-        "how HTTP requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
+        "how requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
     )
 
     tool_parser: ToolParsers = setting(

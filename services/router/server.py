@@ -10,6 +10,7 @@ import grpc
 from services.net import servers
 from services.observe import traces
 from services.router.cluster import Cluster
+from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, fill_in
 from services.router.keys import callers
 from services.router.keys.refusals import WRONG_KEY
 from services.router.request.generation import Explanation, Generator
@@ -45,13 +46,20 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     """Also the backend of the OpenAI front, so that both go one way."""
 
     def __init__(
-        self, model_name: str, tokenizer: Tokenizer, generator: Generator, cluster: Cluster, watch: Watch
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        cluster: Cluster,
+        watch: Watch,
+        defaults: SamplingDefaults = OPENAI,
     ) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._generator = generator
         self._cluster = cluster
         self._watch = watch
+        self._defaults = defaults
 
     async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
         """Writes serialized responses (`add_to_server`)."""
@@ -62,6 +70,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         except Forbidden as error:
             self._generator.rejected(error)
             raise
+        fill_in(request.sampling, self._defaults)
         prompts: list[PackedIds] = []
         generated = self._generator.generate(
             request, timeout_s, traceparent, ids=read.ids, tell_prompt=prompts.append

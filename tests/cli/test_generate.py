@@ -62,3 +62,8 @@ def test_a_chat_is_answered_as_the_model_writes_it():
     chat = _request(GenerateConfig(prompt="x", chat=True), "x").chat
     assert (chat.messages[0].content, chat.raw_answer) == ("x", True)
     assert _request(GenerateConfig(prompt="x"), "x").text == "x"
+
+
+def test_what_is_not_said_is_left_to_the_model():
+    assert not _request(GenerateConfig(prompt="Hello"), "Hello").sampling.HasField("temperature")
+    assert _request(GenerateConfig(prompt="Hello", temperature=0), "Hello").sampling.HasField("temperature")

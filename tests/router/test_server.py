@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.net import channels, servers
+from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.router.server import GenerationService, add_to_server
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -94,6 +95,20 @@ async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(num_ids, a
     assert [list(response.prompt_token_ids) for response in responses] == [prompt, []]
     assert reader.asked.conversation_id == "c" and reader.asked.WhichOneof("prompt") == "token_ids"
     assert reader.ids_apart == (prompt if apart else None)
+
+
+async def test_what_is_unset_is_the_models_own():
+    reader, defaults = Reader(), SamplingDefaults(temperature=0.5, top_k=7)
+    service = GenerationService("m", SimpleNamespace(), reader, SimpleNamespace(), None, defaults)
+    request = generation_pb2.GenerateRequest(text="Hi", sampling={"temperature": 0, "min_p": 0.25})
+    async with serving(service) as stub:
+        assert [response.text async for response in stub.Generate(request, timeout=DEADLINE_S)] == ["a", "b"]
+        sampling = reader.asked.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0, 7, 0.25)
+        assert not sampling.HasField("top_p")
+        request.ClearField("sampling")
+        assert [response.text async for response in stub.Generate(request, timeout=DEADLINE_S)] == ["a", "b"]
+        assert reader.asked.sampling.temperature == 0.5
 
 
 async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):

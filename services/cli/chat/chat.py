@@ -32,7 +32,9 @@ class ChatConfig(ClientConfig):
 
     model: str = setting("", "the name it is served under; default: the one that is", bare="MODEL")
     system: str = setting("", "the system message")
-    temperature: float = setting(1.0, "0 is greedy", bounds=Bounds(at_least=0))
+    temperature: float | None = setting(
+        None, "0 is greedy; default: the model's own", bounds=Bounds(at_least=0)
+    )
     max_tokens: int = setting(
         1024, "tokens of an answer at most", bounds=Bounds(at_least=1, at_most=2**31 - 1)
     )
@@ -64,15 +66,20 @@ async def _open(config: ChatConfig) -> Session:
         lambda: f"chat-{secrets.token_hex(8)}",
         config.system,
         config.model,
-        common_pb2.SamplingParams(
-            temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
-        ),
+        _sampling(config),
         config.tenant,
     )
     display = Terminal(sys.stdout, config.color) if sys.stdin.isatty() else Plain()
     metadata = key_metadata(config.api_key_file)
     channel = config.open_channel()
     return Session(channel, conversation, display, config.router, config.timeout_s, metadata)
+
+
+def _sampling(config: ChatConfig) -> common_pb2.SamplingParams:
+    """What is None stays unset: the router then takes the model's own."""
+    return common_pb2.SamplingParams(
+        temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
+    )
 
 
 def _answer_pipe(runner: asyncio.Runner, session: Session) -> int:

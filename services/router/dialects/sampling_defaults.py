@@ -1,4 +1,4 @@
-"""What a request of the OpenAI-compatible API samples by where it does not say."""
+"""What a request samples by where it does not say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -6,6 +6,7 @@ from typing import Any
 
 from services.values.errors import ConfigError, InvalidRequest
 from services.values.request import SamplingParams
+from services.wire.isthmus.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,14 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     except InvalidRequest as error:
         raise _unusable(str(error)) from error
     return SamplingDefaults(**values)
+
+
+def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> None:
+    """Put what is stated into the fields that a caller over gRPC has left unset."""
+    for field in fields(SamplingDefaults):
+        value = getattr(defaults, field.name)
+        if value is not None and not sampling.HasField(field.name):  # type: ignore[arg-type]
+            setattr(sampling, field.name, value)
 
 
 def _unusable(problem: str) -> ConfigError:

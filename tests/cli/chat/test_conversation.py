@@ -3,6 +3,7 @@
 from itertools import count
 
 from cli.chat.turns import answered, finish, plain_answer
+from services.cli.chat.chat import ChatConfig, _sampling
 from services.cli.chat.conversation import Conversation, Turn
 from services.wire.isthmus.v1 import common_pb2
 
@@ -43,3 +44,8 @@ def test_a_new_conversation_keeps_the_system_message_alone():
     talk.reset()
     assert roles(talk.request("Again")) == [("system", "Be brief."), ("user", "Again")]
     assert talk.id == "c2"
+
+
+def test_what_is_not_said_is_left_to_the_model():
+    assert not _sampling(ChatConfig()).HasField("temperature")
+    assert _sampling(ChatConfig(temperature=0)).HasField("temperature")
