@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,8 +11,10 @@ from typing import Any
 
 from services.model.byte_tokens import bytes_of_piece
 from services.router.text.byte_pieces import pieces_of, without
-from services.router.text.chats.template_turns import Message, TemplateTurns
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
+from services.router.text.chats.turn_order import arrange
+from services.router.text.chats.turns import ChatTurns, Turn, with_text
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
 from services.settings.tokenizer_file import tokenizer_of_file
 from services.values.errors import ConfigError, InvalidRequest
@@ -23,6 +25,7 @@ _NOT_CONTINUED = (
     "chat.continue_final_message cannot be heeded: the model's chat template does not show the last "
     "message's content as it is"
 )
+CallText = Callable[[Sequence[AnswerCall]], str]
 _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
@@ -48,8 +51,9 @@ class Tokenizer:
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
         self._all_pieces = pieces_of(self._backend.backend_tokenizer) if self._backend.is_fast else None
         self._pieces = without(self._all_pieces, self._special_tokens)
-        self._turns = TemplateTurns(self._apply_template)
-        self._knows_developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
+        developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
+        self._plain_turns = TemplateTurns(self._apply_template, names_developers=developers)
+        self._tool_turns = TemplateTurns(self._apply_template, [EXAMPLE_TOOL], names_developers=developers)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -143,7 +147,37 @@ class Tokenizer:
     @property
     def keeps_past_reasoning(self) -> bool:
         """Whether the chat template shows what was thought before the last question."""
-        return self._turns.keeps_past_reasoning
+        return self._plain_turns.keeps_past_reasoning or self._tool_turns.keeps_past_reasoning
+
+    def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the chat template, in a chat with those tools, writes the id of a call beside it."""
+        return self._turns(tools).shows_ids
+
+    def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns:
+        """The chat with what its template takes and shows: turn_order.py, template_turns.py. Past calls that
+        the template has no place for become text, if `call_text` knows how the model writes them.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or its template knows nothing of tools.
+        """
+        self._check_template()
+        tools = chat.tools
+        if tools and not self._tool_turns.reads_tools:
+            if chat.may_call:
+                raise InvalidRequest("chat.tools cannot be used: the model's chat template shows no tools")
+            tools = ()
+        template = self._turns(tools)
+        turns = [
+            turn if template.writes_calls or not turn.calls else _with_call_text(turn, index, call_text)
+            for index, turn in enumerate(chat.turns)
+        ]
+        placed = arrange(template.with_own_ids(turns), template.order)
+        return replace(
+            chat,
+            turns=[each.turn for each in placed],
+            tools=[template.tool(tool) for tool in tools],
+            origins=[each.origins for each in placed],
+        )
 
     def render_template(
         self,
@@ -158,28 +192,29 @@ class Tokenizer:
         where the last turn ends; where it `continues`, to where the last turn's content ends. The template
         may read `variables`; `tools` are in OpenAI's shape.
 
-        A developer, as OpenAI has come to name the system, is one to templates that know no developer.
-
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses these messages or knows
-                nothing of tools, or a variable has the name of an argument of transformers' own.
+            InvalidRequest: the model has no chat template, its template refuses these messages or tools, or a
+                variable has the name of an argument of transformers' own.
         """
-        if self._backend.chat_template is None:
-            raise InvalidRequest(
-                "chat cannot be used: this model has no chat template; send text or token_ids"
-            )
+        self._check_template()
         self._check_variables(variables)
-        self._check_tools(turns, tools)
         prompts = generation_prompt and not continues
         try:
-            messages = [self._turns.of(self._known(turn)) for turn in turns]
+            messages = [self._turns(tools).of(turn) for turn in turns]
             return self._apply_template(messages, tools, prompts, continues, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
             if continues and "continue_final_message" in str(error):  # followed by all of the chat
                 raise InvalidRequest(_NOT_CONTINUED) from error
-            raise InvalidRequest(
-                f"chat.messages are refused by the model's chat template: {error}"
-            ) from error
+            name = "chat.tools" if tools and self._takes_without_tools(turns, prompts) else "chat.messages"
+            raise InvalidRequest(f"{name} are refused by the model's chat template: {error}") from error
+
+    def _takes_without_tools(self, turns: Sequence[Turn], prompts: bool) -> bool:
+        try:
+            messages = [self._plain_turns.of(turn) for turn in turns]
+            self._apply_template(messages, generation_prompt=prompts)
+        except Exception:  # a template raises what it likes
+            return False
+        return True
 
     def _apply_template(
         self,
@@ -199,23 +234,19 @@ class Tokenizer:
         )
         return text
 
-    def _check_tools(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
-        if tools and not self._turns.reads_tools:
-            raise InvalidRequest("chat.tools cannot be used: the model's chat template shows no tools")
-        for index, turn in enumerate(turns):
-            if turn.calls and not self._turns.writes_calls:
-                raise InvalidRequest(
-                    f"chat.messages[{index}].tool_calls cannot be used: the model's chat template shows none"
-                )
+    def _turns(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTurns:
+        return self._tool_turns if tools else self._plain_turns
+
+    def _check_template(self) -> None:
+        if self._backend.chat_template is None:
+            raise InvalidRequest(
+                "chat cannot be used: this model has no chat template; send text or token_ids"
+            )
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
             if name in self._reserved:
                 raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
-
-    def _known(self, turn: Turn) -> Turn:
-        is_alien = turn.role == "developer" and not self._knows_developers
-        return replace(turn, role="system") if is_alien else turn
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
         if self._backend.is_fast:  # what the call below comes to, in a quarter of the time
@@ -224,6 +255,14 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _with_call_text(turn: Turn, index: int, call_text: CallText | None) -> Turn:
+    if call_text is None:
+        raise InvalidRequest(
+            f"chat.messages[{index}].tool_calls cannot be used: the model's chat template shows none"
+        )
+    return with_text(turn, call_text(turn.calls))
 
 
 def _load_backend(directory: Path) -> Any:

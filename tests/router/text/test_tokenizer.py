@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from router.conftest import byte_backend, save_tokenizer
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.turns import ChatTurns, Turn
 from services.router.text.detokenizer import detokenizer_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, InvalidRequest
@@ -148,8 +148,9 @@ def test_a_developer_is_the_system_to_templates_that_know_none(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     template = tmp_path / "chat_template.jinja"
     template.write_text(known + template.read_text())
-    messages = [Turn("developer", "Be brief"), Turn("user", "Hi")]
-    rendered = Tokenizer(str(tmp_path)).render_template(messages)
+    tokenizer = Tokenizer(str(tmp_path))
+    arranged = tokenizer.arranged(ChatTurns([Turn("developer", "Be brief"), Turn("user", "Hi")]))
+    rendered = tokenizer.render_template(arranged.turns)
     assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
 
 
@@ -170,7 +171,7 @@ def test_arguments_nested_too_deeply_for_a_template_are_an_invalid_request(
     def too_deep(turn: Turn) -> None:
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr(character_tokenizer, "_turns", SimpleNamespace(of=too_deep, reads_tools=True))
+    monkeypatch.setattr(character_tokenizer, "_plain_turns", SimpleNamespace(of=too_deep))
     with pytest.raises(InvalidRequest, match="maximum recursion depth exceeded"):
         character_tokenizer.render_template([Turn("user", "Hi")])
 

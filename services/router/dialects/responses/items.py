@@ -1,7 +1,7 @@
 """Items of a response's input as the turns of a chat, and of its output as a turn of the next one's.
 
-instructions, system, developer                        ->  one system turn, as far as they come first
-message of a user                                      ->  user
+instructions                                           ->  system
+message of a system, developer or user                 ->  the same
 reasoning, message of the model, function_call, ...    ->  one assistant turn
 function_call_output                                   ->  tool
 """
@@ -33,13 +33,8 @@ def read_input(body: Body) -> list[ChatMessage]:
 
 
 def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """What comes before the first user speaks is one turn: many a template takes a system's there alone."""
-    first = next((i for i, turn in enumerate(turns) if turn.role not in _SYSTEM_ROLES), len(turns))
-    parts = [instructions] if instructions else []
-    for turn in turns[:first]:
-        parts += turn.parts or [turn.content]
-    system = [ChatMessage(role="system", parts=parts)] if parts else []
-    return [*system, *turns[first:]]
+    system = [ChatMessage(role="system", content=instructions)] if instructions else []
+    return [*system, *turns]
 
 
 class _Turns:

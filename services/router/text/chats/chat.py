@@ -1,16 +1,25 @@
 """Chats to prompt ids, with past answers as the ids that were generated."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.own_ids import unended
-from services.router.text.chats.splices import Frame, Sentinels, Written, example_after, example_before
+from services.router.text.chats.splices import (
+    Frame,
+    Sentinels,
+    Written,
+    example_after,
+    example_before,
+    unseen,
+)
 from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
+CallText = Callable[[Sequence[AnswerCall]], str]
 _ANSWER_END = 64  # ids: more than templates write behind the last value of a call
 
 
@@ -24,6 +33,10 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
     def text_of(self, token_ids: Sequence[int]) -> str: ...
+
+    def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool: ...
+
+    def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns: ...
 
     def is_silent(self, token_id: int) -> bool: ...
 
@@ -56,6 +69,7 @@ def render_chat(
     remembered: Mapping[int, PastAnswer] = NO_ANSWERS,
     *,
     keep_thinking: bool = False,
+    call_text: CallText | None = None,
 ) -> "RenderedChat":
     """The prompt's ids, up to where the assistant's next turn begins or, where the last one goes on, up to
     there.
@@ -70,14 +84,31 @@ def render_chat(
     Raises:
         InvalidRequest: names the message and its field, or says why the template refuses the chat.
     """
+    arranged = tokenizer.arranged(read_chat(chat), call_text)
     given = {i: PastAnswer(message.token_ids) for i, message in enumerate(chat.messages) if message.token_ids}
-    rendering = _Rendering(tokenizer, read_chat(chat), given, keep_thinking)
-    wanted = rendering.worth_trying(remembered)
+    _check_stand_alone(given, arranged)
+    places = {origins[0]: place for place, origins in enumerate(arranged.origins) if len(origins) == 1}
+    rendering = _Rendering(tokenizer, arranged, _at(places, given), keep_thinking)
+    wanted = rendering.worth_trying(_at(places, remembered))
     while True:
         spliced = rendering.splice(wanted)
         if isinstance(spliced, list):
-            return RenderedChat(spliced, frozenset(wanted))
-        wanted = {index: answer for index, answer in wanted.items() if index not in spliced}
+            return RenderedChat(spliced, frozenset(arranged.origins[place][0] for place in wanted))
+        wanted = {place: answer for place, answer in wanted.items() if place not in spliced}
+
+
+def _at(places: Mapping[int, int], answers: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
+    """By their turn, where it says nothing else."""
+    return {places[index]: answer for index, answer in answers.items() if index in places}
+
+
+def _check_stand_alone(given: Mapping[int, PastAnswer], chat: ChatTurns) -> None:
+    joined = [index for origins in chat.origins if len(origins) > 1 for index in origins if index in given]
+    if joined:
+        raise InvalidRequest(
+            f"chat.messages[{joined[0]}].token_ids cannot be used: the model's chat template does not take "
+            "two turns of the assistant's behind each other, and they are joined as text"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +162,7 @@ class _Rendering:
             if remembered:  # it may be the sentinels that it refuses
                 return set(remembered)
             raise
+        self._check_shown(rendered, answers)
         written = self._written(sentinels, rendered, answers)
         unwritten = {index for index in answers if index not in written}
         if unwritten:
@@ -142,9 +174,34 @@ class _Rendering:
             self._stand_in(sentinels, index, answers[index].has_reasoning) if index in answers else turn
             for index, turn in enumerate(self._chat.turns)
         ]
+        return self._render(turns)
+
+    def _render(self, turns: Iterable[Turn]) -> str:
         return self._tokenizer.render_template(
-            turns, self._chat.variables, self._chat.tools, continues=self._chat.continues
+            list(turns), self._chat.variables, self._chat.tools, continues=self._chat.continues
         )
+
+    def _check_shown(self, rendered: str, answers: Mapping[int, PastAnswer]) -> None:
+        """Some templates leave messages out without a word: those are refused by name. What is not found as
+        it was said may only be written otherwise, so something is rendered in its place that cannot be."""
+        turns = [(index, turn) for index, turn in enumerate(self._chat.turns) if index not in answers]
+        doubtful = set(unseen(rendered, turns))
+        if not doubtful:
+            return
+        sentinels = Sentinels(secrets.token_hex(16))
+        try:
+            trial = self._render(
+                sentinels.stand_in(turn, index) if index in doubtful else turn
+                for index, turn in enumerate(self._chat.turns)
+            )
+        except InvalidRequest:
+            return  # the template computes with what is said
+        hidden = doubtful - {written.index for written in sentinels.find(trial) if "c" in written.parts}
+        if hidden:
+            raise InvalidRequest(
+                f"{self._chat.name_of(min(hidden))}.content cannot be used: the model's chat template does "
+                "not show it there"
+            )
 
     def _stand_in(self, sentinels: Sentinels, index: int, has_reasoning: bool) -> Turn:
         turn = self._chat.turns[index]
@@ -167,8 +224,8 @@ class _Rendering:
 
     def _refuse(self, index: int) -> NoReturn:
         raise InvalidRequest(
-            f"chat.messages[{index}].token_ids cannot be used: the model's chat template does not write this "
-            "turn exactly once and in order"
+            f"{self._chat.name_of(index)}.token_ids cannot be used: the model's chat template does not write "
+            "this turn exactly once and in order"
         )
 
     def _assemble(self, rendered: str, answers: Sequence[tuple[Written, PastAnswer]]) -> list[int] | set[int]:
@@ -241,7 +298,9 @@ class _Rendering:
         """Of what is written of the turn. None: the template cannot be made to show it."""
         index = written.index
         role = self._chat.turns[index - 1].role if index else None
-        key = (role, written.shows_reasoning, tuple(call.name for call in self._chat.turns[index].calls))
+        shows_ids = self._tokenizer.shows_call_ids(self._chat.tools)
+        calls = tuple((call.name, call.id if shows_ids else "") for call in self._chat.turns[index].calls)
+        key = (role, written.shows_reasoning, calls)
         if key not in self._frames:
             self._frames[key] = self._try_frame(role, index, written.shows_reasoning)
         return self._frames[key]
@@ -251,7 +310,7 @@ class _Rendering:
         last = self._stand_in(sentinels, index, has_reasoning)
         try:
             shown, asked, answered = (
-                self._tokenizer.render_template(turns, self._chat.variables, generation_prompt=prompts)
+                self._shown(turns, generation_prompt=prompts)
                 for turns, prompts in ((before, False), (before, True), ([*before, last], False))
             )
         except InvalidRequest:
@@ -263,13 +322,17 @@ class _Rendering:
         inner_lead = self._inner_lead(shown, [*before, last], sentinels) or lead
         return Frame(lead, tail, asked[len(shown) :], inner_lead)
 
+    def _shown(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
+        """With a tool where the chat has some: a model may have another template for those."""
+        return self._tokenizer.render_template(
+            turns, self._chat.variables, self._chat.tools[:1], generation_prompt=generation_prompt
+        )
+
     def _inner_lead(self, shown: str, turns: Sequence[Turn], sentinels: Sentinels) -> str:
         """What stands before the last turn's first sentinel where others speak after it; `shown` is what is
         before that turn. Empty: the template does not show it so."""
         try:
-            followed = self._tokenizer.render_template(
-                [*turns, *example_after(turns[-1])], self._chat.variables, generation_prompt=False
-            )
+            followed = self._shown([*turns, *example_after(turns[-1])], generation_prompt=False)
         except InvalidRequest:
             return ""
         found = sentinels.find(followed)

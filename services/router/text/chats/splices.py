@@ -11,13 +11,15 @@ The stem is what the header has in common with the prompt that the answer was ge
 wrote behind it (`<think>`, where templates begin the thinking) goes before the ids.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.turns import Turn
 
+_MOST_UNSEEN = 64  # after so many no others are searched for
 _MIN_STEM = 4  # characters: less may be the beginning of any marker
 
 
@@ -137,6 +139,34 @@ def _covered(tail: str, answer_end: str) -> int:
         if written and answer_end.endswith(written):
             return length
     return 0
+
+
+def unseen(rendered: str, turns: Iterable[tuple[int, Turn]]) -> list[int]:
+    """The indices of turns whose text does not stand in what a template wrote, behind that of the turn before
+    and as it is or as JSON: it may be missing, or be written otherwise. What stands beside calls is left
+    aside: many a template has no place for it."""
+    at, missed = 0, list[int]()
+    for index, turn in turns:
+        behind = _behind(turn, rendered, at) if len(missed) < _MOST_UNSEEN else None
+        if behind is None:
+            missed.append(index)
+        else:
+            at = behind
+    return missed
+
+
+def _behind(turn: Turn, rendered: str, at: int) -> int | None:
+    """Where the texts of a turn end, the first of which begins at `at` or later; None: one is not there."""
+    texts = [turn.content] if isinstance(turn.content, str) else turn.content
+    for text in [] if turn.calls else map(str.strip, texts):
+        begin = rendered.find(text, at)
+        if begin < 0:
+            text = json.dumps(text, ensure_ascii=False)[1:-1]
+            begin = rendered.find(text, at)
+        if begin < 0:
+            return None
+        at = begin + len(text)
+    return at
 
 
 def example_after(turn: Turn) -> list[Turn]:

@@ -2,50 +2,92 @@
 
 arguments of calls    an object {"a": 1}, or the same as a string; tried in this order
 content beside them   "" or null
-ids of calls          as they are, or nine letters and digits
-thinking              under the keys that templates read: all of them, or one where two would write it twice
+ids of calls          as they are; of nine letters and digits, always or where they are shorter; or the call's
+                      text, functions.NAME:0, where the template writes that in place of its name
+thinking              under the keys that templates read: all of them, or one where two would write it twice;
+                      or as a part of the content
 thinking beside       one text, where the template refuses both beside a call
   content
+tools                 as they are, or with an empty description or properties
+order                 turn_order.py
 """
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
 from itertools import product
 from typing import Any
 
 from services.router.text.chats.answers import AnswerCall, digest
 from services.router.text.chats.template_content import TemplateContent
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.turn_order import find_order
+from services.router.text.chats.turns import Content, Turn
 
 Message = dict[str, Any]
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SHORT_ID = 9
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_CALL_ID = "call_0123456789abcdef"
+_TEXT_ID = re.compile(r"functions\..+:[0-9]+")
+_HTML_QUOTES = ("&#34;", "&quot;")
+_FILLED = ((), ("description",), ("properties",), ("description", "properties"))  # of a tool, where left out
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
+EXAMPLE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "x", "parameters": _PARAMETERS},
+}
+
+
+class CallIds(Enum):
+    """As a template takes them."""
+
+    ANY = "as they are"
+    SHORT = "nine letters or digits"
+    LONG = "nine characters or more"
+    TEXT = "functions.NAME:0, which is what it writes of the call's name"
 
 
 class TemplateTurns:
-    """`render`: a chat, with tools, as the template writes it; may raise anything.
+    """`render`: a chat, with tools, as the template writes it; may raise anything. `tools`: what it is tried
+    with; a model may have one template for chats with tools, and another for those without.
 
     `writes_calls`, `reads_tools`: whether the template does. `keeps_past_reasoning`: whether it shows what
-    was thought before the last question.
+    was thought before the last question. `shows_ids`: whether a call's id is written. `order`: of turns.
     """
 
-    def __init__(self, render: Callable[[list[Message], list[dict[str, Any]]], str]) -> None:
+    def __init__(
+        self,
+        render: Callable[[list[Message], list[dict[str, Any]]], str],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        names_developers: bool = False,
+    ) -> None:
         self._render = render
-        self._arguments_as_text = self._has_short_ids = False
+        self._tools = [dict(tool) for tool in tools]
+        self._arguments_as_text = False
+        self._ids = CallIds.ANY
         self._empty_content: str | None = ""
         self._reasoning_keys: Sequence[str] = _REASONING_KEYS
-        self._joins_reasoning = False
+        self._joins_reasoning = self._thinks_in_parts = False
         self._content = TemplateContent(self._rendered_chat)
         self.writes_calls = self._find_calls()
         if self.writes_calls:  # some take a tool's content behind a call alone
             self._content = TemplateContent(
                 self._rendered_chat, lambda: [self.of(turn) for turn in self._of_calls("x")[:2]]
             )
-        self.reads_tools = self._find_tools()
+            self._find_ids()
+        self.shows_ids = self._find_shown_ids()
+        self._filled = self._find_filled()
+        self.reads_tools = self._filled is not None
         self._find_reasoning_keys()
         self.keeps_past_reasoning = self._finds_past_reasoning()
+        loop = (
+            self._of_calls("f") if self.writes_calls else [Turn("user"), Turn("assistant", "x"), Turn("tool")]
+        )
+        self.order = find_order(self._rendered, loop, names_developers=names_developers)
 
     def of(self, turn: Turn) -> Message:
         """What to give the template."""
@@ -55,8 +97,8 @@ class TemplateTurns:
             message["content"] = message["content"] or self._empty_content
         if turn.reasoning:
             self._set_reasoning(message, turn)
-        if turn.tool_call_id:
-            message["tool_call_id"] = self._id(turn.tool_call_id)
+        if turn.tool_call_id or (turn.role == "tool" and self._ids is not CallIds.ANY):
+            message["tool_call_id"] = self._id(turn.tool_call_id, turn.name)
         if turn.name:
             message["name"] = turn.name
         return message
@@ -64,47 +106,108 @@ class TemplateTurns:
     def _call(self, call: AnswerCall) -> Message:
         arguments = call.arguments if self._arguments_as_text else json.loads(call.arguments)
         return {
-            "id": self._id(call.id),
+            "id": self._id(call.id, call.name),
             "type": "function",
             "function": {"name": call.name, "arguments": arguments},
         }
 
-    def _id(self, id_: str) -> str:
-        if not self._has_short_ids or (len(id_) == _SHORT_ID and id_.isalnum()):
-            return id_
-        return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest(id_)[:_SHORT_ID])
+    def _id(self, id_: str, name: str) -> str:
+        match self._ids:
+            case CallIds.TEXT:
+                return id_ if _is_text(id_) else f"functions.{name}:0"
+            case CallIds.SHORT if not (len(id_) == _SHORT_ID and id_.isalnum()):
+                return _short(id_)
+            case CallIds.LONG if len(id_) < _SHORT_ID:
+                return _short(id_)
+        return id_
+
+    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool in OpenAI's shape as the template takes it."""
+        function = dict(tool.get("function", {}))
+        parameters = function.pop("parameters", {})
+        if "description" in (self._filled or ()):
+            function.setdefault("description", "")
+        if "properties" in (self._filled or ()):
+            parameters = {"properties": {}, **parameters}
+        return {**tool, "function": {**function, "parameters": parameters}}
+
+    def with_own_ids(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Where a call's id is its text, calls are numbered through the chat, and results keep to it."""
+        if self._ids is not CallIds.TEXT:
+            return list(turns)
+        ids: dict[str, str] = {}
+        named = []
+        number = 0
+        for turn in turns:
+            calls = []
+            for call in turn.calls:
+                ids[call.id] = call.id if _is_text(call.id) else f"functions.{call.name}:{number}"
+                calls.append(replace(call, id=ids[call.id]))
+                number += 1
+            id_ = ids.get(turn.tool_call_id, turn.tool_call_id)
+            named.append(replace(turn, calls=tuple(calls), tool_call_id=id_))
+        return named
 
     def _set_reasoning(self, message: Message, turn: Turn) -> None:
         reasoning = turn.reasoning
         if turn.calls and turn.content and self._joins_reasoning:
-            texts = [turn.content] if isinstance(turn.content, str) else turn.content
-            reasoning = "\n\n".join([reasoning, *texts])
+            reasoning = "\n\n".join([reasoning, *_texts(turn.content)])
             message["content"] = self._empty_content
-        message.update(dict.fromkeys(self._reasoning_keys, reasoning))
+        if self._thinks_in_parts:
+            texts = [{"type": "text", "text": text} for text in _texts(turn.content)]
+            message["content"] = [{"type": "thinking", "thinking": reasoning}, *texts]
+        else:
+            message.update(dict.fromkeys(self._reasoning_keys, reasoning))
 
     # -- what is tried ----------------------------------------------------------------------------
 
     def _find_calls(self) -> bool:
         """Whether calls can be shown at all; sets how."""
-        for short_ids, content, as_text in product((False, True), ("", None), (False, True)):
-            self._has_short_ids, self._empty_content, self._arguments_as_text = short_ids, content, as_text
-            name, key, value = (secrets.token_hex(16) for _ in range(3))
+        for ids, content, as_text in product((CallIds.ANY, CallIds.SHORT), ("", None), (False, True)):
+            self._ids, self._empty_content, self._arguments_as_text = ids, content, as_text
+            name, key, value = (_chance() for _ in range(3))
             rendered = self._rendered(self._of_calls(name, json.dumps({key: value})))
-            # A dict that is written out as Python has it, and a string that became a string of JSON.
+            # A dict that is written out as Python has it, and a string that became a string of JSON or HTML.
             is_garbled = f"'{key}'" in rendered or f'\\"{key}' in rendered
+            is_garbled = is_garbled or any(quote in rendered for quote in _HTML_QUOTES)
             if all(text in rendered for text in (name, key, value)) and not is_garbled:
                 return True
-        self._has_short_ids, self._empty_content, self._arguments_as_text = False, "", False
+        self._ids, self._empty_content, self._arguments_as_text = CallIds.ANY, "", False
         return False
 
-    def _find_tools(self) -> bool:
-        name = secrets.token_hex(16)
-        parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
-        function = {"name": name, "description": "x", "parameters": parameters}
-        return name in self._rendered([Turn("user", "x")], [{"type": "function", "function": function}])
+    def _find_ids(self) -> None:
+        if self._ids is CallIds.ANY and not self._shows_name():
+            self._ids = CallIds.TEXT
+            if not self._shows_name():
+                self._ids = CallIds.ANY
+        if self._ids is CallIds.ANY and not self._rendered(self._of_calls("f", id_="1")):
+            self._ids = CallIds.LONG
+
+    def _shows_name(self) -> bool:
+        """Whether it is written in the call, and not with its result alone."""
+        name = _chance()
+        return name in self._rendered([replace(turn, name="") for turn in self._of_calls(name)])
+
+    def _find_shown_ids(self) -> bool:
+        id_ = _chance()[:_SHORT_ID]
+        return self._ids is CallIds.TEXT or id_ in self._rendered(self._of_calls("f", id_=id_))
+
+    def _find_filled(self) -> tuple[str, ...] | None:
+        """What a tool must have that OpenAI's schema lets be left out; None: no tools are shown."""
+        for self._filled in _FILLED:
+            name = _chance()
+            function = {"name": name, "parameters": {"type": "object"}}
+            if name in self._rendered(
+                [Turn("user", "x")], [self.tool({"type": "function", "function": function})]
+            ):
+                return self._filled
+        name = _chance()
+        function = {**EXAMPLE_TOOL["function"], "name": name}
+        rendered = self._rendered([Turn("user", "x")], [{"type": "function", "function": function}])
+        return _FILLED[-1] if name in rendered else None
 
     def _find_reasoning_keys(self) -> None:
-        reasoning = secrets.token_hex(16)
+        reasoning = _chance()
         if self.writes_calls:
             alone, both = (
                 self._rendered(self._of_calls("x", reasoning=reasoning, content=content))
@@ -123,18 +226,33 @@ class TemplateTurns:
             if max(written) == 1:
                 return
         self._reasoning_keys = _REASONING_KEYS
+        self._thinks_in_parts = self._takes_thinking_parts()
+
+    def _takes_thinking_parts(self) -> bool:
+        thought, alien = _chance(), _chance()
+        parts = [
+            {
+                "type": "thinking",
+                "thinking": thought,
+                "note": alien,
+            },  # shows where a list is written as it is
+            {"type": "text", "text": "x"},
+        ]
+        question = self.of(Turn("user", "x"))
+        rendered = self._rendered_chat([question, {"role": "assistant", "content": parts}])
+        return rendered.count(thought) == 1 and alien not in rendered
 
     def _finds_past_reasoning(self) -> bool:
         """Whether thinking is shown of what was answered before the last question."""
-        reasoning = secrets.token_hex(16)
+        reasoning = _chance()
         past = Turn("assistant", "x", reasoning)
         return reasoning in self._rendered([Turn("user", "x"), past, Turn("user", "x")])
 
     def _of_calls(
-        self, name: str, arguments: str = "{}", reasoning: str = "", content: str = ""
+        self, name: str, arguments: str = "{}", reasoning: str = "", content: str = "", id_: str = _CALL_ID
     ) -> list[Turn]:
         """A tool loop of one call and its result."""
-        call = AnswerCall("call_0123456789abcdef", name, arguments)
+        call = AnswerCall(id_, name, arguments)
         return [
             Turn("user", "x"),
             Turn("assistant", content, reasoning, (call,)),
@@ -147,6 +265,22 @@ class TemplateTurns:
 
     def _rendered_chat(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         try:
-            return self._render(messages, list(tools)) if messages else ""
+            return self._render(messages, list(tools) or self._tools) if messages else ""
         except Exception:  # a template raises what it likes
             return ""
+
+
+def _is_text(id_: str) -> bool:
+    return _TEXT_ID.fullmatch(id_) is not None
+
+
+def _short(id_: str) -> str:
+    return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest(id_)[:_SHORT_ID])
+
+
+def _texts(content: Content) -> list[str]:
+    return [content] if isinstance(content, str) and content else list(content)
+
+
+def _chance() -> str:
+    return secrets.token_hex(16)

@@ -3,13 +3,13 @@ field."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.whole_characters import with_whole_characters
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_VARIABLES_BYTES = 4096
@@ -34,12 +34,19 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
     """A chat for a template: `tools` in OpenAI's shape, `variables` that the template may read. `continues`:
-    the last turn is a model's, which goes on."""
+    the last turn is a model's, which goes on. `origins`: of each turn, the indices of the messages that it
+    was made of, in their order. `may_call`: a tool may be called."""
 
     turns: Sequence[Turn]
     tools: Sequence[dict[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
+    origins: Sequence[tuple[int, ...]] = ()
+    may_call: bool = True
+
+    def name_of(self, index: int) -> str:
+        """What a turn is called where it is told of."""
+        return f"chat.messages[{self.origins[index][0]}]" if self.origins[index] else "chat.messages"
 
 
 def read_chat(chat: Chat) -> ChatTurns:
@@ -50,7 +57,14 @@ def read_chat(chat: Chat) -> ChatTurns:
     tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
     if chat.continue_final_message:
         _check_continued(chat.messages[-1], f"chat.messages[{len(turns) - 1}]")
-    return ChatTurns(turns, tools, _read_variables(chat.chat_template_kwargs), chat.continue_final_message)
+    return ChatTurns(
+        turns,
+        tools,
+        _read_variables(chat.chat_template_kwargs),
+        chat.continue_final_message,
+        [(index,) for index in range(len(turns))],
+        may_call=chat.tool_choice.mode != ToolChoice.MODE_NONE,
+    )
 
 
 def _check_continued(last: ChatMessage, name: str) -> None:
@@ -65,6 +79,12 @@ def _check_continued(last: ChatMessage, name: str) -> None:
 def said_in(message: ChatMessage) -> str:
     """Its text, as one."""
     return message.content or "".join(message.parts)
+
+
+def with_text(turn: Turn, text: str) -> Turn:
+    """A turn whose calls are said as a text behind its content."""
+    content = turn.content if isinstance(turn.content, str) else "".join(turn.content)
+    return replace(turn, content="\n".join(filter(None, [content, text])), calls=())
 
 
 def _turn(message: ChatMessage, name: str) -> Turn:

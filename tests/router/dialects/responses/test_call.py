@@ -58,7 +58,9 @@ def test_a_tool_loop_comes_back_as_turns() -> None:
     ]
     turns = with_instructions("You are Codex.", chat_of(input=items).messages)
     assert turns == [
-        ChatMessage(role="system", parts=["You are Codex.", "Be brief.", "Use tools."]),
+        ChatMessage(role="system", content="You are Codex."),
+        ChatMessage(role="developer", content="Be brief."),
+        ChatMessage(role="developer", content="Use tools."),
         ChatMessage(role="user", content="Weather?"),
         ChatMessage(
             role="assistant",

@@ -245,8 +245,8 @@ async def test_a_response_goes_on_from_the_one_before_it() -> None:
         ChatMessage(role="tool", tool_call_id="call_b", content="noon"),
     ]
     of_first, of_second, of_third = (list(request.chat.messages) for request in backend.requests)
-    assert of_first == [ChatMessage(role="system", parts=["Be brief."]), user]
-    assert of_second == [ChatMessage(role="system", parts=["Be quick."]), user, model, *results]
+    assert of_first == [ChatMessage(role="system", content="Be brief."), user]
+    assert of_second == [ChatMessage(role="system", content="Be quick."), user, model, *results]
     assert of_third == [user, model, *results, model, ChatMessage(role="user", content="More")]
     assert [request.conversation_id for request in backend.requests] == ["", first["id"], first["id"]]
 

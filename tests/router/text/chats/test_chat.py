@@ -1,5 +1,6 @@
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from services.router.text.chats import splices
 from services.router.text.chats.chat import render_chat
 from services.router.text.chats.conversations import drift_tokens
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.turns import ChatTurns, Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
@@ -36,6 +37,12 @@ class Plain:
 
     def is_silent(self, token_id: int) -> bool:
         return False
+
+    def shows_call_ids(self, tools: Any) -> bool:
+        return False
+
+    def arranged(self, chat: ChatTurns, call_text: Any = None) -> ChatTurns:
+        return chat
 
     def render_template(
         self, turns: Sequence[Turn], variables: Variables, tools: Any = (), *, generation_prompt: bool = True
@@ -242,3 +249,30 @@ def test_a_template_that_turns_turns_around_takes_no_ids() -> None:
     messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
         prompt_of(Backwards(), messages)
+
+
+def test_what_a_template_leaves_out_is_refused_by_name() -> None:
+    class Forgetful(Plain):
+        """Writes no tool's turn, and quotes of all others what is not plain."""
+
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return "".join(str(turn.content).replace("'", "`") for turn in turns if turn.role != "tool")
+
+    said = [ChatMessage(role="user", content="It's"), ChatMessage(role="assistant", content="so")]
+    assert len(prompt_of(Forgetful(), said)) == 6
+    with pytest.raises(
+        InvalidRequest, match=r"^chat\.messages\[1\]\.content cannot be used: .* does not show"
+    ):
+        prompt_of(Forgetful(), [said[0], ChatMessage(role="tool", content="7"), said[1]])
+
+
+def test_an_answers_ids_need_a_turn_of_their_own() -> None:
+    class Joining(Plain):
+        def arranged(self, chat: ChatTurns, call_text: Any = None) -> ChatTurns:
+            return replace(chat, turns=[chat.turns[0]], origins=[(0, 1)])
+
+    answers = [ChatMessage(role="assistant", content="a"), ChatMessage(role="assistant", token_ids=[1])]
+    with pytest.raises(
+        InvalidRequest, match=r"^chat\.messages\[1\]\.token_ids cannot be used: .* joined as text"
+    ):
+        prompt_of(Joining(), answers)

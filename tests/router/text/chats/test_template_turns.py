@@ -1,6 +1,7 @@
 """How turns reach templates that want them otherwise."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jinja2
@@ -9,7 +10,7 @@ import pytest
 from router.templates.formats import FORMATS
 from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.template_turns import TemplateTurns
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.turns import ChatTurns, Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 
@@ -102,6 +103,87 @@ def test_thinking_and_content_are_one_where_both_are_refused_beside_calls() -> N
     assert turns.of(Turn("assistant", "It is.", "hm"))["content"] == "It is."
 
 
+@pytest.mark.parametrize(
+    ("needs", "filled"),
+    [
+        ("", {}),
+        ("{{ t.function.description + '' }}", {"description": ""}),
+        ("{% for p in t.function.parameters.properties.items() %}{% endfor %}", {"properties": {}}),
+        (
+            "{{ t.function.description + '' }}{{ t.function.parameters.properties | tojson }}",
+            {"description": "", "properties": {}},
+        ),
+    ],
+)
+def test_a_tool_has_what_its_template_cannot_do_without(needs: str, filled: dict[str, object]) -> None:
+    """OpenAI's schema lets a description be left out, JSON schema the properties."""
+    turns = turns_of(
+        "{% for t in tools %}{{ t.function.name }}" + needs + "{% endfor %}{{ messages[0].content }}"
+    )
+    function = turns.tool({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})[
+        "function"
+    ]
+    assert turns.reads_tools
+    assert {**function.pop("parameters"), **function} == {"name": "f", "type": "object", **filled}
+
+
+def test_quotes_that_a_template_escapes_are_none_of_its_own() -> None:
+    """As mistral-common's do, which take arguments as an object and write HTML around them."""
+    escaping = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}&#34;"
+    escaping += "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
+    message = of(HEAD + EACH + escaping, Turn("assistant", calls=(CALL,)))
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "b"}'
+
+
+def test_short_ids_are_nine_letters_where_they_are_refused() -> None:
+    checks = (
+        "{% for c in m.tool_calls %}{% if c.id|length < 9 %}{{ raise_exception('') }}{% endif %}"
+        "{{ c.id[-9:] }}{% endfor %}"
+    )
+    turns = turns_of(HEAD + checks + CALLS)
+    short = turns.of(Turn("assistant", calls=(replace(CALL, id="1"),)))["tool_calls"][0]["id"]
+    assert len(short) == 9 and turns.of(Turn("tool", tool_call_id="1"))["tool_call_id"] == short
+    assert turns.of(Turn("assistant", calls=(CALL,)))["tool_calls"][0]["id"] == CALL.id
+    assert turns.shows_ids and not turns_of(HEAD + CALLS).shows_ids
+
+
+def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
+    each = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    turns = turns_of(
+        HEAD + each + "{{ m.name }}{{ m.tool_call_id }}{% endfor %}"
+    )  # a result has its tool's name
+    calls = [
+        replace(CALL, id=id_, name=name) for id_, name in (("a", "f"), ("functions.g:1", "g"), ("c", "f"))
+    ]
+    named = turns.with_own_ids(
+        [
+            Turn("assistant", calls=tuple(calls[:2])),
+            Turn("tool", tool_call_id="a"),
+            Turn("tool", tool_call_id="functions.g:1"),
+            Turn("assistant", calls=tuple(calls[2:])),
+            Turn("tool", tool_call_id="c"),
+        ]
+    )
+    ids = ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert [call.id for turn in named for call in turn.calls] == ids
+    assert [turn.tool_call_id for turn in named if turn.role == "tool"] == ids
+    assert turns_of(HEAD + CALLS).with_own_ids(named) == named
+
+
+def test_thinking_is_a_part_of_content_where_that_is_what_is_shown() -> None:
+    part = "{% for p in m.content %}{{ p.text or '[THINK]' + p.thinking + '[/THINK]' }}{% endfor %}"
+    turns = turns_of(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        + part
+        + "{% endif %}{% endfor %}"
+    )
+    thought, said = turns.of(Turn("assistant", "x", "hm"))["content"]
+    assert (thought, said) == ({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "x"})
+    assert turns.keeps_past_reasoning
+    written_out = turns_of(HEAD + "{% endfor %}")  # which shows a list as Python has it
+    assert written_out.of(Turn("assistant", "x", "hm"))["content"] == "x"
+
+
 def test_what_a_template_does_is_known() -> None:
     for name, format_ in FORMATS.items():
         turns = turns_of(format_.template)
@@ -124,8 +206,9 @@ def test_a_tools_parts_reach_a_template_that_refuses_results_without_calls() -> 
 
 
 def test_tools_and_calls_are_refused_where_the_template_shows_none(character_tokenizer: Tokenizer) -> None:
-    question = Turn("user", "Hi")
+    question, tool = Turn("user", "Hi"), {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(InvalidRequest, match=r"^chat\.tools cannot be used"):
-        character_tokenizer.render_template([question], tools=[{"type": "function"}])
+        character_tokenizer.arranged(ChatTurns([question], [tool]))
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[1\]\.tool_calls cannot be used"):
-        character_tokenizer.render_template([question, Turn("assistant", calls=(CALL,))])
+        character_tokenizer.arranged(ChatTurns([question, Turn("assistant", calls=(CALL,))]))
+    assert not character_tokenizer.arranged(ChatTurns([question], [tool], may_call=False)).tools
