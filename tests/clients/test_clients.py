@@ -3,25 +3,21 @@
 The model has random weights: whatever has to be a call or an object is made one by its grammar.
 """
 
-import contextlib
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from clients.clusters import ENVIRONMENTS, ROOT, running
 from services.cli.model.make_model import make_model
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
-ROOT = HERE.parents[1]
-ENVIRONMENTS = Path(os.environ.get("CLIENTS", ROOT / ".cache" / "clients"))
 SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
 SERVED = "tools"
 # By script: the environment whose package it tries.
@@ -46,34 +42,8 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clients")
     model = folder / SERVED
     make_model(model, "llama", tokenizer="bytes", chat_template="tools")
-    ports = [f"--{name}={free_port()}" for name in ("port", "http-port")]
-    command = [sys.executable, "-m", "services.cli", "up", f"--model={model}", f"--data-dir={folder}", *ports]
-    flags = [
-        "--router-flag=reasoning-parser=none",
-        "--decode-dp-size=1",
-        "--rank-flag=num-threads=1",
-        "--rank-flag=self-check=off",
-    ]
-    with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, stderr=stderr, stdin=subprocess.DEVNULL, text=True
-        )
-    try:
-        ready = process.stdout.readline()
-        assert ready.startswith("ready: "), (folder / "stderr").read_text()
-        yield f"http://127.0.0.1:{ports[1].partition('=')[2]}", model
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
-    assert "Traceback" not in (folder / "stderr").read_text()
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    with running(model, folder) as url:
+        yield url, model
 
 
 def try_it(command, cluster):
