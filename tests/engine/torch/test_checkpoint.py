@@ -112,7 +112,7 @@ def test_what_we_cannot_run_is_refused_with_the_reason(checkpoint, changes, reas
 def test_a_model_type_that_disagrees_with_the_architecture_is_refused(checkpoint, model_type):
     """transformers would make a Gemma of what says it is a Llama: their weights have the same names."""
     edit_config(checkpoint, model_type=model_type)
-    with pytest.raises(ConfigError, match=f"LlamaForCausalLM is of model_type 'llama', not {model_type!r}"):
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM is of model_type .*'llama', not {model_type!r}"):
         open_checkpoint(checkpoint)
 
 

@@ -7,8 +7,8 @@ rows a step has; what a token gets must not. So tensors are filled up to where n
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
-from types import FunctionType, MethodType, ModuleType
+from functools import update_wrapper, wraps
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def even_size(size: int, num_threads: int) -> int:
 
 
 def even_activations(model: nn.Module) -> None:
-    """Of all its modules, from now on; what a decorated forward calls by itself stays as it is."""
+    """Of all its modules, from now on."""
     for module in model.modules():
         if isinstance(module, _MODULES) or type(module).__module__ == "transformers.activations":
             module.forward = even(module.forward)
@@ -57,8 +57,8 @@ def even_activations(model: nn.Module) -> None:
 
 
 def _calls_activations(forward: Any) -> bool:
-    is_plain = isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward
-    return is_plain and not _NAMES.isdisjoint(forward.__code__.co_names)
+    plain = inspect.unwrap(forward)
+    return isinstance(plain, FunctionType) and not _NAMES.isdisjoint(plain.__code__.co_names)
 
 
 class EvenFunctions(TorchFunctionMode):
@@ -97,15 +97,28 @@ _EVEN_FUNCTIONS: dict[Any, Activation] = {
 
 def even_names(function: FunctionType) -> dict[str, Any]:
     """What it calls torch by, so that its activations are even."""
-    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    plain = inspect.unwrap(function)
+    names = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
     return {name: _EVEN[id(value)] for name, value in names.items() if id(value) in _EVEN}
 
 
 def with_globals(function: FunctionType, **changed: Any) -> FunctionType:
-    """The same function with other globals."""
-    own = {**function.__globals__, **changed}
-    anew = FunctionType(
-        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
+    """The same function with other globals, within the same decorators. One that holds the function
+    otherwise than by a variable of its own hides it from us: then nothing is changed."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return _remade(function, {**function.__globals__, **changed}, function.__closure__)
+    changed_inner = with_globals(inner, **changed)
+    closure = tuple(
+        CellType(changed_inner) if cell.cell_contents is inner else cell
+        for cell in function.__closure__ or ()
     )
+    return update_wrapper(_remade(function, function.__globals__, closure), changed_inner)
+
+
+def _remade(
+    function: FunctionType, own_globals: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    anew = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
     anew.__kwdefaults__ = function.__kwdefaults__
     return anew

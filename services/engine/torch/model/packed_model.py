@@ -21,7 +21,7 @@ from services.engine.torch.model.fused.rotary import fuse_rotations
 from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.model.step_cache import StepCache
+from services.engine.torch.model.step_cache import StepCache, cache_argument
 from services.engine.torch.pools import Pools
 from services.kv.carried.borders import scan_tokens
 
@@ -56,6 +56,7 @@ class PackedModel:
         self.model = model
         # On a GPU nothing promises the same bits, and short scans leave it idle.
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
+        self._cache_argument = cache_argument(model)
         self.remembered = probe(model)
         if self.device.type == "cpu":
             even_activations(model)
@@ -103,9 +104,9 @@ class PackedModel:
             self.model,
             input_ids=self._tensor(token_ids)[None],
             position_ids=positions[None],
-            past_key_values=cache,
             use_cache=False,
             paged=cache.view,
+            **{self._cache_argument: cache},
         )
         if asks_more:
             head = _Head(_layers_of(self.model), call, self.device)

@@ -151,7 +151,8 @@ class _DeltaRule:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Any]:
-        """Query, key and value are [num_tokens, 1, heads, ..], `g` and `beta` [num_tokens, 1, heads]."""
+        """Value is [num_tokens, 1, heads, ..], query and key have as many heads or a divisor of them, `g` and
+        `beta` are [num_tokens, 1, heads]."""
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
         if not isinstance(initial_state, RecurrentStates):
             outputs: tuple[Tensor, Any] = self._fallback(
@@ -164,6 +165,9 @@ class _DeltaRule:
             compute = partial(self._on_copies, initial_state, inputs, options)
             return initial_state.go_on(compute), initial_state
         q, k, v, decay, strength = (part[:, 0].float() for part in (query, key, value, g, beta))
+        if (repeats := v.shape[1] // k.shape[1]) > 1:
+            # Before transformers 5.24 a definition repeats them itself.
+            q, k = (part.repeat_interleave(repeats, dim=1) for part in (q, k))
         if use_qk_l2norm_in_kernel:
             q, k = (part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt() for part in (q, k))
         q = q / q.shape[-1] ** 0.5

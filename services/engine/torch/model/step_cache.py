@@ -4,12 +4,14 @@ Attention is told by it which layer it is, mixers find their states in it. What 
 AttributeError, and so refuses the model when that is probed or checked.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from services.engine.torch.attention.latent import store_and_gather
 from services.engine.torch.attention.step_view import StepView
@@ -18,6 +20,11 @@ from services.engine.torch.model.remembered import AttentionCall, StateKind
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.token_runs import TokenRuns
 from services.values.errors import ConfigError
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """By which name its forward takes the cache: transformers 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @dataclass
@@ -103,6 +110,17 @@ class StepCache:
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Always: the state of a sequence that begins is zeros, which gives what none gives."""
         return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    # From transformers 5.21 on mixers ask for their states; before they look into `layers` themselves.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self.layers[layer_idx].conv_states[state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self.layers[layer_idx].recurrent_states[state_idx]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """`inputs` are [batch, channels, tokens]; gives what the state has before them, too."""

@@ -1,3 +1,5 @@
+from functools import wraps
+
 import pytest
 import torch
 from hypothesis import given
@@ -48,6 +50,19 @@ def test_a_row_is_the_same_among_whatever_others(activation, width, dtype, threa
     assert torch.equal(activation(with_gaps), alone)
 
 
+def renamed(old, new):
+    """A decorator as transformers' deprecate_kwarg."""
+
+    def decorate(function):
+        @wraps(function)
+        def with_new_name(*args, **kwargs):
+            return function(*args, **{new if name == old else name: kwargs[name] for name in kwargs})
+
+        return with_new_name
+
+    return decorate
+
+
 class Gate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -67,3 +82,23 @@ def test_all_of_a_models_activations_are_made_even():
         torch.testing.assert_close(got, expected)
         alone = torch.cat([model[0](row[None], softly=bool(softly)) for row in rows])
         assert torch.equal(got, alone)
+
+
+class DecoratedGate(Gate):
+    @renamed("smoothly", "softly")
+    @renamed("gently", "softly")
+    def forward(self, x, *, softly=False):
+        return functional.softplus(x) if softly else torch.sigmoid(x)
+
+
+def test_a_decorated_forward_is_made_even_and_stays_decorated():
+    gate = DecoratedGate()
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    plain = [gate(rows), gate(rows, gently=True), gate(rows, smoothly=True)]
+    even_activations(gate)
+    made_even = [gate(rows), gate(rows, gently=True), gate(rows, smoothly=True)]
+    torch.testing.assert_close(made_even, plain)
+    alone = torch.cat([gate(row[None], smoothly=True) for row in rows])
+    assert torch.equal(made_even[2], alone)
+    assert type(gate).forward.__wrapped__.__wrapped__.__globals__["torch"] is torch
+    assert gate.forward.__wrapped__.__wrapped__.__globals__["torch"] is not torch

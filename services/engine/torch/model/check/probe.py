@@ -29,6 +29,7 @@ from services.engine.torch.model.remembered import (
     StateKind,
     StateName,
 )
+from services.engine.torch.model.step_cache import cache_argument
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
@@ -98,9 +99,9 @@ class _Probe:
             model(
                 input_ids=ids,
                 position_ids=torch.arange(len(_TOKENS), device=model.device)[None],
-                past_key_values=self,
                 use_cache=False,
                 probe=self,
+                **{cache_argument(model): self},
             )
 
     def remembered(self) -> Remembered:
@@ -189,6 +190,14 @@ class _Probe:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
 
     def update_conv_state(
         self,
