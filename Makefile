@@ -22,6 +22,10 @@ OBSERVE_SOURCES := charts/observe/package.json .ci/observe
 OBSERVE_TESTS := PROMTOOL=$(CURDIR)/$(OBSERVE)/promtool PROMETHEUS=$(CURDIR)/$(OBSERVE)/prometheus \
   OBSERVE_PYTHON=$(CURDIR)/$(OBSERVE_VENV)/bin/python $(BIN)/python -m pytest -q -m observe
 
+VERSIONS ?= oldest newest
+# What leans on the inside of transformers, and differs from release to release.
+VERSIONS_TESTS := tests/engine/torch/model tests/model tests/router/text tests/settings
+
 TRITON := .cache/triton
 TRITON_STAMP := $(TRITON)/.installed
 
@@ -47,7 +51,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -125,6 +129,23 @@ chaos: $(STAMP) ## random kills and stops of every process, all tokens checked: 
 
 fuzz: $(STAMP) ## random clusters and conversations against transformers, all tokens checked: MINUTES=5 SEED=1 JSON=FILE
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON))
+
+# The environment of constraints.txt, but for transformers and what it alone needs in other releases. torch stays:
+# where no package source offers builds for the CPU, each other release brings gigabytes of CUDA.
+.venv-oldest/.installed: TRANSFORMERS = $(shell sed -nE 's/.*"(transformers)>=([0-9.]+),.*/\1==\2.0/p' pyproject.toml)
+.venv-newest/.installed: TRANSFORMERS = $(shell sed -nE 's/.*"(transformers>=[0-9.]+,<[0-9.]+)".*/\1/p' pyproject.toml)
+$(VERSIONS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^torch==' constraints.txt)
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)'
+	touch $@
+
+test-versions: $(VERSIONS:%=.venv-%/.installed) ## models and tokenizers with the oldest and newest transformers of pyproject.toml
+	set -e; for each in $(VERSIONS); do \
+	  .venv-$$each/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
+	  .venv-$$each/bin/python -m pytest -q -n 2 $(VERSIONS_TESTS); \
+	done
 
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/attention/kernels/test_triton_kernel.py
@@ -237,4 +258,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) $(PAGE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) $(PAGE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

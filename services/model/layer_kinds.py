@@ -1,6 +1,6 @@
 """What each layer of a checkpoint remembers of a sequence, by its config.json. Pure.
 
-Names are transformers' 5.19 and those that published checkpoints had before; where a config.json leaves a
+Names are transformers' 5.24 and those that published checkpoints had before; where a config.json leaves a
 pattern to its model's class, that class's pattern is here.
 """
 
