@@ -98,8 +98,8 @@ $(TRITON_STAMP): docker/requirements-cuda.txt | $(STAMP)
 	$(PIP) --target $(TRITON) $$(grep '^triton==' docker/requirements-cuda.txt)
 	touch $@
 
-demo: $(STAMP) ## a whole cluster on this machine, and what it saves
-	$(BIN)/isthmus demo
+demo: $(STAMP) ## a whole cluster on this machine, and what it saves; MODEL=DIR, or MODEL=random
+	$(BIN)/isthmus demo $(if $(MODEL),--model=$(MODEL))
 
 demo-sglang: $(SGLANG_STAMP) ## the same on real SGLang, on the CPU; takes 4 GB of disk and some minutes
 	$(SGLANG_VENV)/bin/isthmus demo --engine=sglang

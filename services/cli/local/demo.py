@@ -3,7 +3,8 @@
 import asyncio
 import sys
 import tempfile
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,22 +13,66 @@ import grpc
 from services.cli import screen
 from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.model.fetch_model import ensure_cached
 from services.cli.model.make_model import make_model
 from services.cli.table import format_bytes, format_table
 from services.net import channels
-from services.settings.flags import load, setting
+from services.settings.flags import load, refusing, setting
+from services.settings.hub import resolved
+from services.settings.known_models import KNOWN
+from services.values.errors import Unavailable
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-_QUESTIONS = (
-    "What is an isthmus? Answer as if I had never seen a map.",
-    "And why would anybody dig a canal through one?",
-    "Name the two that every ship's captain knows.",
-    "Which of them is older?",
-    "Thank you. Say goodbye in one word.",
+_TEXT = (
+    "The Corinth Canal cuts through the Isthmus of Corinth in Greece. It joins the Gulf of Corinth in the "
+    "west to the Saronic Gulf in the east, and spares ships a voyage of 700 kilometres around the "
+    "Peloponnese. It was dug between 1881 and 1893. It is 6.4 kilometres long, but only 24.6 metres wide, "
+    "and its walls of rock rise 79 metres above the water. Most modern ships are too wide for it, and "
+    "landslides have closed it many times, so that today it is used mainly by tourist boats."
 )
-_SYSTEM = "You are a patient teacher of geography. You answer briefly and you never make things up."
+_RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """What is said to a model, and `warning`, what is to be said of its answers."""
+
+    system: str
+    questions: tuple[str, ...]
+    max_tokens: int
+    kv_pages: int
+    warning: str = ""
+
+
+# Greedy small talk of a small model soon repeats itself; questions on a text do not.
+_ON_A_TEXT = Talk(
+    "You answer questions about a text, in one short sentence.",
+    (
+        f"Read this text and answer my questions about it.\n\n{_TEXT}\n\nWhere is the canal?",
+        "When was it dug?",
+        "How long and how wide is it?",
+        "Who uses it today?",
+    ),
+    max_tokens=60,
+    kv_pages=128,
+)
+_SMALL_TALK = Talk(
+    "You are a patient teacher of geography. You answer briefly and you never make things up.",
+    (
+        "What is an isthmus? Answer as if I had never seen a map.",
+        "And why would anybody dig a canal through one?",
+        "Name the two that every ship's captain knows.",
+        "Which of them is older?",
+        "Thank you. Say goodbye in one word.",
+    ),
+    max_tokens=40,
+    kv_pages=1024,
+    warning="The model is random: its answers are noise, what moves is real.",
+)
 # Two SGLangs that start on two cores need a minute or two.
-_READY_TIMEOUT_S = {"torch": 120.0, "sglang": 600.0}
+_READY_TIMEOUT_S = {"torch": 300.0, "sglang": 600.0}
+_DEFAULT = KNOWN["smollm2"]
+_SPEAKER, _WIDEST = 11, 110  # columns
 _HEADINGS = (
     "turn",
     "decode rank",
@@ -44,8 +89,17 @@ _HEADINGS = (
 class DemoConfig:
     """Hold a conversation of several turns through a whole cluster on this machine."""
 
-    turns: int = setting(5, "turns of the conversation, at most five")
-    max_tokens: int = setting(40, "tokens per answer")
+    model: str = setting(
+        "",
+        f"a checkpoint's directory, a name as for `isthmus up`, or {_RANDOM}: one that answers noise; "
+        "default: smollm2, or random where no package source has that, or SGLang computes",
+    )
+    turns: int = setting(
+        5, "turns of the conversation, at most: it has four questions, or five for a random model"
+    )
+    max_tokens: int | None = setting(
+        None, "tokens per answer, at most; default: 60, and 40 of a random model"
+    )
     transport: str = setting("nixl", "nixl or local")
     engine: Literal["torch", "sglang"] = setting("torch", "what computes")
     logs: bool = setting(False, "show the services' logs")
@@ -53,38 +107,64 @@ class DemoConfig:
 
 def run(argv: list[str]) -> int:
     config = load(DemoConfig, argv, prog="isthmus demo")
-    return asyncio.run(_demo(config))
+    with (
+        refusing("isthmus demo"),
+        tempfile.TemporaryDirectory(prefix="isthmus-demo-") as folder,
+    ):
+        model, talk = _chosen(config, Path(folder))
+        return asyncio.run(_demo(config, model, talk, Path(folder)))
 
 
-async def _demo(config: DemoConfig) -> int:
-    with tempfile.TemporaryDirectory(prefix="isthmus-demo-") as folder:
-        model, log_path = Path(folder) / "model", Path(folder) / "demo.log"
-        print("making a small random model; its answers are noise, its KV is real")
-        make_model(model)
-        shape = Shape(
-            model=model,
-            data_dir=Path(folder) / "etcd",
-            rank_flags=_rank_flags(config),
-            ready_timeout_s=_READY_TIMEOUT_S[config.engine],
-            common_flags=("--index-block=16",),
-            # The point is to see KV cross: left to itself the router computes such short tails on decode.
-            router_flags=("--plans=remote",),
-        )
-        print("starting etcd, 1 router, 1 prefill rank, 2 decode ranks")
-        with log_path.open("w") as log_file:
+def _chosen(config: DemoConfig, folder: Path) -> tuple[Path, Talk]:
+    """Raises ConfigError or Unavailable where the one that was named cannot be had."""
+    name = config.model or (_DEFAULT.name if config.engine == "torch" else _RANDOM)
+    try:
+        if name != _RANDOM:
+            ensure_cached(name, print)
+            named = resolved(_Named(name), weights=True, tell=print)
+            known = KNOWN.get(name)
+            return Path(named.model), replace(_ON_A_TEXT, warning=known.warning if known else "")
+    except Unavailable as error:
+        if config.model:
+            raise
+        print(f"{error}; so a random model answers instead")
+    print("making a small random model; its answers are noise, its KV is real")
+    make_model(folder / "model")
+    return folder / "model", _SMALL_TALK
 
-            def show_line(name: str, line: str) -> None:
-                print(f"{name:<8}| {line}", file=sys.stderr if config.logs else log_file, flush=True)
 
-            async with (
-                LocalCluster(shape, show_line) as cluster,
-                channels.open_channel(cluster.router_endpoint()) as channel,
-            ):
-                await _converse(channel, config)
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """As `resolved` takes it."""
+
+    model: str
+
+
+async def _demo(config: DemoConfig, model: Path, talk: Talk, folder: Path) -> int:
+    shape = Shape(
+        model=model,
+        data_dir=folder / "etcd",
+        rank_flags=_rank_flags(config, talk),
+        ready_timeout_s=_READY_TIMEOUT_S[config.engine],
+        common_flags=("--index-block=16",),
+        # The point is to see KV cross: left to itself the router computes such short tails on decode.
+        router_flags=("--plans=remote",),
+    )
+    print("starting etcd, 1 router, 1 prefill rank, 2 decode ranks")
+    with (folder / "demo.log").open("w") as log_file:
+
+        def show_line(name: str, line: str) -> None:
+            print(f"{name:<8}| {line}", file=sys.stderr if config.logs else log_file, flush=True)
+
+        async with (
+            LocalCluster(shape, show_line) as cluster,
+            channels.open_channel(cluster.router_endpoint()) as channel,
+        ):
+            await _converse(channel, config, talk)
     return 0
 
 
-def _rank_flags(config: DemoConfig) -> tuple[str, ...]:
+def _rank_flags(config: DemoConfig, talk: Talk) -> tuple[str, ...]:
     flags = (f"--engine={config.engine}", f"--transport={config.transport}", "--page-size=16")
     if config.engine == "sglang":
         return (
@@ -93,21 +173,33 @@ def _rank_flags(config: DemoConfig) -> tuple[str, ...]:
             "--max-running-requests=8",
             "--engine-arg=--num-reserved-decode-tokens=64",
         )
-    return (*flags, "--kv-pages=1024")
+    return (*flags, f"--kv-pages={talk.kv_pages}")
 
 
-async def _converse(channel: grpc.aio.Channel, config: DemoConfig) -> None:
+async def _converse(channel: grpc.aio.Channel, config: DemoConfig, talk: Talk) -> None:
     rows = []
-    messages = [generation_pb2.ChatMessage(role="system", content=_SYSTEM)]
-    for turn, question in enumerate(_QUESTIONS[: config.turns], start=1):
+    messages = [generation_pb2.ChatMessage(role="system", content=talk.system)]
+    for turn, question in enumerate(talk.questions[: config.turns], start=1):
         messages.append(generation_pb2.ChatMessage(role="user", content=question))
-        print(f"\nuser       {question}\nassistant  ", end="")
-        answer, ids, finish = await _ask(channel, messages, config.max_tokens)
+        print(f"\nuser       {_indented(question)}\nassistant  ", end="")
+        answer, ids, finish = await _ask(channel, messages, config.max_tokens or talk.max_tokens)
         # The answer goes back as the ids that were generated, so that its KV is found again.
         messages.append(generation_pb2.ChatMessage(role="assistant", content=answer, token_ids=ids))
         rows.append(_row(turn, finish))
     print("\n\n" + format_table(_HEADINGS, rows, screen.width()))
     print("\ndecode_prefix_len tokens were already on the decode rank: only the rest of the KV crossed.")
+    print(*filter(None, [talk.warning]))
+
+
+def _indented(text: str) -> str:
+    """A text of several paragraphs, folded beside who says it."""
+    indent = " " * _SPEAKER
+    width = min(screen.width() or _WIDEST, _WIDEST)
+    lines = (
+        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent)
+        for line in text.split("\n")
+    )
+    return "\n".join(lines).strip()
 
 
 async def _ask(
