@@ -7,7 +7,7 @@ Unreadable: what was taken and not told of is no call.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class Calls:
 
     def add(self, *calls: Call) -> None:
         for call in calls:
-            self.tell(CallPiece(call.name, call.arguments, ends=True))
+            self.tell(CallPiece(call.name, call.arguments, ends=True, id=call.id))
 
     def tell(self, piece: CallPiece) -> None:
         self.sink.call(piece)
@@ -64,9 +64,10 @@ class Calls:
 class Arguments:
     """Of one call, as they come; the name is checked first. Raises Unreadable, as all below."""
 
-    def __init__(self, calls: Calls, name: str) -> None:
+    def __init__(self, calls: Calls, name: str, id_: str = "") -> None:
         self._calls = calls
         self.name = _checked(name)
+        self._id = id_
         self._texts: list[str] = []
         self._num_chars = 0
         self._begun = False
@@ -83,7 +84,7 @@ class Arguments:
     def _begin(self, text: str) -> None:
         if _OBJECT.match(text, 0, _WHOLE_CHARS):
             self._begun = True
-            self._calls.tell(CallPiece(self.name, text))
+            self._calls.tell(CallPiece(self.name, text, id=self._id))
 
     def end(self) -> None:
         """They are whole: a JSON object, if they are right."""
@@ -91,7 +92,7 @@ class Arguments:
         if self._begun:
             self._calls.tell(CallPiece(ends=True))
         else:
-            self._calls.add(Call(self.name, arguments))
+            self._calls.add(Call(self.name, arguments, self._id))
 
 
 class TextArguments:
@@ -199,8 +200,8 @@ def _check_known(members: Mapping[str, str], schemas: Schemas) -> None:
         raise NotACall  # an answer in JSON
 
 
-def json_arguments(calls: Calls, name: str) -> Reading[None]:
-    arguments = Arguments(calls, name)
+def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
+    arguments = Arguments(calls, name, id_)
     yield from calls.reader.json(arguments.add)
     arguments.end()
 
@@ -268,12 +269,20 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
     if not name:
         source = yield from reader.json()
         found = value_of(source)
-        calls.add(*(object_call(text_of(each)) for each in (found if isinstance(found, list) else [found])))
+        calls.add(*map(_with_id, found if isinstance(found, list) else [found]))
         return
+    id_ = ""
     if (yield from reader.either("[CALL_ID]")):
-        yield from reader.word()
+        id_ = yield from reader.word()
     yield from reader.optional("[ARGS]")
-    yield from json_arguments(calls, name)
+    yield from json_arguments(calls, name, id_)
+
+
+def _with_id(found: Any) -> Call:
+    """{"name": "f", "arguments": {...}, "id": "abcdefghi"}"""
+    call = object_call(text_of(found))
+    id_ = found.get("id")
+    return replace(call, id=id_) if isinstance(id_, str) else call
 
 
 _SEP, _CALL, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

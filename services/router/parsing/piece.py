@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool's. `arguments`: a JSON object, as the model wrote it where it wrote JSON."""
+    """A tool's. `arguments`: a JSON object, as the model wrote it where it wrote JSON. `id`: what the model
+    itself calls it, by which its template tells results apart; most do not."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class CallPiece:
     name: str = ""
     arguments: str = ""
     ends: bool = False
+    id: str = ""  # beside a name, the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Sink:
     def call(self, piece: CallPiece) -> None:
         if self._calls and not piece.name:  # of the same call
             begun = self._calls.pop()
-            piece = CallPiece(begun.name, begun.arguments + piece.arguments, piece.ends)
+            piece = CallPiece(begun.name, begun.arguments + piece.arguments, piece.ends, begun.id)
         self._calls.append(piece)
         self.has_open_call = not piece.ends
 

@@ -7,6 +7,7 @@
 A stop string is looked for in what the client gets as text: not in thinking, nor in calls.
 """
 
+import re
 import secrets
 import string
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
 _CONTEXT = 12  # ids: after so many a decoder is in step
 _ID_CHARS = 24
+_OWN_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -40,7 +42,8 @@ class Said:
 
 class AnswerText:
     """`decoder`: shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
-    answer ends with its first. `stop` is content where that `includes_stop`."""
+    answer ends with its first. `stop` is content where that `includes_stop`. `past_ids`: of calls before, of
+    which a new one must not have any."""
 
     def __init__(
         self,
@@ -49,12 +52,14 @@ class AnswerText:
         parser: AnswerParser | None = None,
         parallel_calls: bool = True,
         includes_stop: bool = False,
+        past_ids: frozenset[str] = frozenset(),
     ) -> None:
         self._detokenizer = detokenizer_of(decoder)
         self._may_stop = bool(stop)
         self._stop = StopStrings(stop, includes_stop)
         self._parser = parser
         self._parallel_calls = parallel_calls
+        self._past_ids = past_ids
         self._contents: list[str] = []
         self._reasonings: list[str] = []
         self._calls: list[tuple[AnswerCall, list[str]]] = []  # and their arguments
@@ -134,7 +139,7 @@ class AnswerText:
 
     def _add_call(self, said: Said, piece: CallPiece) -> None:
         if piece.name:
-            self._calls.append((AnswerCall(_new_id(), piece.name, ""), []))
+            self._calls.append((AnswerCall(self._id(piece.id), piece.name, ""), []))
         begun, arguments = self._calls[-1]
         arguments.append(piece.arguments)
         if piece.name or piece.arguments:
@@ -146,6 +151,12 @@ class AnswerText:
             if not self._parallel_calls:
                 said.content += self._stop.finish()
                 said.ended = True
+
+    def _id(self, own: str) -> str:
+        """The model's own id stays: its template writes that in the call, and so must results. But clients
+        tell calls by their ids, and a model may write one twice."""
+        is_new = own not in self._past_ids and own not in (call.id for call, _ in self._calls)
+        return own if _OWN_ID.fullmatch(own) and is_new else _new_id()
 
     def _keep(self, said: Said) -> None:
         self._contents.append(said.content)

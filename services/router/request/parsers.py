@@ -75,7 +75,7 @@ class Parsers:
             parser = self._choice.parser(tools.callable, self.prompt_end(prompt_ids))
         if parser is None:
             return AnswerText(self._tokenizer, stop, includes_stop=includes_stop)
-        return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop)
+        return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop, tools.past_ids)
 
     def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
         """The prompt up to where the answer's turn begins, if that can be told, and what was said in it."""

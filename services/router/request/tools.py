@@ -39,7 +39,8 @@ class ContinuedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
-    """`schemas`: of each tool's arguments, by its name. `named`: the one that is called."""
+    """`schemas`: of each tool's arguments, by its name. `named`: the one that is called. `past_ids`: of calls
+    in the chat."""
 
     schemas: Mapping[str, Any] = field(default_factory=dict)
     mode: CallMode = CallMode.AUTO
@@ -48,6 +49,7 @@ class ChatTools:
     strict: frozenset[str] = frozenset()
     told_apart: bool = False  # of a chat whose client does not want it raw
     continued: ContinuedTurn | None = None
+    past_ids: frozenset[str] = frozenset()
 
     @property
     def callable(self) -> Mapping[str, Any] | None:
@@ -81,6 +83,7 @@ def read_tools(request: GenerateRequest) -> ChatTools:
         strict=frozenset(tool.name for tool in chat.tools if tool.strict),
         told_apart=not chat.raw_answer,
         continued=_continued(chat),
+        past_ids=frozenset(call.id for message in chat.messages for call in message.tool_calls),
     )
 
 

@@ -147,3 +147,30 @@ def test_a_message_does_not_change_with_what_it_was_told_in():
     first, rest = answer.push(ids_of("<think>a</think>I <")), answer.finish()
     first.content += rest.content
     assert answer.message().content == "I <"
+
+
+LONG = '{"a": "' + "x" * 300 + '"}'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{"a": 1}', ["c0x0abcde"]),
+        (f"[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{LONG}", ["c0x0abcde"]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]', ["D681PevKs"]),
+        ('[TOOL_CALLS]f[CALL_ID]twice[ARGS]{}[TOOL_CALLS]f[CALL_ID]twice[ARGS]{"a": 1}', ["twice", None]),
+        ("[TOOL_CALLS]f[CALL_ID]of_before[ARGS]{}", [None]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', [None]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', [None]),
+    ],
+)
+def test_the_models_own_id_of_a_call_stays_where_it_tells_the_call(text, ids, step):
+    """Its template writes it in the call, so that results must have it, too."""
+    parser = choose("mistral", "none", "", None).parser({"f": {}}, "")
+    answer = AnswerText(Characters(), (), parser, past_ids=frozenset({"of_before"}))
+    for begin in range(0, len(text), step):
+        answer.push(ids_of(text[begin : begin + step]))
+    answer.finish()
+    for call, expected in zip(answer.message().calls, ids, strict=True):
+        assert call.id == expected if expected else re.fullmatch("call_[A-Za-z0-9]{24}", call.id)

@@ -4,7 +4,14 @@ import pytest
 
 from services.router.request.tools import MAX_TOOLS, CallMode, ChatTools, read_tools
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
+from services.wire.isthmus.v1.generation_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 F = Tool(name="f", parameters='{"type": "object", "properties": {"a": {"type": "integer"}}}')
 
@@ -55,3 +62,8 @@ def test_what_is_chosen():
 def test_what_is_wrong_is_named(tools, fields, problem):
     with pytest.raises(InvalidRequest, match=f"^{problem}"):
         of(*tools, **fields)
+
+
+def test_the_ids_of_past_calls_are_known():
+    past = ChatMessage(role="assistant", tool_calls=[ToolCall(id="a", name="f"), ToolCall(id="b", name="f")])
+    assert of(F, messages=[past]).past_ids == {"a", "b"}

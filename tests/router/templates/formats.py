@@ -5,6 +5,7 @@ the text that such a model writes. A tokenizer for them all is trained here, on 
     write       what the model generates after the generation prompt, its end included
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Said:
 class Format:
     """`end`: of an answer, of one that calls tools where that differs. `special` tokens, with blanks between,
     leave no trace in clean text; `markers` do. `thinks`: it writes Said.reasoning.
-    `parallel`: several calls in an answer.
+    `parallel`: several calls in an answer. `own_ids`: the model's calls have ids.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Format:
     bos: str = ""
     thinks: bool = False
     parallel: bool = True
+    own_ids: bool = False
 
     @property
     def template(self) -> str:
@@ -134,6 +136,27 @@ def _mistral(said: Said) -> str:
     return said.content + "".join(f"[TOOL_CALLS]{call.name}[ARGS]{call.dumps()}" for call in said.calls)
 
 
+def own_id(call: Call, index: int) -> str:
+    """Of the index-th call of an answer, as models with ids write one."""
+    return hashlib.sha256(f"{index}{call.dumps()}".encode()).hexdigest()[:9]
+
+
+def _mistral_small(said: Said) -> str:
+    calls = [
+        f"[TOOL_CALLS]{call.name}[CALL_ID]{own_id(call, index)}[ARGS]{call.dumps()}"
+        for index, call in enumerate(said.calls)
+    ]
+    return said.content + "".join(calls)
+
+
+def _mistral_nemo(said: Said) -> str:
+    calls = [
+        f'{{"name": "{call.name}", "arguments": {call.dumps()}, "id": "{own_id(call, index)}"}}'
+        for index, call in enumerate(said.calls)
+    ]
+    return said.content + (f"[TOOL_CALLS][{', '.join(calls)}]" if calls else "")
+
+
 def _deepseek(said: Said) -> str:
     """Without thinking, as its calls are."""
     calls = [
@@ -177,6 +200,11 @@ def _minimax(said: Said) -> str:
 _TOOL_CALL = "<tool_call> </tool_call> <tool_response> </tool_response>"
 _THINK = "<think> </think>"
 
+_MISTRAL = (
+    "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] "
+    "[TOOL_CALLS] [CALL_ID] [ARGS] [TOOL_RESULTS] [TOOL_CONTENT] [/TOOL_RESULTS]"
+)
+
 _ALL = (
     Format(
         "qwen3",
@@ -201,14 +229,9 @@ _ALL = (
         bos="<|begin_of_text|>",
         parallel=False,
     ),
-    Format(
-        "mistral",
-        _mistral,
-        end="</s>",
-        special="<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [AVAILABLE_TOOLS] "
-        "[/AVAILABLE_TOOLS] [TOOL_CALLS] [ARGS] [TOOL_RESULTS] [TOOL_CONTENT] [/TOOL_RESULTS]",
-        bos="<s>",
-    ),
+    Format("mistral", _mistral, end="</s>", special=_MISTRAL, bos="<s>"),
+    Format("mistral_small", _mistral_small, end="</s>", special=_MISTRAL, bos="<s>", own_ids=True),
+    Format("mistral_nemo", _mistral_nemo, end="</s>", special=_MISTRAL, bos="<s>", own_ids=True),
     Format(
         "deepseek",
         _deepseek,
@@ -248,4 +271,5 @@ _ALL = (
         thinks=True,
     ),
 )
-FORMATS = {each.name: each for each in _ALL}
+FORMATS = {each.name: each for each in _ALL if not each.own_ids}
+LOOP_FORMATS = {each.name: each for each in _ALL}  # those whose calls have ids differ in nothing but loops

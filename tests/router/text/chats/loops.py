@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from router.templates.agents import LOOK_UP, RESULT, Client
-from router.templates.formats import Format, Said
+from router.templates.formats import Format, Said, own_id
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
 from services.router.text.chats.past_answers import PastAnswers
@@ -46,7 +46,11 @@ class Loop:
         ids = self.tokenizer.encode(written or self.format_.written(said), special_tokens=False)
         number = len(self.messages)
         calls = [
-            AnswerCall(f"call_{number}_{index}", call.name, call.dumps())
+            AnswerCall(
+                own_id(call, index) if self.format_.own_ids else f"call_{number}_{index}",
+                call.name,
+                call.dumps(),
+            )
             for index, call in enumerate(said.calls)
         ]
         message = AnswerMessage(said.content, said.reasoning, tuple(calls))

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from router.templates.agents import CLIENTS, Client, answers
-from router.templates.formats import FORMATS, Format, Said
+from router.templates.formats import FORMATS, LOOP_FORMATS, Format, Said
 from router.text.chats.loops import Loop, common, with_content
 from services.router.text.tokenizer import Tokenizer
+from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 ADDRESSES = (
     "<|channel|>commentary to=functions.look_up <|constrain|>json",
@@ -19,20 +20,21 @@ ADDRESSES = (
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return {
-        name: Tokenizer(str(format_.save(tmp_path_factory.mktemp(name)))) for name, format_ in FORMATS.items()
+        name: Tokenizer(str(format_.save(tmp_path_factory.mktemp(name))))
+        for name, format_ in LOOP_FORMATS.items()
     }
 
 
 def begun(
     name: str, tokenizers: dict[str, Tokenizer], client: Client, **settings: object
 ) -> tuple[Format, Loop]:
-    loop = Loop(FORMATS[name], tokenizers[name], client, **settings)
+    loop = Loop(LOOP_FORMATS[name], tokenizers[name], client, **settings)
     loop.ask("What is it?")
-    return FORMATS[name], loop
+    return LOOP_FORMATS[name], loop
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", LOOP_FORMATS)
 def test_a_loop_keeps_its_prefix(name: str, client: str, tokenizers: dict[str, Tokenizer]) -> None:
     format_, loop = begun(name, tokenizers, CLIENTS[client])
     for number, said in enumerate(answers(format_, 4)):
@@ -42,7 +44,7 @@ def test_a_loop_keeps_its_prefix(name: str, client: str, tokenizers: dict[str, T
         loop.answer(prompt, said)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"llama3"}))  # which writes either
+@pytest.mark.parametrize("name", sorted(LOOP_FORMATS.keys() - {"llama3"}))  # which writes either
 def test_content_beside_calls_changes_nothing(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     format_, loop = begun(name, tokenizers, Client())
     for said in map(with_content, answers(format_, 3)):
@@ -51,7 +53,7 @@ def test_content_beside_calls_changes_nothing(name: str, tokenizers: dict[str, T
         loop.answer(prompt, said)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", LOOP_FORMATS)
 def test_the_prompt_reads_as_the_template_writes_it(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     """With everything given back and nothing remembered, it is the same text."""
     format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
@@ -99,7 +101,7 @@ def forgetful(loop: Loop) -> Loop:
     return Loop(loop.format_, loop.tokenizer, loop.client, messages=loop.messages)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", LOOP_FORMATS)
 @pytest.mark.parametrize("keep_thinking", [False, True])
 def test_a_new_question_drops_what_the_template_drops(
     name: str, keep_thinking: bool, tokenizers: dict[str, Tokenizer]
@@ -110,7 +112,7 @@ def test_a_new_question_drops_what_the_template_drops(
     loop.ask("And now?")
     prompt, held = loop.prompt(), loop.held
     is_whole = common(held, prompt) == len(held)
-    if name == "mistral":  # which has its tools before the last question
+    if name.startswith("mistral"):  # which has its tools before the last question
         assert not is_whole
     else:
         assert is_whole == (keep_thinking or not format_.thinks)
@@ -121,7 +123,7 @@ def test_a_new_question_drops_what_the_template_drops(
         assert loop.outcomes == {"changed": 3}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", LOOP_FORMATS)
 def test_a_loop_without_thinking_keeps_its_prefix(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     """A prompt may have written thinking that is none, which the template shows in the last turn alone."""
     off = '{"enable_thinking": false, "thinking": false}'
@@ -144,6 +146,20 @@ def test_thinking_that_is_none_is_kept_with_the_rest(
         held, prompt = loop.held, loop.prompt()
         writes_none = name in ("qwen3", "minimax") and number  # behind the prompt alone, not in what is past
         is_whole = common(held, prompt) == len(held)
-        assert is_whole == (name != "mistral" and (keep_thinking or not writes_none)) or not number
+        assert (
+            is_whole == (not name.startswith("mistral") and (keep_thinking or not writes_none)) or not number
+        )
         loop.answer(prompt, Said(f"It is {number}."))
         loop.ask("And now?")
+
+
+def test_the_system_stays_in_a_loop_whose_template_would_leave_it_out(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    format_, loop = begun("mistral_nemo", tokenizers, Client())
+    loop.messages.insert(0, ChatMessage(role="system", content="Be brief."))
+    for number, said in enumerate(answers(format_, 3)):
+        held, prompt = loop.held, loop.prompt()
+        assert common(held, prompt) == len(held), number
+        assert tokenizers["mistral_nemo"].text_of(prompt).count("[INST]Be brief.\n\nWhat is it?[/INST]") == 1
+        loop.answer(prompt, said)
