@@ -13,7 +13,7 @@ from services.net.tls import TlsConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.hub import MODEL_HELP
-from services.transfer.nixl_settings import NixlSettings, parameters_of
+from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters, parameters_of
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
@@ -85,7 +85,7 @@ class EngineSettings(ClusterConfig):
     )
     nixl_parameter: tuple[str, ...] = setting(
         (),
-        "of that plugin, NAME=VALUE: ucx_devices=mlx5_0:1",
+        "of that plugin, NAME=VALUE: device_list=mlx5_0,mlx5_1",
         split=False,
         bounds=Bounds(pattern=r"[A-Za-z_][A-Za-z0-9_]*=.+", form="NAME=VALUE"),
     )
@@ -153,7 +153,9 @@ class EngineSettings(ClusterConfig):
 
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
-        parameters_of(self.nixl_parameter)
+        parameters = parameters_of(self.nixl_parameter)
+        if self.nixl_backend == UCX:
+            check_parameters(UCX, parameters)
         if self.speculation != "off" and self.engine == "sglang":
             raise ConfigError(
                 "--speculation is for --engine=torch: SGLang has --engine-arg=--speculative-algorithm=..."

@@ -17,12 +17,14 @@ The only import of nixl, and imported by choose.py only. Seen with nixl 1.5.1, a
   a list built per write from a numpy array: 0.1 ms per thousand descriptors either way.
 """
 
+import ctypes
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 from nixl import _bindings
@@ -31,7 +33,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 from services.kv.transfer_plan import PageMove
 from services.transfer.base import PeerName, Unsettled
 from services.transfer.extents import CopiedPieces, Extents, RankPools, pieces_of
-from services.transfer.nixl_settings import UCX, NixlSettings
+from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters
 from services.transfer.ucx_log import quieten, ucx_log
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
@@ -50,10 +52,17 @@ _PAUSE_US = 1000
 _WRITERS_PAUSE_US = 30_000
 _DEFAULTS = NixlSettings()
 
-# The bindings have no common base for their errors.
-_NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
-    value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)
+# The bindings have no common base for their errors. What telemetry throws in C++ is a RuntimeError.
+_NIXL_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(
+        value
+        for value in vars(_bindings).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ),
 )
+# nixl's import sets it to False for the whole process: what goes wrong in a handler would be lost.
+logging.raiseExceptions = True
 
 
 @contextmanager
@@ -238,12 +247,12 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
     Raises:
         ConfigError: it cannot be started.
     """
-    _quieten()
+    quieten()
     with _renaming("cannot start a NIXL agent", ConfigError), telling_paths(settings):
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-        _check_backend(agent, settings.backend)
+        _check_backend(agent, settings)
         let_sleep(agent, settings, one_thread=True)
-        agent.create_backend(settings.backend, settings.parameters)
+        _create_backend(agent, settings)
     return agent
 
 
@@ -252,10 +261,40 @@ def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
     return ucx_log().told_to_ucx() if settings.writes else nullcontext()
 
 
-def _check_backend(agent: nixl_agent, backend: str) -> None:
-    plugins = agent.get_plugin_list()
+def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:
+    """The list of plugins is of files, whether they can be loaded or not. Raises ConfigError."""
+    backend, plugins = settings.backend, agent.get_plugin_list()
     if backend not in plugins:
         raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
+    try:
+        known, _ = agent.agent.getPluginParams(backend)
+    except _bindings.nixlNotFoundError as error:
+        problem = _why_not_loaded(backend)
+        raise ConfigError(
+            f"--nixl-backend={backend}: NIXL brings this plugin, but it cannot be loaded here: {problem}"
+        ) from error
+    if backend != UCX:
+        check_parameters(backend, settings.parameters, known)
+
+
+def _why_not_loaded(plugin: str) -> str:
+    """The loader's own words for what is missing, for NIXL tells a log alone."""
+    bindings = Path(_bindings.__file__ or "").parent
+    beside = bindings.parent / f".{bindings.name}.mesonpy.libs" / "plugins"
+    for folder in (Path(os.environ.get("NIXL_PLUGIN_DIR") or beside), beside):
+        if (file := folder / f"libplugin_{plugin}.so").exists():
+            try:
+                ctypes.CDLL(str(file))
+            except OSError as error:
+                return str(error)
+    return "with NIXL_LOG_LEVEL=INFO its log says why"
+
+
+def _create_backend(agent: nixl_agent, settings: NixlSettings) -> None:
+    given = " ".join(f"{name}={value}" for name, value in settings.parameters.items())
+    what = f"--nixl-backend={settings.backend} cannot start" + f" with --nixl-parameter {given}" * bool(given)
+    with _renaming(f"{what} (what NIXL has written to stderr says why)", ConfigError):
+        agent.create_backend(settings.backend, settings.parameters)
 
 
 def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) -> None:
@@ -268,14 +307,19 @@ def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) ->
     # nixl_agent_config has no word for it.
     config.pthrDelay = _WRITERS_PAUSE_US if settings.writes and settings.backend == UCX else _PAUSE_US
     config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
+    agent.agent = (
+        None  # its end: exporters of telemetry take no second agent of a name while there is the first
+    )
     agent.agent = _bindings.nixlAgent(agent.name, config)
 
 
-def _quieten() -> None:
-    """Before the first agent is made."""
-    quieten()
+def _own_its_log() -> None:
+    """What nixl has set up at its import for all who use it."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()  # NIXL's own prints to stdout
     logger.propagate = True
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.WARNING)
+
+
+_own_its_log()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.host.ports import is_loopback
@@ -12,6 +12,17 @@ from services.values.kv_path import KvPath, KvPathKind
 log = logging.getLogger(__name__)
 
 UCX = "UCX"
+# What the UCX plugin of nixl 1.5.1 looks for. It tells three itself (getPluginParams), one of them in vain.
+_UCX_READS = (
+    "device_list",
+    "engine_config",
+    "num_threads",
+    "num_workers",
+    "split_batch_size",
+    "ucx_error_handling_mode",
+    "ucx_num_device_channels",
+)
+_READ_NOWHERE = "ucx_devices"
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"  # Linux's name of it; memory that two processes of one host share is no such device
 
@@ -45,6 +56,21 @@ def keep_to_loopback(host: str) -> None:
     """
     if is_loopback(host):
         os.environ.setdefault(_DEVICES, _LOOPBACK)
+
+
+def check_parameters(backend: str, parameters: Iterable[str], known: Iterable[str] = _UCX_READS) -> None:
+    """NIXL takes any name, and says nothing of one that its plugin never looks for. Raises ConfigError."""
+    for name in parameters:
+        if name == _READ_NOWHERE:
+            raise ConfigError(
+                f"--nixl-parameter={name}=...: NIXL names this parameter and never reads it; device_list "
+                "says which devices, without their ports: device_list=mlx5_0,mlx5_1"
+            )
+        if name not in known:
+            raise ConfigError(
+                f"--nixl-parameter={name}=...: NIXL's plugin {backend} has no such parameter, but "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
 
 
 def parameters_of(texts: Sequence[str]) -> dict[str, str]:

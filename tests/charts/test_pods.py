@@ -141,9 +141,9 @@ def test_a_device_for_rdma_is_expected_to_be_used():
     )  # it writes nothing
     unsure = merged(LEAST, {"prefill": device | {"flags": {"expect-kv-path": "any"}}})
     assert render(unsure).config("prefill").expect_kv_path == "any"
-    nixl = {"nixl-parameter": ["ucx_devices=mlx5_0:1,mlx5_1:1"], "nixl-backend": "UCX"}
+    nixl = {"nixl-parameter": ["device_list=mlx5_0,mlx5_1"], "nixl-backend": "UCX"}
     objects = render(merged(LEAST, {"prefill": {"flags": nixl}}))
-    assert objects.config("prefill").nixl_parameter == ("ucx_devices=mlx5_0:1,mlx5_1:1",)
+    assert objects.config("prefill").nixl_parameter == ("device_list=mlx5_0,mlx5_1",)
 
 
 def test_what_a_gpu_pod_may_need_of_its_node():

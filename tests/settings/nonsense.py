@@ -29,7 +29,7 @@ RANK = [
     ("index-writes-per-s", 0, "--index-writes-per-s must be above 0, got 0"),
     ("engine-arg", ["page-size=3"], "--engine-arg must be one --flag or --flag=value of SGLang's"),
     ("nixl-backend", "carrier pigeon", "--nixl-backend: expected one of UCX, LIBFABRIC, MOONCAKE, UCCL"),
-    ("nixl-parameter", ["ucx_devices"], "--nixl-parameter must be NAME=VALUE, got 'ucx_devices'"),
+    ("nixl-parameter", ["device_list"], "--nixl-parameter must be NAME=VALUE, got 'device_list'"),
     ("grace-s", -1, "--grace-s must be 0 or more, got -1"),
     ("grace-s", "long", "--grace-s: expected finite number, got 'long'"),
     ("log-level", "loud", "--log-level: expected one of debug, info, warning, error, got 'loud'"),

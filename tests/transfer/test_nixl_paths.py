@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,16 +13,21 @@ import pytest
 import services
 from services.kv.transfer_plan import PageMove
 from services.transfer.choose import open_transport
-from services.transfer.nixl_settings import NixlSettings, keep_to_loopback, parameters_of
+from services.transfer.nixl_settings import NixlSettings, check_parameters, keep_to_loopback, parameters_of
 from services.values.errors import ConfigError
 from services.values.kv_path import KvPath, KvPathKind
 
 SCRIPT = Path(__file__).parent / "told_paths.py"
 
 
+def with_ours(**environment):
+    return {**os.environ, **environment, "PYTHONPATH": str(Path(services.__file__).parents[1])}
+
+
 def told(**environment):
-    env = {**os.environ, **environment, "PYTHONPATH": str(Path(services.__file__).parents[1])}
-    result = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, SCRIPT], env=with_ours(**environment), capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
@@ -82,8 +88,90 @@ def test_a_backend_that_nixl_has_not_is_refused_with_those_that_it_has():
 
 
 @pytest.mark.nixl
+@pytest.mark.skipif(find_library("fabric") is not None, reason="libfabric is installed here")
+def test_a_plugin_that_is_there_and_cannot_be_loaded_is_refused_with_what_it_lacks(tmp_path):
+    """NIXL's list of plugins is of files. The wheel's LIBFABRIC wants a library that the wheel has not."""
+    with pytest.raises(
+        ConfigError, match=r"--nixl-backend=LIBFABRIC: NIXL brings this plugin, but .*libfabric"
+    ):
+        open_transport("nixl", NixlSettings(backend="LIBFABRIC"))
+
+
+@pytest.mark.nixl
+def test_an_import_of_nixl_leaves_the_processs_logging_as_it_was():
+    code = (
+        "import logging, services.transfer.nixl as door; door.open_agent('a');"
+        "print(logging.raiseExceptions, logging.getLogger('nixl').handlers)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=with_ours(), capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "True []\n", done.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("exporter", "said"),
+    [("BUFFER", "open"), ("prometheus", "open"), ("none_such", "ConfigError: cannot start")],
+)
+def test_telemetry_of_nixls_ends_no_rank(exporter, said, tmp_path):
+    code = (
+        "import sys, services.transfer.nixl as door\n"
+        "try: door.open_agent('a'); print('open')\n"
+        "except Exception as error: print(f'{type(error).__name__}: {error}')"
+    )
+    told = {
+        "NIXL_TELEMETRY_ENABLE": "y",
+        "NIXL_TELEMETRY_DIR": str(tmp_path),
+        "NIXL_TELEMETRY_EXPORTER": exporter,
+        "NIXL_TELEMETRY_PROMETHEUS_LOCAL": "y",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=with_ours(**told), capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.startswith(said), done.stderr
+
+
+def test_a_missing_wheel_of_nixl_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "services.transfer.nixl", raising=False)
+    finder = SimpleNamespace(find_spec=refusing("detected CUDA 13 but nixl-cu13 is not installed"))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(ConfigError, match=r"built for CUDA 13, .* Install nixl-cu13 of nixl's version"):
+        open_transport("nixl")
+
+
+def refusing(sentence):
+    def find_spec(name, *_):
+        if name == "services.transfer.nixl":
+            raise ImportError(sentence)
+
+    return find_spec
+
+
+@pytest.mark.parametrize(
+    ("parameters", "refusal"),
+    [
+        (["device_list", "num_workers", "engine_config"], None),
+        (["ucx_devices"], "ucx_devices=...: NIXL names this parameter and never reads it; device_list says"),
+        (
+            ["nonsense"],
+            r"nonsense=...: NIXL's plugin UCX has no such parameter, but device_list, engine_config, ",
+        ),
+    ],
+)
+def test_a_parameter_that_nobody_reads_is_refused(parameters, refusal):
+    if refusal is None:
+        check_parameters("UCX", parameters)
+        return
+    with pytest.raises(ConfigError, match=refusal):
+        check_parameters("UCX", parameters)
+
+
+@pytest.mark.nixl
 def test_a_parameter_reaches_the_backend():
-    with pytest.raises(ConfigError, match="cannot start a NIXL agent"):
+    refusal = "--nixl-backend=UCX cannot start with --nixl-parameter ucx_error_handling_mode=whatever"
+    with pytest.raises(ConfigError, match=refusal):
         open_transport("nixl", NixlSettings(parameters={"ucx_error_handling_mode": "whatever"}))
     open_transport("nixl", NixlSettings(parameters={"num_workers": "2"})).close()
 
