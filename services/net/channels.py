@@ -7,10 +7,14 @@ from services.net.tls import TlsConfig
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-MESSAGE_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
+
+def message_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_received_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
 # A peer whose host died sends no FIN: pings find out within keepalive time + timeout. A process that was
 # killed is known at once without them. So the timeout is what a living peer may be kept from answering:
 # on a crowded host an ordinary process waits for its turn for more than 5 s.
@@ -24,7 +28,7 @@ KEEPALIVE_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CHANNEL_OPTIONS = [
-    *MESSAGE_OPTIONS,
+    *message_options(),
     *KEEPALIVE_OPTIONS,
     # A restarted rank is found again within this, not within gRPC's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),

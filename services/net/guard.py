@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import grpc
@@ -13,8 +13,16 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
+from services.net.bytes_in_flight import BytesInFlight, HeldBytes
 from services.net.grpc_errors import ERROR_KEY, status_of
-from services.values.errors import DeadlineExceeded, InvalidRequest, IsthmusError, NoCapacity, root_cause
+from services.values.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    let_frames_go,
+    root_cause,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +35,13 @@ _INTERNAL = "internal error; the server's log has it"
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Answers what a handler raises: our errors by the table, anything else as INTERNAL, logged."""
 
-    def __init__(self, *, keeps: bool = True) -> None:
+    def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
         """What stands around a handler is made once, if it `keeps` it. Not where a call's own handlers come
-        from within: they would be kept with what they know of their calls, keys among it."""
+        from within: they would be kept with what they know of their calls, keys among it. `in_flight` bounds
+        the messages that calls hold."""
+        guarded = partial(_guarded, in_flight)
         self._around: Callable[[grpc.RpcMethodHandler, str], grpc.RpcMethodHandler] = (
-            cache(_guarded) if keeps else _guarded
+            cache(guarded) if keeps else guarded
         )
 
     async def intercept_service(
@@ -45,10 +55,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return self._around(handler, handler_call_details.method)
 
 
-_Receive = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+# How a behavior's first argument is had of a call's messages, and what counts their bytes.
+_Receive = Callable[[Any, grpc.aio.ServicerContext, HeldBytes | None], Awaitable[Any]]
 
 
-def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+def _guarded(
+    in_flight: BytesInFlight | None, handler: grpc.RpcMethodHandler, method: str
+) -> grpc.RpcMethodHandler:
     """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
     reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no
     message. On the wire there is no difference."""
@@ -59,36 +72,65 @@ def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandl
     parse = handler.request_deserializer
     if not handler.request_streaming:
         receive, parse = _only_message(parse), None
+    elif in_flight is not None:
+        receive, parse = _counted_messages(parse), None
     guard = _guarded_generator if inspect.isasyncgenfunction(behavior) else _guarded_coroutine
     make_handler = getattr(grpc, f"stream_{answers}_rpc_method_handler")
-    return make_handler(guard(behavior, receive, method), parse, handler.response_serializer)
+    return make_handler(guard(behavior, receive, method, in_flight), parse, handler.response_serializer)
 
 
-async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:
     return messages
 
 
 def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
     """Raises InvalidRequest when there is none, or one that cannot be read."""
 
-    async def receive(messages: Any, context: grpc.aio.ServicerContext) -> Any:
-        raw = await context.read()
+    async def receive(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:
+        raw = await (context.read() if held is None else held.read(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call ended without a message")
-        try:
-            return parse(raw)
-        except DecodeError as error:  # text that is no UTF-8, for one
-            raise InvalidRequest(f"the message cannot be read: {error}") from error
+        return _parsed(parse, raw)
 
     return receive
 
 
+def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
+    """One is held until the next one is asked for."""
+
+    async def each(context: grpc.aio.ServicerContext, held: HeldBytes) -> AsyncGenerator[Any, None]:
+        while (raw := await held.read(context.read)) is not grpc.aio.EOF:
+            yield _parsed(parse, raw)
+
+    async def receive(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:
+        assert held is not None, "they are counted"
+        return each(context, held)
+
+    return receive
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError as error:  # text that is no UTF-8, for one
+        raise InvalidRequest(f"the message cannot be read: {error}") from error
+
+
+def _holding(in_flight: BytesInFlight | None) -> contextlib.AbstractContextManager[HeldBytes | None]:
+    return contextlib.nullcontext() if in_flight is None else in_flight.call()
+
+
+# What a call was sent has no name in the frames below: grpc.aio keeps the error that `abort` raised, and
+# these frames with it, in a circle until the garbage collector comes by.
+
+
 def _guarded_coroutine(
-    behavior: Callable[..., Awaitable[Any]], receive: _Receive, method: str
+    behavior: Callable[..., Awaitable[Any]], receive: _Receive, method: str, in_flight: BytesInFlight | None
 ) -> Callable[..., Awaitable[Any]]:
     async def call(messages: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(await receive(messages, context), context)
+            with _holding(in_flight) as held:
+                return await behavior(await receive(messages, context, held), context)
         except Exception as error:
             return await _answer(context, method, error)
 
@@ -96,14 +138,18 @@ def _guarded_coroutine(
 
 
 def _guarded_generator(
-    behavior: Callable[..., AsyncGenerator[Any, None]], receive: _Receive, method: str
+    behavior: Callable[..., AsyncGenerator[Any, None]],
+    receive: _Receive,
+    method: str,
+    in_flight: BytesInFlight | None,
 ) -> Callable[..., AsyncGenerator[Any, None]]:
     async def stream(messages: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
         try:
-            request = await receive(messages, context)
-            async with contextlib.aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            with _holding(in_flight) as held:
+                responses = behavior(await receive(messages, context, held), context)
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        yield response
         except Exception as error:
             await _answer(context, method, error)
 
@@ -118,7 +164,9 @@ async def _answer(context: grpc.aio.ServicerContext, method: str, error: Excepti
         cause = DeadlineExceeded("the deadline has passed")
     if not isinstance(cause, IsthmusError):
         logger.error("handler_failed method=%s", method, exc_info=error)
+        let_frames_go(error)
         await _abort(context, grpc.StatusCode.INTERNAL, _INTERNAL)
+    let_frames_go(error)
     details = str(cause).encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     metadata = [(ERROR_KEY, type(cause).__name__)]
     if isinstance(cause, NoCapacity) and cause.retry_after_s is not None:

@@ -6,7 +6,9 @@ One server's life: open_server (bound, SERVING) --> set_serving as often as need
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import grpc
@@ -15,8 +17,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.net import call_takers
+from services.net.bytes_in_flight import BytesInFlight
 from services.net.call_takers import CallTakers
-from services.net.channels import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS
+from services.net.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES, message_options
 from services.net.guard import ErrorInterceptor
 from services.net.peer_door import PeerDoor
 from services.net.tls import TlsConfig
@@ -28,7 +31,6 @@ logger = logging.getLogger(__name__)
 _MAX_PENDING_CALLS = 100_000
 _TAKERS = 16  # of each method; 8 and 64 do as well
 _SERVER_OPTIONS = [
-    *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Past 1,000 calls that the event loop has not taken up yet gRPC turns new ones away as CANCELLED.
@@ -38,6 +40,32 @@ _SERVER_OPTIONS = [
     # A port that another process still holds is an error, not a port shared with it.
     ("grpc.so_reuseport", 0),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBounds:
+    """What clients may have of a server; peers, who are known, are left without most of it.
+
+    gRPC's core closes a connection above `max_connections` as soon as it has accepted it: a client sees
+    UNAVAILABLE and tries again. One on which no call has run for `idle_s` is told to go (GOAWAY) and makes
+    another with its next call. One with a call on it lives as long as that does: calls have deadlines.
+    """
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    in_flight: BytesInFlight | None = None
+    max_connections: int = 0  # 0: as many as there are descriptors for
+    idle_s: float = math.inf
+
+    def options(self) -> list[tuple[str, int]]:
+        options = message_options(self.max_message_bytes)
+        if self.max_connections:
+            options.append(("grpc.max_allowed_incoming_connections", self.max_connections))
+        if self.idle_s < math.inf:
+            options.append(("grpc.max_connection_idle_ms", round(1e3 * self.idle_s)))
+        return options
+
+
+_NO_BOUNDS = ClientBounds()
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
@@ -101,6 +129,7 @@ async def open_server(
     serving: bool = True,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     busy: Mapping[str, grpc.RpcMethodHandler] = MappingProxyType({}),
+    bounds: ClientBounds = _NO_BOUNDS,
 ) -> RpcServer:
     """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
 
@@ -113,8 +142,9 @@ async def open_server(
         ConfigError: the address cannot be bound, or the TLS files cannot be used.
     """
     doors = [PeerDoor(tls.peer_name)] if tls is not None and tls.peer_name else []
-    around = [*doors, ErrorInterceptor(keeps=not interceptors), *interceptors]
-    server = grpc.aio.server(interceptors=around, options=_SERVER_OPTIONS)
+    guard = ErrorInterceptor(keeps=not interceptors, in_flight=bounds.in_flight)
+    options = [*_SERVER_OPTIONS, *bounds.options()]
+    server = grpc.aio.server(interceptors=[*doors, guard, *interceptors], options=options)
     register(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -76,3 +76,19 @@ def root_cause(error: BaseException) -> BaseException:
         return error
     ours = error.subgroup(IsthmusError)
     return root_cause((ours if ours is not None else error).exceptions[0])
+
+
+def let_frames_go(error: BaseException) -> None:
+    """Cut an error that has been answered, and those behind it, off the frames that they came through. Frames
+    hold the message that was refused, and where one of them holds the error too, all of it stays until the
+    garbage collector comes by: that counts objects, and a few of many megabytes are no reason for it."""
+    behind: list[BaseException | None] = [error]
+    seen = set[int]()
+    while behind:
+        each = behind.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = None
+        behind += [each.__cause__, each.__context__]
+        behind += each.exceptions if isinstance(each, BaseExceptionGroup) else ()

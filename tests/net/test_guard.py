@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import logging
 import weakref
@@ -173,3 +174,44 @@ async def test_of_a_call_that_has_ended_nothing_is_kept_though_its_handler_was_i
         await server.stop()
     gc.collect()
     assert [known() for known in met] == [None] * 3
+
+
+@pytest.mark.parametrize("error", [errors.InvalidRequest, KeyError])
+async def test_what_is_refused_is_let_go_without_the_collector(error, monkeypatch):
+    """An error holds frames, and these the message: of large ones a few circles would fill the memory long
+    before the collector has counted enough objects."""
+    monkeypatch.setattr(guard.logger, "disabled", True)  # what pytest catches of a log holds its errors
+    beside_messages = []
+
+    class Beside:
+        """Lives in a frame as long as the message does, of which there are no weak references."""
+
+        def __init__(self):
+            beside_messages.append(weakref.ref(self))
+
+    class Refusing(Service):
+        async def Abort(self, request, context):
+            beside = Beside()  # noqa: F841
+            refusal = error("no")  # as one that is kept, and named, by who raises it
+            raise refusal
+
+        async def Generate(self, request, context):
+            beside = Beside()  # noqa: F841
+            yield generation_pb2.GenerateResponse()
+            refusal = error("no")
+            raise refusal
+
+    async with serving(Refusing()) as (_, channel):
+        stub = stub_of(channel)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                await stub.Abort(generation_pb2.AbortRequest()).code()
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in stub.Generate(generation_pb2.GenerateRequest()):
+                        pass
+            await asyncio.sleep(0.1)
+            assert [beside() for beside in beside_messages] == [None] * 4
+        finally:
+            gc.enable()

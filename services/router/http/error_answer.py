@@ -11,13 +11,16 @@ from services.router.dialects.errors import UnknownEncoding, status_of
 from services.router.dialects.openai import errors as openai
 from services.router.http.encodings import ENCODINGS
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
-from services.values.errors import NoCapacity, Unauthenticated
+from services.values.errors import IsthmusError, NoCapacity, Unauthenticated, let_frames_go
 
 # What bodies call the prompt.
 _PROMPTS = {CHATS: "messages", COMPLETIONS: "prompt", RESPONSES: openai.RESPONSES_PROMPT, GENERATE: "text"}
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
+    """A bug keeps its frames, which Starlette has yet to log."""
+    if isinstance(error, IsthmusError):
+        let_frames_go(error)
     path = request.url.path
     body = (
         anthropic.error_json(error)

@@ -148,8 +148,10 @@ def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHand
 
 
 def _refusing(error: Unauthenticated, refusals: KeyRefusals) -> grpc.RpcMethodHandler:
-    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+    """Takes messages and asks for none: what is refused by its head is not read."""
+
+    async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> NoReturn:
         refusals.note("grpc", context.peer(), error)
         raise error
 
-    return grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=bytes)
+    return grpc.stream_unary_rpc_method_handler(refuse)

@@ -416,6 +416,13 @@ async def test_reflection_asks_for_a_key_and_health_does_not(channel):
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_who_shows_no_key_is_refused_before_a_message_is_read(channel):
+    """None is sent here: who asked for it would wait."""
+    for method in ("Generate", "Abort", "WatchCluster"):
+        call = channel.stream_stream(f"/isthmus.v1.Generation/{method}")(timeout=10)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 @pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)
 async def test_over_grpc_a_key_says_whose_a_request_is(of_tenants, key, named, tenant):
     request = generation_pb2.GenerateRequest(tenant=named)

@@ -1,0 +1,124 @@
+"""The bytes of clients' messages that a process holds, bounded for all of its fronts together.
+
+    nothing has come        what will come is not known, and nothing is counted
+    still not there after   it is taken for a large message on its way, of which only so many are read at a
+      EARLY_S                 time: one more ends the one that has been read for longest
+    it is there             its length is counted until its call has ended; above the bound it is refused
+
+gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted
+as the largest one. Over HTTP a body is counted as its pieces come, and nothing else is.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
+
+EARLY_S = 0.02  # a message that was sent with its call's head is there by then
+SLOW_S = 60.0  # in which a message must have come, as an HTTP body must
+_RETRY_AFTER_S = 1.0
+_SHARE_ON_THE_WAY = 2  # half of the bound is for large messages that are on their way
+
+
+class BytesInFlight:
+    """Of one process."""
+
+    def __init__(self, most: int, largest: int, refused: Callable[[], None] = lambda: None) -> None:
+        """`largest`: that a message may have. `refused` is called for each for which there was no room.
+
+        Raises ConfigError when `most` cannot hold two of the largest.
+        """
+        if most < 2 * largest:
+            raise ConfigError(
+                f"--max-bytes-in-flight must hold two of the largest messages, {2 * largest} bytes, "
+                f"got {most}"
+            )
+        self._places = max(1, most // _SHARE_ON_THE_WAY // largest)
+        self._most = most - self._places * largest
+        self._on_the_way: dict[object, Callable[[], None]] = {}  # how each is ended, the oldest first
+        self._refused = refused
+        self.held = 0
+
+    @contextmanager
+    def call(self) -> Iterator["HeldBytes"]:
+        """What is held within it is let go at its end."""
+        held = HeldBytes(self)
+        try:
+            yield held
+        finally:
+            held.let_go()
+
+    def take(self, num_bytes: int) -> None:
+        """Raises NoCapacity, and takes nothing then."""
+        if num_bytes > 0 and self.held + num_bytes > self._most:
+            raise self.no_room()
+        self.held += num_bytes
+
+    def no_room(self) -> NoCapacity:
+        self._refused()
+        return NoCapacity(
+            "this server holds as many bytes of messages as it may (--max-bytes-in-flight)", _RETRY_AFTER_S
+        )
+
+    def begin_place(self, place: object, end: Callable[[], None]) -> None:
+        if len(self._on_the_way) >= self._places:
+            oldest = next(iter(self._on_the_way))
+            self._on_the_way.pop(oldest)()
+        self._on_the_way[place] = end
+
+    def end_place(self, place: object) -> None:
+        self._on_the_way.pop(place, None)
+
+
+class HeldBytes:
+    """What one call holds."""
+
+    def __init__(self, in_flight: BytesInFlight) -> None:
+        self._in_flight = in_flight
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises NoCapacity."""
+        self._in_flight.take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def let_go(self) -> None:
+        self._in_flight.take(-self._num_bytes)
+        self._num_bytes = 0
+
+    async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        """What `read` returns, a message or what stands for the end of all. It is held in place of the one
+        before.
+
+        Raises:
+            NoCapacity: there is no room for it; there was none to go on reading it.
+            DeadlineExceeded: it did not come in SLOW_S.
+        """
+        self.let_go()
+        message = await self._in_time(read)
+        if isinstance(message, bytes):
+            self.add(len(message))
+        return message
+
+    async def _in_time(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        loop = asyncio.get_running_loop()
+        is_ended = False
+
+        def end() -> None:
+            nonlocal is_ended
+            is_ended = True
+            limit.reschedule(loop.time())
+
+        early = loop.call_later(EARLY_S, self._in_flight.begin_place, self, end)
+        try:
+            async with asyncio.timeout(SLOW_S) as limit:
+                return await read()
+        except TimeoutError:
+            if is_ended:
+                raise self._in_flight.no_room() from None
+            raise DeadlineExceeded(f"the message did not come within {SLOW_S:g} s") from None
+        finally:
+            early.cancel()
+            self._in_flight.end_place(self)

@@ -1,0 +1,152 @@
+import asyncio
+
+import grpc
+import pytest
+
+from net.echo import NAMES, Service, stub_of
+from services.net import bytes_in_flight, channels, servers
+from services.net.bytes_in_flight import BytesInFlight
+from services.values import errors
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+LARGEST = 100
+
+
+def bounded(most: int, refused: list[int] | None = None) -> BytesInFlight:
+    """`most` beside what is for messages on their way: two places of the largest."""
+    noted = [] if refused is None else refused
+    return BytesInFlight(most + 2 * LARGEST, LARGEST, lambda: noted.append(1))
+
+
+def test_what_a_call_holds_is_let_go_at_its_end_however_it_ends():
+    refused: list[int] = []
+    in_flight = bounded(250, refused)
+    with in_flight.call() as one:
+        one.add(150)
+        with pytest.raises(errors.NoCapacity) as caught, in_flight.call() as other:
+            other.add(50)
+            other.add(60)
+        assert caught.value.retry_after_s == 1.0
+        assert (in_flight.held, refused) == (150, [1])
+    assert in_flight.held == 0
+    with in_flight.call() as again:
+        again.add(250)
+    assert in_flight.held == 0
+
+
+def test_a_bound_that_cannot_hold_two_messages_is_refused():
+    with pytest.raises(errors.ConfigError, match="--max-bytes-in-flight must hold two"):
+        BytesInFlight(2 * LARGEST - 1, LARGEST)
+
+
+async def test_a_message_is_held_in_place_of_the_one_before_it():
+    in_flight = bounded(250)
+    messages = iter([b"a" * 100, b"b" * 40, grpc.aio.EOF])
+
+    async def read():
+        return next(messages)
+
+    with in_flight.call() as held:
+        sizes = []
+        for _ in range(3):
+            await held.read(read)
+            sizes.append(in_flight.held)
+    assert sizes == [100, 40, 0]
+
+
+async def test_of_messages_on_their_way_the_oldest_makes_room(monkeypatch):
+    """Whoever sends nothing keeps a place only until another needs it."""
+    monkeypatch.setattr(bytes_in_flight, "EARLY_S", 0.0)
+    in_flight = bounded(250)
+    never, arrived = asyncio.Event(), asyncio.Event()
+
+    async def silent() -> None:
+        with in_flight.call() as held:
+            await held.read(never.wait)
+
+    async def slow() -> bytes:
+        await arrived.wait()
+        return b"come"
+
+    async def in_time() -> bytes:
+        with in_flight.call() as held:
+            return await held.read(slow)
+
+    silent_ones = [asyncio.create_task(silent()) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    last = asyncio.create_task(in_time())
+    with pytest.raises(errors.NoCapacity):
+        await silent_ones[0]
+    arrived.set()
+    assert await last == b"come"
+    assert not silent_ones[1].done()
+    silent_ones[1].cancel()
+    await asyncio.gather(*silent_ones, return_exceptions=True)
+    assert in_flight.held == 0
+    assert not in_flight._on_the_way
+
+
+async def test_a_message_that_never_comes_ends_its_call(monkeypatch):
+    monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.05)
+    with pytest.raises(errors.DeadlineExceeded, match="did not come within"), bounded(250).call() as held:
+        await held.read(asyncio.Event().wait)
+
+
+async def test_a_server_refuses_above_the_bound_and_serves_when_one_has_ended():
+    service = Service()
+    largest = 3000
+    bounds = servers.ClientBounds(largest, BytesInFlight(4 * largest, largest))
+
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
+
+    server = await servers.open_server("localhost:0", register, NAMES, bounds=bounds)
+    text = "a" * 2500
+    try:
+        async with channels.open_channel(f"localhost:{server.port}") as channel:
+            stub = stub_of(channel)
+            calls = [stub.Generate(generation_pb2.GenerateRequest(text=text)) for _ in range(2)]
+            for call in calls:
+                await call.read()
+            refused = stub.Generate(generation_pb2.GenerateRequest(text=text))
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "--max-bytes-in-flight" in await refused.details()
+            assert ("grpc-retry-pushback-ms", "1000") in tuple(await refused.trailing_metadata())
+            service.release.set()
+            for call in calls:
+                assert await call.code() is grpc.StatusCode.OK
+            assert (await stub.Abort(generation_pb2.AbortRequest())).found
+            too_large = stub.Generate(generation_pb2.GenerateRequest(text="a" * (largest + 1)))
+            assert await too_large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "larger than max" in await too_large.details()
+            assert bounds.in_flight is not None
+            assert bounds.in_flight.held == 0
+    finally:
+        await server.stop()
+
+
+async def test_connections_are_bounded_and_idle_ones_told_to_go():
+    """grpcio closes a connection above the number as soon as it has accepted it."""
+
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(Service(), server)
+
+    async def told(channel: grpc.aio.Channel) -> grpc.StatusCode:
+        try:
+            await stub_of(channel).Abort(generation_pb2.AbortRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    bounds = servers.ClientBounds(max_connections=1, idle_s=1.0)
+    server = await servers.open_server("127.0.0.1:0", register, NAMES, bounds=bounds)
+    try:
+        endpoint = f"127.0.0.1:{server.port}"
+        async with channels.open_channel(endpoint) as one, channels.open_channel(endpoint) as another:
+            assert await told(one) is grpc.StatusCode.OK
+            assert await told(another) is grpc.StatusCode.UNAVAILABLE
+            async with asyncio.timeout(30):  # the first leaves by itself, with no call on it
+                while await told(another) is not grpc.StatusCode.OK:
+                    await asyncio.sleep(0.1)
+    finally:
+        await server.stop()
