@@ -4,6 +4,7 @@ import json
 import math
 from array import array
 from collections.abc import Mapping
+from typing import Any
 
 from services.values.errors import InvalidRequest
 
@@ -73,14 +74,14 @@ class Body:
         """An object's members; those of an absent one are absent."""
         return Body(self.object(name), f"{self.name_of(name)}.")
 
+    def items(self, name: str) -> "list[Any]":
+        """Empty where it is absent; its number is judged before anything is made of an item."""
+        return check_list(self._fields.get(name), self.name_of(name))
+
     def objects(self, name: str) -> "list[Body]":
         """Of a list; none where it is absent."""
-        value = self._fields.get(name)
-        if not isinstance(value, list | None):
-            raise self.wrong(name, "must be a list")
-        if len(value or ()) > _MOST_OBJECTS:
-            raise self.wrong(name, f"must be at most {_MOST_OBJECTS} items")
-        return [_object(item, f"{self.name_of(name)}[{index}]") for index, item in enumerate(value or ())]
+        own_name = self.name_of(name)
+        return [_object(item, f"{own_name}[{index}]") for index, item in enumerate(self.items(name))]
 
     def text(self, name: str) -> str:
         value = self._fields.get(name)
@@ -122,6 +123,15 @@ def _object(value: object, name: str) -> Body:
     if not isinstance(value, dict):
         raise InvalidParameter(name, "must be an object")
     return Body(value, f"{name}.")
+
+
+def check_list(value: object, name: str) -> list[Any]:
+    """Empty for a null."""
+    if not isinstance(value, list | None):
+        raise InvalidParameter(name, "must be a list")
+    if len(value or ()) > _MOST_OBJECTS:
+        raise InvalidParameter(name, f"must be at most {_MOST_OBJECTS} items")
+    return value or []
 
 
 def json_text(value: object, name: str) -> str:

@@ -15,13 +15,17 @@ def read_continuing(body: Body) -> bool:
     begins = body.flag("add_generation_prompt")
     if begins and continues:
         raise body.wrong("add_generation_prompt", "must be false beside continue_final_message")
-    continues = continues or _is_asked_by_messages(body.objects("messages"))
+    continues = continues or _is_asked_by_messages(body)
     if body.get("add_generation_prompt") is False and not continues:
         raise body.wrong("add_generation_prompt", "must be true without continue_final_message")
     return continues
 
 
-def _is_asked_by_messages(messages: list[Body]) -> bool:
+def _is_asked_by_messages(body: Body) -> bool:
+    items = body.items("messages")
+    if not any(isinstance(item, dict) and not item.keys().isdisjoint(_OF_MESSAGES) for item in items):
+        return False
+    messages = body.objects("messages")
     asking = [(message, name) for message in messages for name in _OF_MESSAGES if message.flag(name)]
     for message, name in asking:
         if message is not messages[-1]:

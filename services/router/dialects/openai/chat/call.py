@@ -6,7 +6,14 @@ Parameters that we do not know are ignored, but for those of refused.py.
 import json
 from collections.abc import Mapping
 
-from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
+from services.router.dialects.body import (
+    UINT32_MAX,
+    Body,
+    InvalidParameter,
+    check_ids,
+    check_list,
+    check_text,
+)
 from services.router.dialects.counts import read_n
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.chat.tools import read_calls, read_tools
@@ -66,7 +73,8 @@ def _read_template_kwargs(body: Body) -> str:
 def _read_messages(value: object) -> list[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise InvalidParameter("messages", "must be a list of at least one message")
-    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+    items = check_list(value, "messages")
+    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(items)]
 
 
 def _read_message(value: object, name: str) -> ChatMessage:
@@ -99,7 +107,8 @@ def _read_content(value: object, name: str) -> str | list[str]:
     if value is None:
         return ""
     if isinstance(value, list):
-        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
+        parts = check_list(value, name)
+        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(parts)]
     if isinstance(value, str):
         return check_text(value, name)
     raise InvalidParameter(name, "must be a string or a list of text parts")

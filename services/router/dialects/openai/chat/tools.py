@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from services.router.dialects.answer import Json
-from services.router.dialects.body import Body, InvalidParameter, check_text
+from services.router.dialects.body import Body, InvalidParameter, check_list, check_text
 from services.wire.isthmus.v1.generation_pb2 import Chat, Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _MODES = {
@@ -16,9 +16,7 @@ _MODES = {
 
 def read_tools(body: Body, chat: Chat) -> None:
     """Fill in the tools and what is said of them. Raises InvalidParameter."""
-    chat.tools.extend(
-        _read_tool(item, f"tools[{index}]") for index, item in enumerate(_list(body.get("tools"), "tools"))
-    )
+    chat.tools.extend(_read_tool(item, f"tools[{index}]") for index, item in enumerate(body.items("tools")))
     _read_choice(body.get("tool_choice"), chat)
     if body.get("parallel_tool_calls") is not None:
         chat.parallel_tool_calls = body.flag("parallel_tool_calls")
@@ -26,7 +24,7 @@ def read_tools(body: Body, chat: Chat) -> None:
 
 def read_calls(value: object, name: str) -> list[ToolCall]:
     """Of a past turn."""
-    return [_read_call(item, f"{name}[{index}]") for index, item in enumerate(_list(value, name))]
+    return [_read_call(item, f"{name}[{index}]") for index, item in enumerate(check_list(value, name))]
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[Json]:
@@ -115,9 +113,3 @@ def _json_text(value: object, name: str) -> str:
         return check_text(json.dumps(value, ensure_ascii=False), name)
     except RecursionError as error:
         raise InvalidParameter(name, "is nested too deeply") from error
-
-
-def _list(value: object, name: str) -> list[object]:
-    if not isinstance(value, list | None):
-        raise InvalidParameter(name, "must be a list")
-    return value or []
