@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
+from starlette.types import ASGIApp
 
 from services.etcd.client import Etcd
 from services.grammar.grammars import Grammars
@@ -27,6 +28,7 @@ from services.index.read.mirror import Mirror
 from services.index.schema import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.net import servers
+from services.net.bytes_in_flight import BytesInFlight
 from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process.events import first_of
@@ -49,6 +51,7 @@ from services.router.request.telemetry.metrics import RankCollector, RouterMetri
 from services.router.server import GENERATE, SERVICE_NAME, GenerationService, add_to_server, generate_handler
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
+from services.router.text.prompt import most_message_bytes
 from services.router.text.tokenizer import Tokenizer
 from services.router.watch.metrics import WatchMetrics
 from services.router.watch.watch import Watch
@@ -154,7 +157,15 @@ async def open_router(
         metrics.running.set_function(lambda: generator.num_running)
         metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
-        server = await _serve_grpc(config, service, api_keys)
+        largest = config.max_message_bytes or most_message_bytes(
+            tokenizer.context_tokens, tokenizer.vocab_size
+        )
+        in_flight = BytesInFlight(config.max_bytes_in_flight, largest, metrics.message_refused)
+        metrics.message_bytes.set_function(lambda: in_flight.held)
+        log_lines.event(
+            log, "message_bounds", largest_bytes=largest, in_flight_bytes=config.max_bytes_in_flight
+        )
+        server = await _serve_grpc(config, service, api_keys, largest, in_flight)
         stack.push_async_callback(server.stop)
         labels = {
             metrics_page.CLUSTER_LABEL: config.cluster,
@@ -163,9 +174,20 @@ async def open_router(
             "model": config.served_name,
         }
         shown = metrics_page.MetricsPage(registry, labels)
-        http = await stack.enter_async_context(
-            _serve_http(config, service, defaults, api_keys, HttpMetrics(registry), shown)
+        http_metrics = HttpMetrics(registry)
+        front = http_app(
+            service,
+            defaults=defaults,
+            model_path=config.model,
+            page=_page(config),
+            keys=api_keys,
+            allowed_origins=config.allowed_origins,
+            max_body_bytes=largest,
+            in_flight=in_flight,
+            count=http_metrics.asked,
+            metrics=shown,
         )
+        http = await stack.enter_async_context(_serve_http(config, front, http_metrics))
         stack.callback(watch.close)  # before HTTP, which waits for its calls
         registry.register(CertificateCollector(config.certificates()))
         metrics_port, stop_metrics = metrics_page.serve_metrics(
@@ -200,8 +222,13 @@ def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDe
 
 
 async def _serve_grpc(
-    config: RouterConfig, service: GenerationService, api_keys: ApiKeys | None
+    config: RouterConfig,
+    service: GenerationService,
+    api_keys: ApiKeys | None,
+    largest: int,
+    in_flight: BytesInFlight,
 ) -> servers.RpcServer:
+    num_connections = config.grpc_max_connections or descriptors.limit() // 4
     return await servers.open_server(
         host_port(bindable(config.host), config.port),
         partial(add_to_server, service),
@@ -210,6 +237,7 @@ async def _serve_grpc(
         serving=False,
         interceptors=[] if api_keys is None else [GrpcDoor(api_keys)],
         busy={GENERATE: generate_handler(service)},
+        bounds=servers.ClientBounds(largest, in_flight, num_connections, config.grpc_idle_s),
     )
 
 
@@ -273,14 +301,7 @@ class HttpFront:
 
 
 @contextlib.asynccontextmanager
-async def _serve_http(
-    config: RouterConfig,
-    service: GenerationService,
-    defaults: SamplingDefaults,
-    api_keys: ApiKeys | None,
-    metrics: HttpMetrics,
-    shown: metrics_page.MetricsPage,
-) -> AsyncIterator[HttpFront]:
+async def _serve_http(config: RouterConfig, app: ASGIApp, metrics: HttpMetrics) -> AsyncIterator[HttpFront]:
     try:
         listener = listen(config.host, config.http_port)
     except OSError as error:
@@ -293,16 +314,7 @@ async def _serve_http(
         surplus=min(64, num_connections // 4),
     )
     settings = uvicorn.Config(
-        http_app(
-            service,
-            defaults=defaults,
-            model_path=config.model,
-            page=_page(config),
-            keys=api_keys,
-            allowed_origins=config.allowed_origins,
-            count=metrics.asked,
-            metrics=shown,
-        ),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -88,6 +88,32 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(at_least=0),
     )
 
+    grpc_max_connections: int = setting(
+        0,
+        "gRPC connections above which one is closed at once; 0: a quarter of the open files allowed",
+        bounds=Bounds(at_least=0),
+    )
+
+    grpc_idle_s: float = setting(
+        300.0,
+        "seconds after which a gRPC connection without a call is told to close; clients make another",
+        bounds=Bounds(at_least=1),
+    )
+
+    max_message_bytes: int = setting(
+        0,
+        "bytes of one client's message or body above which it is refused; 0: what the model's context can "
+        "need, twice 16 bytes a token and a mebibyte, at least 3 MiB",
+        bounds=Bounds(at_least=0, at_most=64 << 20),
+    )
+
+    max_bytes_in_flight: int = setting(
+        256 << 20,
+        "bytes of clients' messages and bodies, of both fronts together and until each is answered, above "
+        "which one is refused; half of it is for large ones on their way",
+        bounds=Bounds(at_least=1 << 20),
+    )
+
     max_watchers: int = setting(
         64,
         "streams that watch the cluster (WatchCluster, /v1/cluster/watch) above which one is refused",

@@ -158,6 +158,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def check_usable(self) -> None:
         self._cluster.check_usable()
 
+    def context_tokens(self) -> int | None:
+        return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
+
     def is_running(self, tenant: str, request_id: str) -> bool:
         return self._generator.is_running(tenant, request_id)
 
@@ -175,10 +178,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def list_models(self) -> generation_pb2.ListModelsResponse:
         """With the ranks that are up; the context does not change while they come and go."""
-        known = bool(self._cluster.ranks(Role.DECODE))
         model = generation_pb2.Model(
             id=self._model_name,
-            max_context_tokens=self._cluster.max_context_tokens() if known else 0,
+            max_context_tokens=self.context_tokens() or 0,
             prefill_ranks=self._num_up(Role.PREFILL),
             decode_ranks=self._num_up(Role.DECODE),
         )

@@ -52,6 +52,9 @@ class GenerationBackend(Protocol):
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no rank could take any request."""
 
+    def context_tokens(self) -> int | None:
+        """Prompt and answer together; None while no rank is known."""
+
     def is_running(self, tenant: str, request_id: str) -> bool: ...
 
     def token_text(self, token_id: int) -> str:

@@ -1,4 +1,10 @@
-"""A request's body off the wire, and the time that its client gives it."""
+"""A request's body off the wire, and the time that its client gives it.
+
+length that is stated, or has come, above the largest      413
+all bodies that are held are too many bytes                429
+longer than 64 KiB                                         waits for its turn: one at a time, in a thread
+a list of more items than the context has tokens           400, before anything is made of an item
+"""
 
 import asyncio
 import json
@@ -7,21 +13,47 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.net.bytes_in_flight import BytesInFlight
 from services.router.dialects.errors import BodyTooLong
 from services.router.http.encodings import decoded
 from services.router.http.event_stream import ClientLeft
-from services.values.errors import InvalidRequest
+from services.values.errors import ContextExceeded, InvalidRequest
 
 _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
+_PROMPT_LISTS = ("messages", "input", "tools", "prompt", "input_ids")
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 
 
+class CountedBodies:
+    """ASGI middleware. What has come of a body is held until its request has been answered: what is made of
+    it lives as long. Raises NoCapacity to whoever reads it."""
+
+    def __init__(self, app: ASGIApp, in_flight: BytesInFlight) -> None:
+        self._app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._in_flight.call() as held:
+
+            async def receive_counted() -> Message:
+                message = await receive()
+                held.add(len(message.get("body", b"")))
+                return message
+
+            await self._app(scope, receive_counted, send)
+
+
 class BodyReader:
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, context_tokens: Callable[[], int | None] = lambda: None) -> None:
+        """`context_tokens`: of the ranks, which bounds a list whose items are a token at least; None: not
+        known."""
         self._max_body_bytes = max_body_bytes
+        self._context_tokens = context_tokens
+        self._long_bodies = asyncio.Lock()
 
     async def read(
         self, request: Request, read: Callable[[Mapping[str, object], Mapping[str, str]], _T]
@@ -32,22 +64,53 @@ class BodyReader:
         encoding = request.headers.get("content-encoding", "")
 
         def read_fields() -> _T:
-            plain = decoded(body, encoding, self._max_body_bytes)
-            return read(_fields_of(plain), request.headers)
+            fields = _fields_of(decoded(body, encoding, self._max_body_bytes))
+            self._check_lists(fields)
+            return read(fields, request.headers)
 
-        is_short = len(body) < _LONG_BODY and not encoding
-        return read_fields() if is_short else await asyncio.to_thread(read_fields)
+        if len(body) < _LONG_BODY and not encoding:
+            return read_fields()
+        return await self._in_turn(read_fields)
+
+    async def _in_turn(self, read_fields: Callable[[], _T]) -> _T:
+        """One at a time: two threads would both keep the loop from running. JSON is read without ever letting
+        it run, so the next one waits for as long as this one took."""
+        await self._long_bodies.acquire()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            return await asyncio.to_thread(read_fields)
+        finally:
+            loop.call_later(loop.time() - began_s, self._long_bodies.release)
 
     async def _received(self, request: Request) -> bytearray:
         body = bytearray()
+        stated = request.headers.get("content-length", "")
+        if stated.isdecimal():
+            self._check_length(int(stated))
         try:
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > self._max_body_bytes:
-                    raise BodyTooLong(f"the body must be at most {self._max_body_bytes} bytes")
+                self._check_length(len(body))
         except ClientDisconnect as error:
             raise ClientLeft("the client closed the connection") from error
         return body
+
+    def _check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise BodyTooLong(f"the body must be at most {self._max_body_bytes} bytes")
+
+    def _check_lists(self, fields: Mapping[str, object]) -> None:
+        most = self._context_tokens()
+        if most is None:
+            return
+        for name in _PROMPT_LISTS:
+            value = fields.get(name)
+            if isinstance(value, list) and len(value) > most:
+                raise ContextExceeded(
+                    f"{name} must be at most {most} items, got {len(value)}. "
+                    f"This model's maximum context length is {most} tokens"
+                )
 
 
 def _fields_of(body: bytes | bytearray) -> Mapping[str, object]:

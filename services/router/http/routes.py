@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.net.bytes_in_flight import BytesInFlight
 from services.observe.metrics_page import MetricsPage
 from services.router.dialects.anthropic.answer import AnthropicDialect
 from services.router.dialects.call import REQUEST_ID
@@ -25,7 +26,7 @@ from services.router.dialects.responses.store import ResponseStore
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
 from services.router.dialects.sglang.generate import SglangDialect
 from services.router.http.backend import GenerationBackend
-from services.router.http.body import BodyReader
+from services.router.http.body import BodyReader, CountedBodies
 from services.router.http.door.framing import OneLength
 from services.router.http.door.key_door import HttpDoor, tenant_of
 from services.router.http.door.request_id import RequestIds
@@ -55,6 +56,7 @@ def http_app(
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
+    in_flight: BytesInFlight | None = None,
     clock: Callable[[], float] = time.time,
     count: Callable[[str], None] = lambda dialect: None,
     metrics: MetricsPage | None = None,
@@ -63,10 +65,11 @@ def http_app(
 
     `clock` gives seconds since the epoch, for the `created` fields. `count` is told each call's dialect.
     `model_path`: the model's directory on this machine, for SGLang's /model_info.
+    `in_flight` counts the bytes of bodies.
     `page`: what people see at /. `metrics`: what Prometheus does at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
-    bodies = BodyReader(max_body_bytes)
+    bodies = BodyReader(max_body_bytes, generation.context_tokens)
     generating = (
         Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
         for path, dialect in _dialects(generation, defaults, store).items()
@@ -85,6 +88,8 @@ def http_app(
     starlette = Starlette(routes=routes, exception_handlers=handlers)
     starlette.router.redirect_slashes = False  # to a scheme that a proxy before us may not speak
     app: ASGIApp = starlette
+    if in_flight is not None:
+        app = CountedBodies(app, in_flight)
     # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
         open_paths = frozenset({HEALTH}) | (page.paths if page is not None else frozenset())

@@ -24,6 +24,32 @@ _MANY_IDS = 1 << 16
 _IDS_NAME = "token_ids.ids"
 
 
+_TOKEN_BYTES = 16  # of text; in no language do tokens have half of it on average
+_LEAST_TEXT_BYTES = 1 << 20
+_BESIDE_PROMPT_BYTES = 1 << 20  # schemas, variables, biases, names, and what a client sends that nobody reads
+_MOST_MESSAGE_BYTES = 64 << 20  # of the ranks' own
+_UNKNOWN_CONTEXT_MESSAGE_BYTES = 8 << 20
+
+
+def most_text_bytes(context_tokens: int) -> int:
+    """Of UTF-8 that may become tokens of one context; far more than it can hold."""
+    return max(_LEAST_TEXT_BYTES, _TOKEN_BYTES * context_tokens)
+
+
+def most_message_bytes(context_tokens: int | None, vocab_size: int) -> int:
+    """That a client's message may have, in protobuf or JSON: what the model's context can need.
+
+    A prompt is text, every second byte of which JSON may escape, or ids in decimal with a comma and a space
+    each. Beside it there is a mebibyte for all else: of 4,096 tokens 3 MiB in all, of 131,072 5 MiB, of
+    1,048,576 33 MiB. None, where config.json states no context: 8 MiB.
+    """
+    if context_tokens is None:
+        return _UNKNOWN_CONTEXT_MESSAGE_BYTES
+    ids_bytes = (len(str(vocab_size)) + 2) * context_tokens
+    prompt_bytes = max(2 * most_text_bytes(context_tokens), ids_bytes)
+    return min(prompt_bytes + _BESIDE_PROMPT_BYTES, _MOST_MESSAGE_BYTES)
+
+
 class PromptEncoder:
     """Text, chat or ids in; ids out.
 
@@ -43,16 +69,20 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
-        self._max_text_bytes = max_text_bytes or max(1 << 20, 16 * max_context_tokens)
+        self._max_text_bytes = max_text_bytes or most_text_bytes(max_context_tokens)
         self._keep_thinking = keep_thinking
 
     async def encode(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
         """As `encode_now`, with a long request in a thread. `past`: to look a chat's past answers up in."""
         is_long = _is_long(request)
         if past is not None:
-            await _do(is_long, past.digest)
+            await _do(is_long, partial(self._digest, request.chat, past))
             past.recall()
         return await _do(is_long, partial(self.encode_now, request, past))
+
+    def _digest(self, chat: Chat, past: PastAnswers) -> None:
+        self._check_chat(chat)  # what is refused for its length needs no digests
+        past.digest()
 
     def check(self, given: PackedIds) -> PackedIds:
         """As `encode_now` of a request with those ids."""
@@ -92,13 +122,17 @@ class PromptEncoder:
         self._check_bytes([text], "text")
         return self._tokenizer.encode(text, special_tokens)
 
-    def _encode_chat(self, chat: Chat, past: PastAnswers | None) -> list[int]:
+    def _check_chat(self, chat: Chat) -> None:
         # A message is at least one token; a request's worth of empty ones would keep the template busy.
         num_parts = len(chat.messages) + len(chat.tools) + sum(len(each.tool_calls) for each in chat.messages)
         if num_parts > self._max_context_tokens:
             self._refuse_len(f"{num_parts} messages, tools and calls")
         self._check_bytes(_texts_of_messages(chat), "chat.messages")
         self._check_bytes(_texts_of_tools(chat), "chat.tools")
+
+    def _encode_chat(self, chat: Chat, past: PastAnswers | None) -> list[int]:
+        if past is None:  # else it was checked before
+            self._check_chat(chat)
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
         known = past.known if past is not None else NO_ANSWERS

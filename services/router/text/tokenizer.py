@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from services.model.byte_tokens import bytes_of_piece
+from services.model.context_length import context_tokens
 from services.router.text.byte_pieces import pieces_of, without
 from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
@@ -46,6 +47,7 @@ class Tokenizer:
         self._end_of_sequence = find_end_of_sequence(configs, self._backend.eos_token_id)
         self._eos_token_ids = self._end_of_sequence.token_ids
         self._vocab_size = _stated_vocab_size(configs["config.json"]) or len(self._backend)
+        self._context_tokens = _stated_context(configs["config.json"])
         self._is_audible = _audible_ids(self._backend)
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
@@ -74,6 +76,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids below it have an embedding: config.json's word, else the tokenizer's own size."""
         return self._vocab_size
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Prompt and answer together, by config.json; ranks may hold less. None: it does not say."""
+        return self._context_tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
@@ -300,6 +307,13 @@ def _stated_vocab_size(config: dict[str, Any]) -> int | None:
     text_config = config.get("text_config") or {}  # where multimodal checkpoints keep it
     size = config.get("vocab_size", text_config.get("vocab_size"))
     return None if size is None else int(size)
+
+
+def _stated_context(config: dict[str, Any]) -> int | None:
+    try:
+        return context_tokens(config)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _audible_ids(backend: Any) -> bytearray:

@@ -41,6 +41,7 @@ class FakeBackend:
         self.script = script or (response("Hello", [72]), response(" you", [73]), finished("!", [33]))
         self.model_ids, self.unusable = models, ""
         self.unread_s = 3600.0  # after which a stream is closed
+        self.context: int | None = None
         self.running: set[tuple[str, str]] = set()  # requests that came over gRPC
         self.requests: list[GenerateRequest] = []
         self.timeouts_s: list[float | None] = []
@@ -59,6 +60,9 @@ class FakeBackend:
         self.traceparents.append(traceparent)
         self.playing = self.play(self.script)
         return self.playing
+
+    def context_tokens(self) -> int | None:
+        return self.context
 
     def watch(self, request: WatchClusterRequest) -> AsyncGenerator[WatchClusterResponse, None]:
         self.watches.append(request)

@@ -1,6 +1,9 @@
+import asyncio
 import gzip
+import itertools
 import json
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 import zstandard
 
 from router.http.backend import FakeBackend, client, complete
+from services.net.bytes_in_flight import BytesInFlight
 from services.router.http import body as http_body
 
 
@@ -121,3 +125,78 @@ async def test_what_nobody_reads_may_be_anything() -> None:
     async with client(FakeBackend()) as http:
         answer = await http.post("/v1/completions", content=b'{"prompt": "Hi", "nobody_reads_it": NaN}')
     assert answer.status_code == 200
+
+
+async def test_a_body_is_refused_by_the_length_that_it_states() -> None:
+    """Nothing of it is read."""
+
+    async def pieces():
+        raise AssertionError("it is not read")
+        yield b""
+
+    async with client(FakeBackend(), max_body_bytes=100) as http:
+        headers = {"content-length": "101", "content-type": "application/json"}
+        answer = await http.post("/v1/completions", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+
+
+async def test_bodies_are_held_until_they_are_answered_and_no_more_than_may_be() -> None:
+    backend = FakeBackend("wait")
+    refused: list[int] = []
+    in_flight = BytesInFlight(1000, 500, lambda: refused.append(1))  # 500 beside those on their way
+    body = json.dumps({"prompt": "a" * 300})
+    async with client(backend, in_flight=in_flight) as http:
+        first = asyncio.create_task(http.post("/v1/completions", content=body))
+        await backend.waiting.wait()
+        assert in_flight.held == len(body)
+        answer = await http.post("/v1/completions", content=body)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert refused == [1]
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert in_flight.held == 0
+        backend.script = FakeBackend().script
+        assert (await http.post("/v1/completions", content=body)).status_code == 200
+    assert in_flight.held == 0
+
+
+async def test_long_bodies_are_read_one_at_a_time_with_a_pause_between_them(monkeypatch) -> None:
+    read, began_and_ended = http_body._fields_of, []
+
+    def slow(body: bytearray) -> Any:
+        began_s = time.monotonic()
+        time.sleep(0.05)
+        began_and_ended.append((began_s, time.monotonic()))
+        return read(body)
+
+    monkeypatch.setattr(http_body, "_fields_of", slow)
+    async with client(FakeBackend()) as http:
+        body = json.dumps({"prompt": "a" * 70_000})
+        posts = [http.post("/v1/completions", content=body) for _ in range(3)]
+        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200, 200, 200]
+    pairs = itertools.pairwise(began_and_ended)
+    assert all(later[0] - earlier[1] >= 0.04 for earlier, later in pairs)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{}] * 101}, "messages"),
+        ("/v1/chat/completions", {"messages": [{}], "tools": [{}] * 101}, "tools"),
+        ("/v1/completions", {"prompt": [1] * 101}, "prompt"),
+        ("/v1/responses", {"input": [{}] * 101}, "input"),
+        ("/v1/messages", {"messages": [{}] * 101, "max_tokens": 1}, "messages"),
+        ("/generate", {"input_ids": [1] * 101}, "input_ids"),
+    ],
+)
+async def test_more_items_than_the_context_has_tokens_are_refused_by_their_number(path, body, param) -> None:
+    """Not one of them is looked at: each is wrong, too."""
+    backend = FakeBackend()
+    backend.context = 100
+    async with client(backend) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400
+    assert f"{param} must be at most 100 items, got 101" in answer.text
+    assert backend.rejections == ["InvalidRequest"]

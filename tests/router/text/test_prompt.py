@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from services.router.text.prompt import PromptEncoder
+from services.router.text.prompt import PromptEncoder, most_message_bytes
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import (
@@ -207,3 +207,21 @@ async def test_a_long_text_is_tokenized_off_the_loop(character_tokenizer: Tokeni
         assert list(encoded.ids) == character_tokenizer.encode(text)
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
+
+
+def test_a_message_may_be_what_the_context_can_need():
+    mib = 1 << 20
+    wanted = {None: 8, 4096: 3, 65_536: 3, 131_072: 5, 1 << 20: 33, 1 << 30: 64}
+    assert {context: most_message_bytes(context, 128_000) // mib for context in wanted} == wanted
+
+
+async def test_a_chat_that_is_too_long_is_refused_before_it_is_digested():
+    class NeverDigested:
+        def digest(self):
+            raise AssertionError("it was digested")
+
+    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+    for messages in ([ChatMessage(content="a" * 11)], [ChatMessage()] * 101):
+        request = GenerateRequest(chat=Chat(messages=messages))
+        with pytest.raises(ContextExceeded):
+            await encoder.encode(request, NeverDigested())

@@ -168,6 +168,15 @@ class RouterMetrics:
             "Answers that ended before max_tokens and the model's context: no rank's pool held more of them.",
         )
         self._hits = _HitMetrics(registry)
+        self.message_bytes = Gauge(
+            "isthmus_router_message_bytes",
+            "Bytes of clients' messages and bodies that are held until they are answered.",
+            registry=registry,
+        )
+        self._messages_refused = counter(
+            "isthmus_messages_refused",
+            "Messages and bodies refused because too many bytes of others were held (--max-bytes-in-flight).",
+        )
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
 
     def received(self) -> None:
@@ -178,6 +187,10 @@ class RouterMetrics:
         """A request was refused at the door."""
         self._requests[type(error).__name__,].inc()
         self._rejections.labels(type(error).__name__).inc()
+
+    def message_refused(self) -> None:
+        """It never becomes a request."""
+        self._messages_refused.inc()
 
     def unauthenticated(self, front: str, reason: str) -> None:
         """They come no further than to the keys, and count as no requests."""
