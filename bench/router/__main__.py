@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import Row, table, write_json
-from bench.router import decisions, served
+from bench.router import beside, decisions, served
 from bench.router.peers.sglang_router import saturated_peer
 from bench.router.saturated import ANSWERS, PROMPTS, STREAMS, Grid, added, parts, saturated
 
-_PARTS = ("decisions", "served", "saturated")
+_PARTS = ("decisions", "served", "saturated", "beside")
 _PEER_PYTHON = Path(".venv-sglang/bin/python")
 
 
@@ -38,6 +38,9 @@ def main() -> None:
         goals += served.goals(report["parts"])
     if "saturated" in arguments.only:
         report |= asyncio.run(_saturated(arguments))
+    if "beside" in arguments.only:
+        crowds = asyncio.run(beside.beside(arguments.beside, arguments.engine, arguments.seconds))
+        report |= {f"beside {index}": [row] for index, row in enumerate(crowds)}
     for name, rows in (report | {"goals": goals}).items():
         if rows:
             print(f"\n{name}\n{table(rows)}")
@@ -102,6 +105,9 @@ def _parse() -> argparse.Namespace:
         help="run them in the same run; bare: a router that does nothing",
     )
     group.add_argument("--peer-python", type=Path, default=_PEER_PYTHON, help="has sglang_router")
+    group = parser.add_argument_group("beside")
+    group.add_argument("--beside", nargs="+", choices=beside.PARTS, default=beside.PARTS)
+    group.add_argument("--engine", choices=("fake", "torch"), default="fake", help="of the ranks")
     return parser.parse_args()
 
 
