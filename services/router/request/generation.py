@@ -333,6 +333,7 @@ class Generator:
             max_tokens or self._cluster.max_context_tokens(),
             self._tokenizer.vocab_size,
             keep_thinking=self._keep_thinking,
+            call_text=self._parsers.call_text,
         )
 
     def _past(self, request: generation_pb2.GenerateRequest) -> PastAnswers | None:

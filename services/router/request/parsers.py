@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.grammar.grammars import Grammars
+from services.router.parsing.call_texts import CALL_TEXTS, CallText
 from services.router.parsing.choice import ParserChoice
 from services.router.parsing.formats import NONE
 from services.router.request.answer_text import AnswerText
@@ -44,6 +45,11 @@ class Parsers:
                 "tool_choice to none, or raw_answer"
             )
         return tools if self._keeps_strict else replace(tools, strict=frozenset())
+
+    @property
+    def call_text(self) -> CallText | None:
+        """How the model writes calls, for templates that have no place for them."""
+        return CALL_TEXTS.get(self._choice.tools)
 
     def end_ids(self, tools: ChatTools) -> tuple[int, ...]:
         """That end an answer of a request with those tools."""

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from services.router.text.chats.chat import NO_ANSWERS, ChatTokenizer, render_chat
+from services.router.text.chats.chat import NO_ANSWERS, CallText, ChatTokenizer, render_chat
 from services.router.text.chats.past_answers import PastAnswers
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
@@ -54,7 +54,8 @@ class PromptEncoder:
     """Text, chat or ids in; ids out.
 
     `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before
-    the work of tokenizing it; unset, it is far above what any context holds.
+    the work of tokenizing it; unset, it is far above what any context holds. `call_text`: past calls as the
+    model writes them, for chat templates that have no place for them.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class PromptEncoder:
         max_text_bytes: int | None = None,
         *,
         keep_thinking: bool = False,
+        call_text: CallText | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._max_text_bytes = max_text_bytes or most_text_bytes(max_context_tokens)
         self._keep_thinking = keep_thinking
+        self._call_text = call_text
 
     async def encode(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
         """As `encode_now`, with a long request in a thread. `past`: to look a chat's past answers up in."""
@@ -136,7 +139,9 @@ class PromptEncoder:
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
         known = past.known if past is not None else NO_ANSWERS
-        rendered = render_chat(self._tokenizer, chat, known, keep_thinking=self._keep_thinking)
+        rendered = render_chat(
+            self._tokenizer, chat, known, keep_thinking=self._keep_thinking, call_text=self._call_text
+        )
         if past is not None:
             past.rendered(rendered.spliced)
         return rendered.ids

@@ -1,19 +1,22 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.templates.formats import FORMATS
+from services.router.parsing.call_texts import CALL_TEXTS
 from services.router.text.chats import splices
-from services.router.text.chats.chat import render_chat
+from services.router.text.chats.chat import PastAnswer, render_chat
 from services.router.text.chats.conversations import drift_tokens
 from services.router.text.chats.turns import ChatTurns, Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
 
 Variables = Mapping[str, Any]
 
@@ -276,3 +279,28 @@ def test_an_answers_ids_need_a_turn_of_their_own() -> None:
         InvalidRequest, match=r"^chat\.messages\[1\]\.token_ids cannot be used: .* joined as text"
     ):
         prompt_of(Joining(), answers)
+
+
+def test_calls_that_a_template_has_no_place_for_are_content(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    tokenizer = Tokenizer(str(FORMATS["qwen3"].save(tmp_path)))
+    shows_no_calls = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer._backend.chat_template = shows_no_calls
+    tokenizer._backend.save_pretrained(tmp_path / "plain")
+    tokenizer = Tokenizer(str(tmp_path / "plain"))
+    call = ToolCall(id="a", name="f", arguments='{"x": 1}')
+    messages = [
+        ChatMessage(role="user", content="Hi"),
+        ChatMessage(role="assistant", content="I look.", tool_calls=[call]),
+        ChatMessage(role="tool", content="7", tool_call_id="a"),
+    ]
+    ids = render_chat(tokenizer, Chat(messages=messages), call_text=CALL_TEXTS["hermes"]).ids
+    said = 'I look.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>tool\n7" in tokenizer.text_of(ids)
+    answer = PastAnswer(tokenizer.encode(said.replace(": ", ":"), special_tokens=False))
+    rendered = render_chat(tokenizer, Chat(messages=messages), {1: answer}, call_text=CALL_TEXTS["hermes"])
+    assert rendered.spliced == {1} and '{"x":1}' in tokenizer.text_of(rendered.ids)
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[1\]\.tool_calls cannot be used"):
+        render_chat(tokenizer, Chat(messages=messages))
