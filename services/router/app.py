@@ -182,6 +182,7 @@ async def open_router(
             page=_page(config),
             keys=api_keys,
             allowed_origins=config.allowed_origins,
+            leaves_images_out=config.images == "placeholder",
             max_body_bytes=largest,
             in_flight=in_flight,
             count=http_metrics.asked,

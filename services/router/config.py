@@ -144,6 +144,11 @@ class RouterConfig(ClusterConfig):
         "ignore: strict tools are as others, whose calls are held to no schema unless one is required",
     )
 
+    images: Literal["refuse", "placeholder"] = setting(
+        "refuse",
+        "images in HTTP bodies: refused by name, or a text in place of each that says it was left out",
+    )
+
     keep_thinking: Literal["template", "always"] = setting(
         "template",
         "thinking of past answers: where the chat template shows it, or always, which keeps prefixes whole",

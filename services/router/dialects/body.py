@@ -192,3 +192,27 @@ def _fit(integers: list[int]) -> bool:
 
 def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= UINT32_MAX
+
+
+IMAGE_LEFT_OUT = "[image left out: this model reads text]"
+_IMAGES = ("image_url", "input_image", "image")  # in chat completions, responses, messages
+_HOLDERS = ("content", "output")  # of parts: a message's, a block's, an item's
+_MOST_HELD = 8  # of these within each other: more than any of the APIs has
+
+
+def without_images(fields: Mapping[str, object]) -> Mapping[str, object]:
+    """A body whose messages, or input, have a text in the place of each image, in tools' results, too. The
+    text is always the same, so that a history goes on beginning as it did. What is wrong stays as it is."""
+    changed = {name: _without_images(fields[name]) for name in ("messages", "input") if name in fields}
+    return {**fields, **changed}
+
+
+def _without_images(value: object, left: int = _MOST_HELD) -> object:
+    if isinstance(value, list):
+        return [_without_images(each, left) if isinstance(each, dict) else each for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in _IMAGES:
+        return {"type": "text", "text": IMAGE_LEFT_OUT}
+    held = {name: _without_images(value[name], left - 1) for name in _HOLDERS if name in value and left}
+    return {**value, **held} if held else value

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.net.bytes_in_flight import BytesInFlight
+from services.router.dialects.body import without_images
 from services.router.dialects.errors import BodyTooLong
 from services.router.http.encodings import decoded
 from services.router.http.event_stream import ClientLeft
@@ -48,11 +49,20 @@ class CountedBodies:
 
 
 class BodyReader:
-    def __init__(self, max_body_bytes: int, context_tokens: Callable[[], int | None] = lambda: None) -> None:
+    """`leaves_images_out`: a text stands for each image of a body. Else whoever reads the body refuses it."""
+
+    def __init__(
+        self,
+        max_body_bytes: int,
+        context_tokens: Callable[[], int | None] = lambda: None,
+        *,
+        leaves_images_out: bool = False,
+    ) -> None:
         """`context_tokens`: of the ranks, which bounds a list whose items are a token at least; None: not
         known."""
         self._max_body_bytes = max_body_bytes
         self._context_tokens = context_tokens
+        self._leaves_images_out = leaves_images_out
         self._long_bodies = asyncio.Lock()
 
     async def read(
@@ -66,7 +76,7 @@ class BodyReader:
         def read_fields() -> _T:
             fields = _fields_of(decoded(body, encoding, self._max_body_bytes))
             self._check_lists(fields)
-            return read(fields, request.headers)
+            return read(without_images(fields) if self._leaves_images_out else fields, request.headers)
 
         if len(body) < _LONG_BODY and not encoding:
             return read_fields()

@@ -55,6 +55,7 @@ def http_app(
     page: Page | None = None,
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
+    leaves_images_out: bool = False,
     max_body_bytes: int = 8 << 20,
     in_flight: BytesInFlight | None = None,
     clock: Callable[[], float] = time.time,
@@ -69,7 +70,7 @@ def http_app(
     `page`: what people see at /. `metrics`: what Prometheus does at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
-    bodies = BodyReader(max_body_bytes, generation.context_tokens)
+    bodies = BodyReader(max_body_bytes, generation.context_tokens, leaves_images_out=leaves_images_out)
     generating = (
         Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
         for path, dialect in _dialects(generation, defaults, store).items()

@@ -200,3 +200,57 @@ async def test_more_items_than_the_context_has_tokens_are_refused_by_their_numbe
     assert answer.status_code == 400
     assert f"{param} must be at most 100 items, got 101" in answer.text
     assert backend.rejections == ["InvalidRequest"]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Look"}, IMAGE_URL]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": [IMAGE_URL]},
+        ]
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Look"}, INPUT_IMAGE]},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]},
+        ]
+    },
+    "/v1/messages": {
+        "max_tokens": 9,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Look"}, IMAGE]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]},
+        ],
+    },
+}
+NOTE = "[image left out: this model reads text]"
+
+
+@pytest.mark.parametrize("path", WITH_IMAGES)
+async def test_an_image_ends_no_session_where_a_text_stands_for_it(path: str) -> None:
+    for leaves_images_out in (False, True):
+        backend = FakeBackend()
+        async with client(backend, leaves_images_out=leaves_images_out) as http:
+            answer = await http.post(path, json=WITH_IMAGES[path])
+        if not leaves_images_out:
+            assert (answer.status_code, backend.requests) == (400, [])
+            continue
+        assert answer.status_code == 200, answer.text
+        user, _, result = backend.requests[0].chat.messages
+        assert (list(user.parts), result.content or next(iter(result.parts))) == (["Look", NOTE], NOTE)
+
+
+async def test_a_body_that_is_nested_deeply_is_not_searched_for_images_to_its_end() -> None:
+    content: Any = "Hi"
+    for _ in range(300):
+        content = [{"type": "text", "content": content}]
+    async with client(FakeBackend(), leaves_images_out=True) as http:
+        body = {"messages": [{"role": "user", "content": content}]}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
