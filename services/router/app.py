@@ -98,7 +98,7 @@ async def open_router(
     ProcessCollector(registry=registry)
     build_info.register(registry, engine="none")
     metrics = RouterMetrics(registry, config.served_name)
-    tokenizer = Tokenizer(config.model)
+    tokenizer = Tokenizer(config.model, config.chat_template)
     _tell_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
     parsers = _parsers(config, tokenizer)

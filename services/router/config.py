@@ -144,6 +144,10 @@ class RouterConfig(ClusterConfig):
         "ignore: strict tools are as others, whose calls are held to no schema unless one is required",
     )
 
+    chat_template: str = setting(
+        "", "file of a chat template in Jinja, which takes the place of the model's own; default: the model's"
+    )
+
     images: Literal["refuse", "placeholder"] = setting(
         "refuse",
         "images in HTTP bodies: refused by name, or a text in place of each that says it was left out",

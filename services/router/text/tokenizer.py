@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from services.model.byte_tokens import bytes_of_piece
 from services.model.context_length import context_tokens
 from services.router.text.byte_pieces import pieces_of, without
@@ -33,15 +35,19 @@ _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 class Tokenizer:
     """The tokenizer that lies in a model's directory. Nothing is ever downloaded.
 
+    `chat_template`: a file, whose template takes the place of the model's own.
+
     An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
 
     Raises:
-        ConfigError: the directory, its tokenizer or one of its config files cannot be read.
+        ConfigError: the directory, its tokenizer, one of its config files or the template cannot be read.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, chat_template: str = "") -> None:
         directory = Path(model_path)
         self._backend = _load_backend(directory)
+        if chat_template:
+            _set_template(self._backend, Path(chat_template))
         configs = {name: _read_json(directory / name) for name in ("generation_config.json", "config.json")}
         self._generation_config = configs["generation_config.json"]
         self._end_of_sequence = find_end_of_sequence(configs, self._backend.eos_token_id)
@@ -289,6 +295,24 @@ def _load_backend(directory: Path) -> Any:
         backend.backend_tokenizer.no_padding()
         backend.backend_tokenizer.encode_special_tokens = backend.split_special_tokens
     return backend
+
+
+def _set_template(backend: Any, path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"the chat template {path} is empty")
+    backend.chat_template = text
+    try:
+        backend.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template {path} is wrong in line {error.lineno}: {error.message}"
+        ) from error
+    except Exception:  # a template raises what it likes: this chat need not be one for it
+        pass
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -154,6 +154,36 @@ def test_a_developer_is_the_system_to_templates_that_know_none(
     assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
 
 
+def test_a_template_of_a_file_takes_the_place_of_the_models(character_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer = Tokenizer(str(character_model), str(file))
+    assert tokenizer.render_template([Turn("user", "Hi")]) == "user: Hi\n"
+    assert tokenizer.chat_template == file.read_text()
+    file.write_text("{{ raise_exception('not this chat') }}")
+    with pytest.raises(InvalidRequest, match="not this chat"):
+        Tokenizer(str(character_model), str(file)).render_template([Turn("user", "Hi")])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b" \n", "is empty"),
+        (b"{{ a }}\n{% if %}", "is wrong in line 2: Expected an expression"),
+    ],
+)
+def test_a_bad_template_file_is_refused(
+    character_model: Path, tmp_path: Path, content: bytes | None, problem: str
+) -> None:
+    file = tmp_path / "bad.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        Tokenizer(str(character_model), str(file))
+
+
 def test_a_refusing_or_missing_template_is_an_invalid_request(
     character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
 ) -> None:
