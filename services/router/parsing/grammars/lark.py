@@ -79,4 +79,4 @@ def _excluded(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")  # escaped already

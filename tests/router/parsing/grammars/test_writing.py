@@ -1,6 +1,7 @@
 """Grammars of calls, where a real tokenizer's masks are not needed to see what is wrong."""
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from services.router.parsing.grammars.lark import Lark
 from services.router.parsing.grammars.obligation import HarmonyWriting, MarkedWriting, Obligation
@@ -47,3 +48,23 @@ def test_markers_are_special_tokens_where_they_are():
 def test_strings_stand_between_tags_as_they_are(name, schema, is_text):
     root = {"properties": {"a": schema}, "$defs": {"word": {"type": "string"}, "count": {"type": "integer"}}}
     assert ("%json" not in grammar_of(name, root)) == is_text
+
+
+BYTES = LLTokenizer("byte")
+
+
+def accepts(grammar, text):
+    matcher = LLMatcher(BYTES, grammar)
+    assert not matcher.get_error()
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_a_string_ends_where_its_tag_does():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
+    begin = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>\n"
+    end = "\n</parameter>\n</function>\n</tool_call>"
+    asked = Obligation(Lark({}), {"f": schema})
+    grammar = MarkedWriting(None, WRITINGS["qwen3_coder"]).must_call(asked)
+    assert accepts(grammar, f"{begin}3{end}")
+    assert not accepts(grammar, f"{begin}three{end}")
