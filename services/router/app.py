@@ -42,7 +42,7 @@ from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
 from services.router.page.serving import Page
-from services.router.parsing.choice import ParserChoice, choose
+from services.router.parsing.choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
@@ -208,7 +208,11 @@ def _tell_ends(end: EndOfSequence) -> None:
 
 def _parsers(config: RouterConfig, tokenizer: Tokenizer) -> ParserChoice:
     parsers = choose(
-        config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.response_template
+        config.tool_parser,
+        config.reasoning_parser,
+        tokenizer.chat_template,
+        tokenizer.response_template,
+        tokenizer.shown_call(PROBE.name, PROBE.arguments, PROBE_SCHEMA),
     )
     log_lines.event(log, "parsers", tools=parsers.tools, reasoning=parsers.reasoning)
     return parsers

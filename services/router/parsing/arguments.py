@@ -15,14 +15,20 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python
 
 
 class TypedText:
-    """`schema`: of the object of all arguments."""
+    """`schema`: of the object of all arguments, or of one within `root`."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, root: Any = None) -> None:
         self._schema = schema
+        self._root = schema if root is None else root
 
     def is_string(self, name: str) -> bool:
         """Whatever its text is."""
         return self._types(name) == {"string"}
+
+    def takes_text(self, name: str) -> bool:
+        """Whether it may be any string."""
+        types = self._types(name)
+        return not types or "string" in types
 
     def value(self, name: str, text: str) -> Any:
         types = self._types(name)
@@ -35,7 +41,27 @@ class TypedText:
         return value if not types or not types.isdisjoint(_names(value)) else text
 
     def _types(self, name: str) -> set[str]:
-        return _types(_member(_member(self._schema, "properties"), name), self._schema)
+        return _types(self._of(name), self._root)
+
+    def _of(self, name: str) -> Any:
+        return _member(_member(self._schema, "properties"), name)
+
+    def is_known(self, name: str) -> bool:
+        return bool(self._types(name))
+
+    def is_list(self, name: str) -> bool:
+        return "array" in self._types(name)
+
+    def empty(self, name: str) -> Any:
+        """What nothing stands for, where that is no string."""
+        types = self._types(name)
+        return [] if "array" in types else {} if "object" in types else None
+
+    def within(self, name: str) -> dict[str, Any]:
+        """The schema of what is in it: that of its alternatives which says most."""
+        schemas = _made_of(self._of(name), self._root)
+        told = (each for each in schemas if _has(each, "properties") or _has(each, "items"))
+        return next(told, {})
 
 
 def _value(text: str) -> Any:
@@ -62,15 +88,19 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _types(schema: Any, root: Any) -> set[str]:
-    """That the schema and those it is made of name. Each is looked at once, though made of itself."""
-    types, found, seen = set[str](), [schema], {id(schema)}
+    """That the schema and those it is made of name."""
+    return {name for each in _made_of(schema, root) for name in _own_types(each)}
+
+
+def _made_of(schema: Any, root: Any) -> list[Any]:
+    """It, and those it is made of. Each is there once, though made of itself."""
+    found, seen = [schema], {id(schema)}
     for looked_at in found:  # it grows meanwhile
-        types.update(_own_types(looked_at))
         for part in _parts(looked_at, root):
             if id(part) not in seen:
                 seen.add(id(part))
                 found.append(part)
-    return types
+    return found
 
 
 def _own_types(schema: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ Schemas = Mapping[str, Any]  # of the tools' arguments, by the tool's name
 # call, is content. Longer ones, a file's text, come while they are written.
 _WHOLE_CHARS = 256
 _OBJECT = re.compile(r'\{[ \t\r\n]*["}]')
+_NAMES = ("name", "tool_name")
 
 
 class NotACall(Unreadable):
@@ -104,11 +105,12 @@ class TextArguments:
         self._typed = TypedText(calls.schemas.get(name))
         self._opening = "{"
 
-    def read(self, key: str, value: Callable[[Callable[[str], object]], Reading[None]]) -> Reading[None]:
-        """`value` reads its text into a sink."""
-        self._arguments.add(f"{self._opening}{text_of(key)}: ")
-        self._opening = ", "
-        if self._typed.is_string(key):
+    def read(
+        self, key: str, value: Callable[[Callable[[str], object]], Reading[None]], is_text: bool = False
+    ) -> Reading[None]:
+        """`value` reads its text into a sink. `is_text`: the model says so, which holds where it may be."""
+        self._begin(key)
+        if self._typed.is_string(key) or (is_text and self._typed.takes_text(key)):
             self._arguments.add('"')
             yield from value(lambda text: self._arguments.add(text_of(text)[1:-1]))
             self._arguments.add('"')
@@ -116,6 +118,15 @@ class TextArguments:
             texts: list[str] = []
             yield from value(texts.append)
             self._arguments.add(text_of(self._typed.value(key, "".join(texts))))
+
+    def add(self, key: str, value: Any) -> None:
+        """One that is not text."""
+        self._begin(key)
+        self._arguments.add(text_of(value))
+
+    def _begin(self, key: str) -> None:
+        self._arguments.add(f"{self._opening}{text_of(key)}: ")
+        self._opening = ", "
 
     def end(self) -> None:
         self._arguments.add("{}" if self._opening == "{" else "}")
@@ -144,30 +155,29 @@ def _call_of_members(members: Mapping[str, str], arguments: tuple[str, ...]) -> 
 
 
 def _name_in(members: Mapping[str, str]) -> str:
-    name = value_of(members.get("name", '""'))
+    name = _value_of_name(members)
     if not isinstance(name, str):
         raise Unreadable
     return name
 
 
+def _value_of_name(members: Mapping[str, str]) -> Any:
+    return value_of(next((members[key] for key in _NAMES if key in members), '""'))
+
+
 ReadCalls = Callable[[Calls, str], Reading[None]]  # the second: the marker that opened them
 
 
-def _line(reader: Reader, end: str) -> Reading[str]:
-    """Up to `end`, which is not far: a text that only looks like a call is soon content again."""
-    text, marker = yield from reader.until(end, "\n")
-    if marker != end:
-        raise Unreadable
-    return text
+_line = Reader.line
 
 
 def hermes(calls: Calls, opening: str) -> Reading[None]:
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
-    yield from _object(calls, ("arguments", "parameters"))
+    yield from read_object(calls, ("arguments", "parameters"))
     yield from calls.reader.optional("</tool_call>")
 
 
-def _object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
+def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
     """Raises NotACall where a tool that is not known is named, or none, with `known_only`."""
     reader, members, told = calls.reader, dict[str, str](), None
     yield from reader.expect("{")
@@ -177,12 +187,13 @@ def _object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) 
         if not isinstance(name, str):
             raise Unreadable
         yield from reader.expect(":")
-        if name in arguments and "name" in members and told is None and (yield from reader.next_is("{")):
+        is_named = not members.keys().isdisjoint(_NAMES)
+        if name in arguments and is_named and told is None and (yield from reader.next_is("{")):
             told = Arguments(calls, _name_in(members))
             yield from reader.json(told.add)
         else:
             members[name] = yield from reader.json_value()
-        if known_only and name == "name":
+        if known_only and name in _NAMES:
             _check_known(members, calls.schemas)
         yield from reader.blank()
         more = bool((yield from reader.either(",")))
@@ -196,7 +207,7 @@ def _object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) 
 
 
 def _check_known(members: Mapping[str, str], schemas: Schemas) -> None:
-    if value_of(members.get("name", "0")) not in [*schemas]:
+    if _value_of_name(members) not in [*schemas]:
         raise NotACall  # an answer in JSON
 
 
@@ -255,7 +266,7 @@ def minimax(calls: Calls, opening: str) -> Reading[None]:
 def llama3_json(calls: Calls, opening: str) -> Reading[None]:
     """{"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind <|python_tag|>"""
     while True:
-        yield from _object(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
+        yield from read_object(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
         yield from calls.reader.blank()
         if not (yield from calls.reader.either(";")):
             return

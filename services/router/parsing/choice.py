@@ -1,6 +1,7 @@
 """Which parsers read a model's answers: as told by flags, by the tokenizer, or by the chat template."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,18 @@ from services.router.parsing.formats import (
 from services.router.parsing.grammars.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.harmony import HarmonyAnswer
-from services.router.parsing.marked import MarkedAnswer, Thinking
+from services.router.parsing.marked import NO_WRAPPING, MarkedAnswer, Thinking, Wrapping
 from services.router.parsing.parser import AnswerParser, ReadingParser
+from services.router.parsing.piece import Call, CallPiece
 from services.router.parsing.response_template import ResponseTemplate
 from services.values.errors import ConfigError
+
+# A call that a chat template is given to write, and the tool's schema.
+PROBE = Call("look_up", '{"count": 7}')
+PROBE_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "description": "How many."}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +49,8 @@ class ParserChoice:
         markers: tuple[str, ...] = harmony.MARKERS if HARMONY in (self.tools, self.reasoning) else ()
         if self.tools in CALL_FORMATS:
             markers += CALL_FORMATS[self.tools].markers
-        if self.reasoning in THINKING_FORMATS:
-            thinking = THINKING_FORMATS[self.reasoning].thinking
-            markers += (thinking.opens, thinking.closes)
-        return special_token in markers
+        thinking = THINKING_FORMATS.get(self.reasoning)
+        return special_token in markers or (thinking is not None and thinking.shows(special_token))
 
     @property
     def stop_token(self) -> str | None:
@@ -71,11 +78,15 @@ class ParserChoice:
             return None
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyWriting()
-        return MarkedWriting(self._thinking, WRITINGS.get(self.tools))
+        return MarkedWriting(self._thinking, WRITINGS.get(self.tools), self._wrapping)
 
     @property
     def _thinking(self) -> Thinking | None:
         return THINKING_FORMATS[self.reasoning].thinking if self.reasoning in THINKING_FORMATS else None
+
+    @property
+    def _wrapping(self) -> Wrapping:
+        return THINKING_FORMATS[self.reasoning].wrapping if self._thinking else NO_WRAPPING
 
     def begins_thinking(self, prompt_end: str) -> bool:
         """Whether the prompt ends within thinking."""
@@ -94,23 +105,30 @@ class ParserChoice:
             CALL_FORMATS[self.tools].call_markers if has_calls else None,
             calls,
             thinks=self.begins_thinking(prompt_end),
+            wrapping=self._wrapping,
         )
 
 
 def choose(
-    tools: str, reasoning: str, chat_template: str, response_template: Mapping[str, Any] | None
+    tools: str,
+    reasoning: str,
+    chat_template: str,
+    response_template: Mapping[str, Any] | None,
+    shown: Sequence[str] = (),
 ) -> ParserChoice:
-    """`tools` and `reasoning` as the flags say; `chat_template` is the model's, empty for none.
+    """`tools` and `reasoning` as the flags say; `chat_template` is the model's, empty for none. `shown`: what
+    that writes of an answer that is PROBE, with some of what stands before; empty where it shows no calls.
 
     Raises ConfigError for two that do not go together, and for a response_template that is missing or wrong.
     """
     has_own = response_template is not None
+    written = "\n".join([chat_template, *shown])
     if tools == AUTO:
         takes_own = has_own and reasoning in (AUTO, TEMPLATE, NONE)
-        tools = TEMPLATE if takes_own else told_calls(chat_template)
+        tools = TEMPLATE if takes_own else _written_calls(written, shown)
     if reasoning == AUTO:
         takes_own = has_own and tools in (TEMPLATE, NONE)
-        reasoning = TEMPLATE if takes_own else told_thinking(chat_template)
+        reasoning = TEMPLATE if takes_own else told_thinking(written)
     for whole in (HARMONY, TEMPLATE):  # one parser reads all of the answer
         if whole in (tools, reasoning) and not {tools, reasoning} <= {whole, NONE}:
             raise ConfigError(f"--tool-parser={tools} and --reasoning-parser={reasoning} do not go together")
@@ -119,3 +137,29 @@ def choose(
     if response_template is None:
         raise ConfigError("--tool-parser=template: the model's tokenizer has no response_template")
     return ParserChoice(tools, reasoning, ResponseTemplate(response_template))
+
+
+def _written_calls(written: str, shown: Sequence[str]) -> str:
+    """The name of the format in which a template writes calls: one that it tells of, if that reads the call
+    which it shows; else any that does, those without a marker first. A template's words may name a
+    marker that its models do not write, or write as a part of another one. None: we do not know it."""
+    told = [*told_calls(written)]
+    if not shown:
+        return next(iter(told), NONE)
+    others = sorted(CALL_FORMATS, key=lambda name: len(CALL_FORMATS[name].call_markers.opens))
+    return next((name for name in [*told, *others] if _reads(name, shown)), NONE)
+
+
+def _reads(name: str, shown: Sequence[str]) -> bool:
+    return any(_is_probe(piece) for text in shown for piece in _calls_in(name, text))
+
+
+def _calls_in(name: str, text: str) -> Sequence[CallPiece]:
+    parser = ParserChoice(name).parser({PROBE.name: PROBE_SCHEMA}, "")
+    assert parser is not None
+    return [*parser.feed(text).calls, *parser.finish().calls]
+
+
+def _is_probe(piece: CallPiece) -> bool:
+    is_named = piece.ends and piece.name == PROBE.name
+    return is_named and bool(json.loads(piece.arguments) == json.loads(PROBE.arguments))

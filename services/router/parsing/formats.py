@@ -1,10 +1,12 @@
 """The formats of answers that we know, by name, and how a model's chat template tells which it is. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from services.router.parsing import calls, harmony
-from services.router.parsing.marked import CallMarkers, Thinking
+from services.router.parsing import calls, harmony, literals, tagged
+from services.router.parsing.listed import ReadCall, gemma_call, json_call, keyed_call, listed, python_call
+from services.router.parsing.marked import NO_WRAPPING, CallMarkers, Thinking, Wrapping
 
 HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
 
@@ -22,23 +24,114 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
+    """`wrapping`: what the same models write around content. Special tokens are shown that are a part of the
+    thinking's markers, or of those of `shown`."""
+
     name: str
     tells: tuple[str, ...]  # any of these
     thinking: Thinking
+    wrapping: Wrapping = NO_WRAPPING
+
+    def shows(self, special_token: str) -> bool:
+        markers = (self.thinking.opens, self.thinking.closes, *self.wrapping.opens, *self.wrapping.closes)
+        return any(special_token in marker for marker in markers)
 
 
 def _by_name(formats: Iterable[CallFormat]) -> Mapping[str, CallFormat]:
     return {each.name: each for each in formats}
 
 
+def _listed(
+    name: str,
+    tells: tuple[str, ...],
+    opens: tuple[str, ...],
+    closes: tuple[str, ...] = (),
+    begins: tuple[str, ...] = (),
+    leads: tuple[str, ...] = (),
+    must_lead: str = "",
+    call: ReadCall | None = None,
+) -> CallFormat:
+    read = partial(listed, closes=closes, leads=leads, must_lead=must_lead, call=call)
+    return CallFormat(name, tells, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
+
+
+def _gemma(name: str, opens: str, closes: str, spoken: literals.Literals) -> CallFormat:
+    read = partial(gemma_call, literals=spoken, closes=(closes,))
+    return CallFormat(name, (opens,), CallMarkers((opens,), read), (opens, closes, *spoken.quotes))
+
+
+def _tagged(
+    name: str, tells: tuple[str, ...], opens: tuple[str, ...], tags: tagged.Tags, *markers: str
+) -> CallFormat:
+    return CallFormat(name, tells, CallMarkers(opens, tags.read), markers)
+
+
+def _dsml(name: str, block: str) -> CallFormat:
+    """Both blocks are read, whichever the template writes."""
+    opens = (*tagged.DSML_OPENS, tagged.DSML.call)
+    return _tagged(name, ("｜DSML｜", block), opens, tagged.DSML, "｜DSML｜")
+
+
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_MARKERS = (*_DEEPSEEK, "<｜tool▁sep｜>")
+_KIMI = (
+    *(tagged.KIMI_SECTION, tagged.KIMI_CALL, tagged.KIMI_ARGUMENTS),
+    *(tagged.KIMI_CALL_ENDS, tagged.KIMI_SECTION_ENDS),
+)
+_INTERNLM = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
+_GIGACHAT = ("<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>", "<|function_call|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 # The first that a template tells is the one: those that say more stand before those that say less.
 CALL_FORMATS = _by_name(
     [
+        CallFormat(
+            "minimax_m3",
+            (tagged.MINIMAX_M3,),
+            CallMarkers((tagged.MINIMAX_M3_OPENS,), tagged.minimax_m3),
+            (tagged.MINIMAX_M3, _CALL, _CALL_END),
+        ),
+        CallFormat(
+            "seed_oss",
+            (tagged.SEED_OPENS,),
+            CallMarkers((tagged.SEED_OPENS, "<function="), tagged.seed),
+            (tagged.SEED_OPENS, tagged.SEED_ENDS),
+        ),
+        CallFormat("kimi_k2", _KIMI[:2], CallMarkers(_KIMI[:2], tagged.kimi_k2), _KIMI),
+        _tagged(
+            "kimi_k3",
+            ("<|open|>", "<|close|>", "<|sep|>"),
+            (tagged.KIMI_K3_OPENS,),
+            tagged.KIMI_K3,
+            *("<|open|>", "<|close|>", "<|sep|>"),
+        ),
+        _dsml("deepseek_v32", "function_calls>"),
+        _dsml("deepseek_v4", "tool_calls>"),
+        _gemma("gemma4", "<|tool_call>", "<tool_call|>", literals.GEMMA),
+        _gemma("functiongemma", "<start_function_call>", "<end_function_call>", literals.FUNCTION_GEMMA),
+        CallFormat("hy3", (tagged.HY_OPENS,), CallMarkers((tagged.HY_OPENS,), tagged.hy), tagged.HY_MARKERS),
+        _tagged("minicpm5", ("<function name=",), (tagged.MINICPM.call,), tagged.MINICPM),
+        _listed("cohere", ("<|START_ACTION|>",), ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+        _listed(
+            "apertus", ("<|tools_prefix|>",), ("<|tools_prefix|>",), ("<|tools_suffix|>",), call=keyed_call
+        ),
+        _listed("internlm2", ("<|action_start|>", "<|plugin|>"), _INTERNLM, ("<|action_end|>",)),
+        _listed("gigachat3", ("<|role_sep|>", "<|message_sep|>"), _GIGACHAT),
+        _listed("nemotron_nano_v2", ("<TOOLCALL>",), ("<TOOLCALL>",), ("</TOOLCALL>",)),
+        _listed("lfm2", ("List of tools: ",), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+        _listed("granite", ("<|tool_call|>",), ("<|tool_call|>", _CALL), (_CALL_END,)),
+        _listed("granite_20b_fc", ("<function_call>",), ("<function_call>",)),
+        _listed("phi4_mini", ("functools[",), ("functools[",), begins=("{", "[")),
+        _listed(
+            "llama4",
+            ("<|header_start|>",),
+            ("<|python_start|>",),
+            ("<|python_end|>",),
+            begins=("{", "["),
+            leads=("<|python_end|>",),
+        ),
+        _listed("tool_calls", ("<tool_calls>",), ("<tool_calls>",), ("</tool_calls>",)),
         CallFormat("minimax_m2", _MINIMAX[:1], CallMarkers(_MINIMAX[:1], calls.minimax), _MINIMAX),
         CallFormat(
             "qwen3_coder",
@@ -74,14 +167,59 @@ CALL_FORMATS = _by_name(
         CallFormat(
             "llama3_json",
             ("<|start_header_id|>", '"parameters"'),
-            CallMarkers(("<|python_tag|>",), calls.llama3_json, begins="{"),
+            CallMarkers(("<|python_tag|>",), calls.llama3_json, begins=("{",)),
             ("<|python_tag|>",),
+        ),
+        _listed(
+            "command_r",
+            ("Action:", "```json", "<|CHATBOT_TOKEN|>"),
+            ("Action:",),
+            ("```",),
+            must_lead="```json",
+        ),
+        _listed("pythonic", ("func_name1(",), (), begins=("[",), call=python_call),
+        _listed(
+            "json_list",
+            ('"arguments": {"arg',),
+            (),
+            ("```",),
+            begins=("[", "```"),
+            leads=("```json", "```"),
+            call=json_call,
         ),
     ]
 )
 THINKING_FORMATS = {
     each.name: each
     for each in (
+        ThinkingFormat("seed", ("<seed:think>",), Thinking("<seed:think>", "</seed:think>")),
+        ThinkingFormat("minimax_m3", ("<mm:think>",), Thinking("<mm:think>", "</mm:think>")),
+        ThinkingFormat("hy3", ("<think:opensource>",), Thinking("<think:opensource>", "</think:opensource>")),
+        ThinkingFormat("gemma4", ("<|channel>",), Thinking("<|channel>thought", "<channel|>")),
+        ThinkingFormat("apertus", ("<|inner_prefix|>",), Thinking("<|inner_prefix|>", "<|inner_suffix|>")),
+        ThinkingFormat(
+            "cohere",
+            ("<|START_THINKING|>",),
+            Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+            Wrapping(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
+        ),
+        ThinkingFormat(
+            "kimi_k3",
+            ("<|open|>think<|sep|>",),
+            Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+            Wrapping(("<|open|>response<|sep|>",), ("<|close|>response<|sep|>", "<|close|>message<|sep|>")),
+        ),
+        ThinkingFormat(
+            "granite",
+            ("Here is my thought process:",),
+            Thinking("Here is my thought process:", "Here is my response:"),
+        ),
+        ThinkingFormat(
+            "think_answer",
+            ("<answer>", "<response></response>", "<|extra_0|>"),
+            Thinking("<think>", "</think>"),
+            Wrapping(("<answer>", "<response>"), ("</answer>", "</response>")),
+        ),
         ThinkingFormat("think", ("<think>", "</think>"), Thinking("<think>", "</think>")),
         ThinkingFormat("mistral", ("[THINK]",), Thinking("[THINK]", "[/THINK]")),
     )
@@ -89,19 +227,19 @@ THINKING_FORMATS = {
 HARMONY_TELLS = (harmony.CHANNEL, harmony.MESSAGE)
 
 
-def told_calls(chat_template: str) -> str:
-    """The name of the format in which the template writes calls; none: we do not know it."""
-    if _has_all(chat_template, HARMONY_TELLS):
-        return HARMONY
-    told = (name for name, each in CALL_FORMATS.items() if _has_all(chat_template, each.tells))
-    return next(told, NONE)
+def told_calls(written: str) -> Iterator[str]:
+    """The names of the formats in which a template may write calls that has all of this in it, the likeliest
+    first."""
+    if _has_all(written, HARMONY_TELLS):
+        yield HARMONY
+    yield from (name for name, each in CALL_FORMATS.items() if _has_all(written, each.tells))
 
 
-def told_thinking(chat_template: str) -> str:
-    if _has_all(chat_template, HARMONY_TELLS):
+def told_thinking(written: str) -> str:
+    if _has_all(written, HARMONY_TELLS):
         return HARMONY
     formats = THINKING_FORMATS.items()
-    told = (name for name, each in formats if any(sign in chat_template for sign in each.tells))
+    told = (name for name, each in formats if any(sign in written for sign in each.tells))
     return next(told, NONE)
 
 

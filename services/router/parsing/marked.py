@@ -31,12 +31,29 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapping:
+    """What stands around content, and is none: one of `opens` where content begins, one of `closes` where it
+    ends. Either may be missing."""
+
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """With the line's end that templates write before."""
+        return tuple(before + each for each in self.closes for before in ("\n", ""))
+
+
+NO_WRAPPING = Wrapping()
+
+
+@dataclass(frozen=True, slots=True)
 class CallMarkers:
     """`opens` may stand anywhere in content. `begins`: what calls begin with where an answer does."""
 
     opens: tuple[str, ...]
     read: ReadCalls
-    begins: str = ""
+    begins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +64,7 @@ class MarkedAnswer:
     call_markers: CallMarkers | None
     calls: Calls
     thinks: bool = False
+    wrapping: Wrapping = NO_WRAPPING
 
     def read(self) -> Reading[None]:
         place = _Place.BEGINNING
@@ -61,16 +79,35 @@ class MarkedAnswer:
         blank = "" if place is _Place.CONTENT else (yield from reader.blank())
         if place is not _Place.CONTENT and self.thinking and (yield from reader.either(self.thinking.opens)):
             return (yield from self._think())
-        begins = self.call_markers.begins if self.call_markers and place is _Place.BEGINNING else ""
-        if begins and (yield from reader.either(begins)):
-            reader.put_back(begins)
+        if place is not _Place.CONTENT and (yield from reader.either(*self.wrapping.opens)):
+            return _Place.BEHIND
+        begins = self.call_markers.begins if self.call_markers and place is _Place.BEGINNING else ()
+        if begun := (yield from reader.either(*begins)):
+            reader.put_back(begun)
             return (yield from self._call("", blank))
         content = Led(blank if place is _Place.BEGINNING else "", self.calls.sink.content)
-        marker = yield from reader.upto(self.call_markers.opens if self.call_markers else (), content)
+        marker = yield from reader.upto((*self._opens, *self.wrapping.ends), content)
+        if marker in self.wrapping.ends:
+            return (yield from self._unwrap(marker, content))
         if marker is not None:
             return (yield from self._call(marker, content.lead))
         content.finish()
         return _Place.END
+
+    @property
+    def _opens(self) -> tuple[str, ...]:
+        return self.call_markers.opens if self.call_markers else ()
+
+    def _unwrap(self, marker: str, content: Led) -> Reading["_Place"]:
+        """What closes content is none where nothing, or another marker, follows; else it is content."""
+        reader = self.calls.reader
+        blank = yield from reader.blank()
+        follows = yield from reader.either(*self._opens, *self.wrapping.closes)
+        reader.put_back(follows)
+        if follows or (yield from reader.at_end()):
+            return _Place.BEHIND
+        content(marker + blank)
+        return _Place.CONTENT
 
     def _think(self) -> Reading["_Place"]:
         assert self.thinking is not None

@@ -80,6 +80,14 @@ class Reader:
             raise Unreadable
         return "".join(texts), marker
 
+    def line(self, end: str) -> Reading[str]:
+        """Up to `end`, which is not far: a text that only looks like a call is soon content again. Raises
+        Unreadable where the line ends before."""
+        text, marker = yield from self.until(end, "\n")
+        if marker != end:
+            raise Unreadable
+        return text
+
     def blank(self) -> Reading[str]:
         """White space, as far as it goes."""
         blank = ""
@@ -88,6 +96,11 @@ class Reader:
             if self._text or self._ended:
                 return blank
             yield
+
+    def at_end(self) -> Reading[bool]:
+        while not self._text and not self._ended:
+            yield
+        return not self._text
 
     def word(self, pattern: re.Pattern[str] = _WORD) -> Reading[str]:
         """Up to white space or a bracket: as long as all of it matches."""
@@ -159,6 +172,14 @@ class Reader:
             if self._ended:
                 raise Unreadable
             yield
+
+    def one(self) -> Reading[str]:
+        """One character. Raises Unreadable at the end."""
+        while not self._text:
+            if self._ended:
+                raise Unreadable
+            yield
+        return self._take(1)
 
     def put_back(self, literal: str) -> None:
         """What was taken last."""

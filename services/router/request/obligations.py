@@ -78,12 +78,13 @@ class Obligations:
 
     def _writing(self, tools: ChatTools) -> AnswerWriting | None:
         writing = self._choice.writing
-        knows_calls = writing is not None and self._choice.tools != NONE
+        knows_calls = writing is not None and writing.binds_calls and self._choice.tools != NONE
         is_bound = tools.must_call or (tools.callable is not None and tools.strict)
         if is_bound and not knows_calls:
             name = "chat.tool_choice" if tools.must_call else "a strict tool in chat.tools"
             raise InvalidRequest(
-                f"{name} cannot be kept to: how this model writes calls is not known (--tool-parser)"
+                f"{name} cannot be kept to: there is no grammar of how this model writes calls "
+                f"(--tool-parser={self._choice.tools})"
             )
         return writing
 

@@ -1,8 +1,10 @@
 """The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
 
+import html
 import inspect
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +230,28 @@ class Tokenizer:
         except Exception:  # a template raises what it likes
             return False
         return True
+
+    def shown_call(self, name: str, arguments: str, schema: Mapping[str, Any]) -> tuple[str, ...]:
+        """What the chat template writes of an answer that calls this tool: from the question on, and from
+        where the prompt for that answer ends, without escapes of HTML. Empty where it shows no calls."""
+        question = secrets.token_hex(16)
+        call = AnswerCall(f"functions.{name}:0", name, arguments)
+        turns = [
+            Turn("user", question),
+            Turn("assistant", "", "", (call,)),
+            Turn("tool", "x", "", (), call.id, name),
+        ]
+        function = {"name": name, "description": "x", "parameters": schema}
+        tools = [{"type": "function", "function": function}]
+        try:
+            asked = self.render_template(turns[:1], tools=tools)
+            answered = self.render_template(turns, tools=tools)
+        except InvalidRequest:
+            return ()
+        pairs = zip(asked, answered, strict=False)
+        begins = next((at for at, (one, other) in enumerate(pairs) if one != other), len(asked))
+        texts = (answered[answered.rfind(question) + len(question) :], answered[begins:])
+        return tuple(html.unescape(text) for text in texts if name in text)
 
     def _apply_template(
         self,

@@ -23,6 +23,12 @@ TEMPLATES = {
     ("mistral", "mistral"): "[TOOL_CALLS] [THINK]",
     ("llama3_json", "none"): """<|start_header_id|> {{- '{"name": "' + n }} {{- '"parameters": ' }}""",
     ("harmony", "harmony"): "<|start|>assistant<|channel|>analysis<|message|> to=functions.",
+    ("minimax_m3", "minimax_m3"): "set ns = ']<]minimax[>[' <tool_call> <invoke name= <mm:think>",
+    ("seed_oss", "seed"): "<seed:tool_call> <function= <parameter= <seed:think>",
+    ("tool_calls", "none"): "within <tool_call></tool_call> tags {{ '<tool_calls>[' }}",
+    ("kimi_k2", "think"): "<|tool_calls_section_begin|><|tool_call_begin|> <think></think>",
+    ("deepseek_v32", "think"): "set dsml = '｜DSML｜' <function_calls> </think>",
+    ("cohere", "cohere"): "<|START_THINKING|> <|START_ACTION|>[",
     ("none", "none"): "{{ messages }}",
 }
 
@@ -31,6 +37,23 @@ TEMPLATES = {
 def test_a_template_tells_its_format(names, template):
     choice = choose("auto", "auto", template, None)
     assert (choice.tools, choice.reasoning) == names
+
+
+CALLED = '{"name": "look_up", "arguments": {"count": 7}}'
+SHOWN = {
+    # What it shows, whatever its words say.
+    "hermes": ("<tool_calls> <tool_call>", f"<tool_call>\n{CALLED}\n</tool_call>"),
+    "tool_calls": ("<tool_call></tool_call>", f"Yes\n<tool_calls>[{CALLED}]</tool_calls>"),
+    "json_list": ("<TOOLCALL> or <tool_call>", f"[{CALLED}]<|eot_id|>"),
+    "pythonic": ("", "[look_up(count=7)]<|eot_id|>"),
+    # None: it shows a call in a way that no format has, though it tells of one.
+    "none": ("<tool_call>", f"<|tool|>look_up {CALLED}"),
+}
+
+
+@pytest.mark.parametrize(("name", "words", "shown"), [(name, *each) for name, each in SHOWN.items()])
+def test_a_template_writes_what_it_shows(name, words, shown):
+    assert choose("auto", "auto", words, None, (shown,)).tools == name
 
 
 @pytest.mark.parametrize(
@@ -72,6 +95,8 @@ def test_special_tokens_that_are_looked_for_are_shown():
     assert not choice.shows("<｜end▁of▁sentence｜>") and not choice.shows("[TOOL_CALLS]")
     own = choose("template", "template", "", OWN)
     assert own.shows("</call>") and own.shows("<t>") and not own.shows("<other>")
+    kimi = choose("none", "kimi_k3", "", None)
+    assert kimi.shows("<|open|>") and kimi.shows("<|sep|>") and not kimi.shows("<|end_of_msg|>")
     pattern = {**OWN, "fields": {"content": {"close_pattern": r"\s*<\|im_end\|>"}}}
     assert choose("auto", "auto", "", pattern).shows("<|im_end|>")
 

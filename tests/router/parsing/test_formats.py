@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing.written import OWN, PLAIN, WRITERS, Answer, dumps, joined, mistral_old, read
+from router.parsing.written import OWN, PLAIN, WHOLE, WRITERS, Answer, dumps, joined, mistral_old, read
 from services.router.parsing.choice import choose
 from services.router.parsing.formats import CALL_FORMATS
 
-IDS = [writer.__name__ for _, writer, _ in WRITERS]
+IDS = [name if writer.__name__ == "write" else writer.__name__ for name, writer, _ in WRITERS]
 # Markers of all formats, and what JSON and tags are made of.
 MARKERS = [
     *(marker for each in CALL_FORMATS.values() for marker in each.markers),
     *("<think>", "</think>", "<|start|>", "<|channel|>", "<|call|>", "</parameter>", "{", "}", '"', "\\"),
+    *("<answer>", "</answer>", "<|inner_prefix|>", "[f(", "a='", "call:f{", "<function="),
 ]
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 # Of names and content: nothing that a format could take for a marker, and no white space at the ends.
@@ -30,7 +31,7 @@ json_values = st.recursive(
 plain_values = st.one_of(
     st.booleans(),
     st.integers(-(2**40), 2**40),
-    st.lists(st.integers(0, 9), max_size=3),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.from_regex(r"[a-z👋<{][\w äß語👋\"'\\]{0,10}\n?[a-z]", fullmatch=True).filter(
         lambda text: text not in ("true", "false", "null", "none")
     ),
@@ -44,7 +45,7 @@ def choice_of(name, reasoning):
 @st.composite
 def answers(draw, name):
     is_plain = name in PLAIN
-    keys = st.from_regex(r"[a-z]\w{0,6}", fullmatch=True) if is_plain else loud
+    keys = st.from_regex(r"[a-z]\w{0,6}", fullmatch=True) if is_plain or name == "lfm2" else loud
     values = plain_values if is_plain else json_values
     calls = draw(st.lists(st.tuples(names, st.dictionaries(keys, values, max_size=3)), max_size=3))
     content = draw(st.just("") | quiet)
@@ -152,7 +153,7 @@ def test_long_arguments_come_while_they_are_written(name, writer, reasoning):
     choice = choice_of(name, reasoning)
     pieces = pieces_of(choice, writer(LONG_CALL))
     assert [(n, json.loads(arguments)) for n, arguments in joined(pieces)] == list(LONG_CALL.calls)
-    if name == "template" or writer is mistral_old:  # a whole, or a list of all
+    if name in WHOLE or writer is mistral_old:  # a whole, or a list of all
         assert len(pieces) == 2
     else:
         assert max(len(piece.arguments) for piece in pieces[1:-1]) < 20 and len(pieces) > 300
@@ -373,3 +374,177 @@ def test_text_comes_as_soon_as_it_can_be_no_marker():
     assert [parser.feed(piece).content for piece in ("a", " < ", "b<tool", "_cal", "x", "\n")] == [
         *("a", " < ", "b", "", "<tool_calx", "\n")
     ]
+
+
+F = ("f", {"a": 1})
+LOOK = ("look", {"where": "Rome", "days": [1, 2]})
+# Formats that share a reading with those above, and what their models do beside.
+FURTHER = [
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]', "", (F, ("f", {}))),
+    ("granite", 'Yes.<tool_call>[{"name": "f", "arguments": {"a": 1}}]', "Yes.", (F,)),
+    ("phi4_mini", 'functools[{"name": "f", "arguments": {"a": 1}}]', "", (F,)),
+    ("phi4_mini", "Use functools for it.", "Use functools for it.", ()),
+    ("phi4_mini", '{"name": "f", "arguments": {"a": 1}}', "", (F,)),
+    ("nemotron_nano_v2", '<TOOLCALL>[{"name": "f", "arguments": "{\\"a\\": 1}"}]</TOOLCALL>', "", (F,)),
+    (
+        "tool_calls",
+        '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f"}\n</tool_calls>',
+        "",
+        (F, ("f", {})),
+    ),
+    ("tool_calls", "<tool_calls>[]</tool_calls>", "", ()),
+    (
+        "internlm2",
+        'Yes.<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>',
+        "Yes.",
+        (F,),
+    ),
+    (
+        "gigachat3",
+        'Yes.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+        "Yes.",
+        (F,),
+    ),
+    ("gigachat3", '<|function_call|>{"name": "f", "arguments": {"a": 1}}', "", (F,)),
+    (
+        "granite_20b_fc",
+        '<function_call> {"name": "f", "arguments": {"a": 1}}\n<function_call> {"name": "f"}',
+        "",
+        (F, ("f", {})),
+    ),
+    (
+        "command_r",
+        'Plan.\nAction:```json\n[\n  {"tool_name": "f", "parameters": {"a": 1}}\n]```',
+        "Plan.\n",
+        (F,),
+    ),
+    ("command_r", "Action: none.", "Action: none.", ()),
+    ("llama4", '[look(where="Rome", days=[1, 2]), f(a=1)]', "", (LOOK, F)),
+    ("llama4", '{"name": "f", "parameters": {"a": 1}}; {"name": "f"}', "", (F, ("f", {}))),
+    ("llama4", "<|python_start|>[f(a=1)]<|python_end|>", "", (F,)),
+    ("llama4", '<|python_start|><|python_end|>{"name": "f", "parameters": {"a": 1}}', "", (F,)),
+    ("pythonic", "[f(a=1), look(where='Rome', days=[1, 2],)]", "", (F, LOOK)),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", ()),
+    ("pythonic", "[1] is a note, [f(a=1)]", "[1] is a note, [f(a=1)]", ()),
+    ("json_list", '[{"name": "f", "arguments": {"a": 1}}]', "", (F,)),
+    ("json_list", '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', "", (F,)),
+    ("json_list", "[]", "[]", ()),
+    ("json_list", '```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', ()),
+    ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}}]<|tool_call_end|>Yes.', "Yes.", (F,)),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a=None, b={'c': [True, -.5e1]}, d=\"it's\\n\")]<|tool_call_end|>",
+        "",
+        (("f", {"a": None, "b": {"c": [True, -5.0]}, "d": "it's\n"}),),
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a=b)]<|tool_call_end|>",
+        "<|tool_call_start|>[f(a=b)]<|tool_call_end|>",
+        (),
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:look{where:<escape>Rome<escape>,days:<escape>[1,2]<escape>}<end_function_call>",
+        "",
+        (LOOK,),
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:{b:<|"|>x, {y}<|"|>,c:[]},d:null}<tool_call|>',
+        "",
+        (("f", {"a": {"b": "x, {y}", "c": []}, "d": None}),),
+    ),
+    (
+        "minicpm5",
+        '<function name="f"><param name="a">1</param></function>\n'
+        '<function name="look"><param name="where"><![CDATA[a</param>]]></param></function>',
+        "",
+        (F, ("look", {"where": "a</param>"})),
+    ),
+    (
+        "kimi_k2",
+        '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>Yes.',
+        "Yes.",
+        (F,),
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look">\n'
+        '<｜DSML｜parameter name="where" string="true">Rome</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "",
+        (LOOK,),
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call><function=f><parameter=a>1</parameter></function><function=f></function></seed:tool_call>",
+        "",
+        (F, ("f", {})),
+    ),
+]
+FURTHER_SCHEMAS = {
+    "f": {"type": "object"},
+    "look": {"properties": {"where": {"type": "string"}, "days": {"type": "array"}}},
+}
+
+
+def test_further_formats_and_what_their_models_do():
+    for name, text, content, calls in FURTHER:
+        got = read(choose(name, "none", "", None), [text], FURTHER_SCHEMAS)
+        assert [(n, json.loads(arguments)) for n, arguments in got.calls] == list(calls), text
+        assert got.content == content, text
+        assert read(choose(name, "none", "", None), text, FURTHER_SCHEMAS) == got, text
+
+
+def test_what_stands_in_elements_is_what_its_schema_says():
+    space = "]<]minimax[>["
+    schema = {
+        "properties": {
+            "items": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+            "none": {"type": ["array", "null"]},
+            "empty": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "note": {"type": "string"},
+        },
+        "$defs": {"item": {"properties": {"sku": {"type": "string"}, "n": {"type": "integer"}}}},
+    }
+    tags = '<tool_call>~<invoke name="f">~<items>~<item>~<sku>7~</sku>~<n>2~</n>~</item>'
+    tags += "~<item>~<n>3~</n>~</item>~</items>~<none>~</none>~<empty>~</empty>"
+    tags += "~<note>a < b~</note>~<free>~<x>1~</x>~</free>~</invoke>~</tool_call>"
+    got = read(choose("minimax_m3", "none", "", None), space + tags.replace("~", space), {"f": schema})
+    [(_, arguments)] = got.calls
+    items = [{"sku": "7", "n": 2}, {"n": 3}]
+    assert json.loads(arguments) == {
+        "items": items,
+        "none": [],
+        "empty": {},
+        "note": "a < b",
+        "free": {"x": 1},
+    }
+
+
+WRAPPED = [
+    ("think_answer", "<think>\nR\n</think>\n<answer>\nC\n</answer>", "R", "C"),
+    ("think_answer", "<answer>a </answer> b</answer>", "", "a </answer> b"),
+    ("think_answer", "C, as <answer> says", "", "C, as <answer> says"),
+    ("think_answer", "<think>R</think><response>C</response>", "R", "C"),
+    ("cohere", "<|START_THINKING|>R<|END_THINKING|><|START_TEXT|>C<|END_TEXT|>", "R", "C"),
+    (
+        "kimi_k3",
+        "<|open|>think<|sep|>R<|close|>think<|sep|><|open|>response<|sep|>C<|close|>response<|sep|><|close|>message<|sep|>",
+        "R",
+        "C",
+    ),
+    ("granite", "Here is my thought process: R\n\nHere is my response: C", "R", "C"),
+]
+
+
+def test_what_stands_around_content_is_none():
+    for reasoning, text, thought, content in WRAPPED:
+        got = read(choose("none", reasoning, "", None), [text])
+        assert (got.reasoning, got.content.strip()) == (thought, content), text
+        assert read(choose("none", reasoning, "", None), text) == got, text
+    called = '<answer>C\n<tool_calls>[{"name": "f"}]</tool_calls></answer>'
+    got = read(choose("tool_calls", "think_answer", "", None), called, SCHEMAS)
+    assert (got.content.strip(), got.calls) == ("C", (("f", "{}"),))

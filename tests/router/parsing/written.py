@@ -97,6 +97,130 @@ def _deepseek(answer, calls):
     return think(answer) + answer.content + wrapped
 
 
+def listed(opens, closes, name="name", arguments="arguments"):
+    """Calls in one list of JSON objects."""
+
+    def write(answer):
+        calls = dumps([{name: called, arguments: given} for called, given in answer.calls])
+        return think(answer) + answer.content + (opens + calls + closes if answer.calls else "")
+
+    return write
+
+
+def cohere(answer):
+    written = listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")(
+        Answer(calls=answer.calls)
+    )
+    content = f"<|START_RESPONSE|>{answer.content}<|END_RESPONSE|>" if answer.content else ""
+    return think(answer, "<|START_THINKING|>", "<|END_THINKING|>") + content + written
+
+
+def apertus(answer):
+    calls = dumps([{name: arguments} for name, arguments in answer.calls])
+    wrapped = f"<|tools_prefix|>{calls}<|tools_suffix|>" if answer.calls else ""
+    return think(answer, "<|inner_prefix|>", "<|inner_suffix|>") + answer.content + wrapped
+
+
+def lfm2(answer):
+    """As Python has it, strings in its own quotes."""
+    calls = (
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        for name, arguments in answer.calls
+    )
+    wrapped = f"<|tool_call_start|>[{', '.join(calls)}]<|tool_call_end|>" if answer.calls else ""
+    return think(answer) + answer.content + wrapped
+
+
+def gemma4(answer):
+    def value(given):
+        return f'<|"|>{given}<|"|>' if isinstance(given, str) else dumps(given)
+
+    def call(name, arguments):
+        given = ",".join(f"{key}:{value(given)}" for key, given in arguments.items())
+        return f"<|tool_call>call:{name}{{{given}}}<tool_call|>"
+
+    thought = think(answer, "<|channel>thought\n", "\n<channel|>")
+    return thought + answer.content + "".join(call(*each) for each in answer.calls)
+
+
+def kimi_k2(answer):
+    calls = "".join(
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{dumps(given)}<|tool_call_end|>"
+        for index, (name, given) in enumerate(answer.calls)
+    )
+    wrapped = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""
+    return think(answer) + answer.content + wrapped
+
+
+def kimi_k3(answer):
+    def part(name, text, attributes=""):
+        return f"<|open|>{name}{attributes}<|sep|>{text}<|close|>{name}<|sep|>"
+
+    def argument(key, value):
+        kind = "string" if isinstance(value, str) else "number"
+        return part("argument", plain(value), f' key="{key}" type="{kind}"')
+
+    calls = "".join(
+        part("call", "".join(argument(*each) for each in given.items()), f' tool="{name}" index="{index}"')
+        for index, (name, given) in enumerate(answer.calls, 1)
+    )
+    return (
+        (part("think", answer.reasoning) if answer.reasoning else "")
+        + (part("response", answer.content) if answer.content else "")
+        + (part("tools", calls) if calls else "<|close|>message<|sep|>")
+    )
+
+
+def deepseek_v32(answer):
+    def parameter(key, value):
+        is_text = "true" if isinstance(value, str) else "false"
+        return f'<｜DSML｜parameter name="{key}" string="{is_text}">{plain(value)}</｜DSML｜parameter>\n'
+
+    def call(name, arguments):
+        given = "".join(parameter(*each) for each in arguments.items())
+        return f'<｜DSML｜invoke name="{name}">\n{given}</｜DSML｜invoke>\n'
+
+    calls = "".join(call(*each) for each in answer.calls)
+    wrapped = f"\n\n<｜DSML｜function_calls>\n{calls}</｜DSML｜function_calls>" if calls else ""
+    return think(answer) + answer.content + wrapped
+
+
+def seed_oss(answer):
+    written = qwen3_coder(Answer(calls=answer.calls))
+    written = written.replace("<tool_call>", "<seed:tool_call>").replace("</tool_call>", "</seed:tool_call>")
+    return think(answer, "<seed:think>", "</seed:think>") + answer.content + written
+
+
+def hy3(answer):
+    def tag(name, text):
+        return f"<{name}:opensource>{text}</{name}:opensource>\n"
+
+    def call(name, arguments):
+        given = (tag("arg_key", key) + tag("arg_value", plain(value)) for key, value in arguments.items())
+        return tag("tool_call", f"{name}<tool_sep:opensource>\n{''.join(given)}")
+
+    calls = "".join(call(*each) for each in answer.calls)
+    thought = think(answer, "<think:opensource>", "</think:opensource>")
+    return thought + answer.content + (tag("tool_calls", "\n" + calls) if calls else "")
+
+
+def minimax_m3(answer):
+    space = "]<]minimax[>["
+
+    def value(given):
+        return "".join(tag("item", each) for each in given) if isinstance(given, list) else plain(given)
+
+    def tag(name, given):
+        return f"{space}<{name}>{value(given)}{space}</{name}>"
+
+    calls = "".join(
+        f'{space}<invoke name="{name}">{"".join(tag(*each) for each in given.items())}{space}</invoke>\n'
+        for name, given in answer.calls
+    )
+    wrapped = f"{space}<tool_call>\n{calls}{space}</tool_call>" if calls else ""
+    return think(answer, "<mm:think>", "</mm:think>") + answer.content + wrapped
+
+
 def harmony(answer):
     messages = []
     if answer.reasoning:
@@ -140,11 +264,25 @@ WRITERS = [
     ("mistral", mistral_old, "mistral"),
     ("deepseek_v3", deepseek_v3, "think"),
     ("deepseek_v31", deepseek_v31, "think"),
+    ("tool_calls", listed("<tool_calls>", "</tool_calls>"), "think"),
+    ("cohere", cohere, "cohere"),
+    ("apertus", apertus, "apertus"),
+    ("lfm2", lfm2, "think"),
+    ("gemma4", gemma4, "gemma4"),
+    ("kimi_k2", kimi_k2, "think"),
+    ("kimi_k3", kimi_k3, "kimi_k3"),
+    ("deepseek_v32", deepseek_v32, "think"),
+    ("seed_oss", seed_oss, "seed"),
+    ("hy3", hy3, "hy3"),
+    ("minimax_m3", minimax_m3, "minimax_m3"),
     ("harmony", harmony, "harmony"),
     ("template", own, "template"),
 ]
 # Those whose markers, once they open a call, tell plain arguments from their end by nothing but a tag.
-PLAIN = ("qwen3_coder", "glm45", "minimax_m2")
+_TAGGED = ("gemma4", "kimi_k3", "deepseek_v32", "seed_oss", "hy3", "minimax_m3")
+PLAIN = ("qwen3_coder", "glm45", "minimax_m2", *_TAGGED)
+# Those whose calls come as wholes.
+WHOLE = ("template", "lfm2", "gemma4")
 
 
 @dataclass(frozen=True)

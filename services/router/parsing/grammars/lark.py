@@ -51,10 +51,10 @@ class Lark:
         schema = {} if schema is True else schema
         return self.rule("%json " + text_of({**schema, "x-guidance": _JSON}))
 
-    def text(self, without: tuple[str, ...] = ()) -> str:
-        """Any text of ordinary tokens, none too; without what is given."""
-        ordinary = [each for each in without if each not in self._special]
-        return self.rule(_text_pattern(ordinary), "TEXT")
+    def text(self, without: tuple[str, ...] = (), begins_without: str = "") -> str:
+        """Any text of ordinary tokens, none too; without what is given, nor one of those characters first."""
+        ordinary = [each for each in without if each and each not in self._special]
+        return self.rule(_text_pattern(ordinary, begins_without), "TEXT")
 
     def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
         """Any text, and the end, which is not in it."""
@@ -70,8 +70,10 @@ def one_of(*bodies: str) -> str:
     return bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
 
 
-def _text_pattern(without: list[str]) -> str:
-    return "/(?s:.*)/" + "".join(map(_excluded, without))
+def _text_pattern(without: list[str], begins_without: str) -> str:
+    begins = f"[^{re.escape(begins_without)}\\s]" if begins_without else ""
+    any_text = f"/(\\s*{begins}(?s:.*))?/" if begins else "/(?s:.*)/"
+    return any_text + "".join(map(_excluded, without))
 
 
 def _excluded(text: str) -> str:

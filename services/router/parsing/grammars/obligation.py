@@ -12,7 +12,7 @@ from typing import Any
 from services.router.parsing.grammars.lark import Lark, one_of
 from services.router.parsing.grammars.writing import Writing
 from services.router.parsing.harmony import CHANNEL, MESSAGE, START
-from services.router.parsing.marked import Thinking
+from services.router.parsing.marked import NO_WRAPPING, Thinking, Wrapping
 
 _BLANK = r'("\n" | "\n\n" | "\n\n\n")? '
 _CONSTRAINED = "<|constrain|>"
@@ -34,6 +34,11 @@ class MarkedWriting:
 
     thinking: Thinking | None
     writing: Writing | None
+    wrapping: Wrapping = NO_WRAPPING
+
+    @property
+    def binds_calls(self) -> bool:
+        return self.writing is not None
 
     def must_call(self, asked: Obligation) -> str:
         return asked.lark.grammar(f"{self._thought(asked)}{self._calls(asked)}")
@@ -43,18 +48,28 @@ class MarkedWriting:
         assert writing is not None
         thought = self._thought(asked)
         if writing.begins:
-            plain = lark.rule(r"/(\s*[^{\s](?s:.*))?/", "TEXT")
+            plain = lark.text((writing.opens, *writing.also), begins_without=writing.begins)
             return lark.grammar(f"{thought}{one_of(self._calls(asked), plain)}")
         opens = (writing.opens, *writing.also)
         # What closes calls holds several, others follow one another.
         calls = writing.calls(lark, asked.schemas, asked.parallel and bool(writing.closes))
         more = "*" if asked.parallel else "?"
-        return lark.grammar(f"{thought}({lark.upto(writing.opens, opens)} {calls}){more} {lark.text(opens)}")
+        answer = f"({lark.upto(writing.opens, opens)} {calls}){more} {lark.text(opens)}"
+        return lark.grammar(f"{thought}{self._wrapped(lark, answer)}")
 
     def then(self, asked: Obligation, answer: str) -> str:
         """`answer`: a rule's body."""
         calls = [self._calls(asked)] if asked.schemas and self.writing else []
-        return asked.lark.grammar(f"{self._thought(asked)}{one_of(*calls, answer)}")
+        answers = one_of(*calls, self._wrapped(asked.lark, answer))
+        return asked.lark.grammar(f"{self._thought(asked)}{answers}")
+
+    def _wrapped(self, lark: Lark, answer: str) -> str:
+        if not self.wrapping.opens:
+            return answer
+        opens, closes = (
+            one_of(*map(lark.literal, each)) for each in (self.wrapping.opens, self.wrapping.closes)
+        )
+        return f"({opens} {_BLANK})? {answer} ({_BLANK} {closes})?"
 
     def _calls(self, asked: Obligation) -> str:
         assert self.writing is not None
@@ -73,6 +88,8 @@ class MarkedWriting:
 
 class HarmonyWriting:
     """Of an answer as harmony.py reads it: its last message is a call, which ends it, or final."""
+
+    binds_calls = True
 
     def must_call(self, asked: Obligation) -> str:
         return asked.lark.grammar(f"{self._before(asked.lark)}{self._call(asked)}")

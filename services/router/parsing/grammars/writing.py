@@ -7,19 +7,29 @@ What is read by calls.py and marked.py is written here.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.router.parsing.grammars.lark import Lark, one_of
 from services.router.parsing.json_text import text_of
+from services.router.parsing.tagged import (
+    KIMI_ARGUMENTS,
+    KIMI_CALL,
+    KIMI_CALL_ENDS,
+    KIMI_SECTION,
+    KIMI_SECTION_ENDS,
+)
 
 _WriteCall = Callable[[Lark, str, Any], str]  # of a tool's name and schema
 _MAX_REFERENCES = 8
+_D = "｜DSML｜"
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Calls are `opens`, a call, `between` before each further one, and `closes`. To those who read, `also`
-    opens calls, too. `begins`: with what they begin where an answer does, and nothing else opens them."""
+    """Calls are `opens`, `first`, a call, `between` before each further one, and `closes`. To those who read,
+    `also` opens calls, too. `begins`: the characters that calls begin with where an answer does; behind other
+    text there are none then."""
 
     call: _WriteCall
     opens: str
@@ -27,6 +37,7 @@ class Writing:
     closes: str = ""
     also: tuple[str, ...] = ()
     begins: str = ""
+    first: str = ""
 
     def calls(self, lark: Lark, schemas: Mapping[str, Any], parallel: bool) -> str:
         """Behind `opens`. At least one."""
@@ -34,7 +45,8 @@ class Writing:
         any_call = lark.rule(call, "call")
         more = f" ({lark.literal(self.between)} {any_call})*" if parallel else ""
         closes = f" {lark.literal(self.closes)}" if self.closes else ""
-        return f"{any_call}{more}{closes}"
+        first = f"{lark.literal(self.first)} " if self.first else ""
+        return f"{first}{any_call}{more}{closes}"
 
 
 def _hermes(lark: Lark, name: str, schema: Any) -> str:
@@ -45,6 +57,30 @@ def _hermes(lark: Lark, name: str, schema: Any) -> str:
 def _llama3(lark: Lark, name: str, schema: Any) -> str:
     begin = f'{{"name": {text_of(name)}, "parameters": '
     return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('}')}"
+
+
+def _object(lark: Lark, name: str, schema: Any, before: str = "", behind: str = "") -> str:
+    begin = f'{before}{{"name": {text_of(name)}, "arguments": '
+    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('}' + behind)}"
+
+
+def _keyed(lark: Lark, name: str, schema: Any) -> str:
+    return f"{lark.literal(f'{{{text_of(name)}: ')} {lark.json(schema)} {lark.literal('}')}"
+
+
+def _cohere(lark: Lark, name: str, schema: Any) -> str:
+    behind = f'", "tool_name": {text_of(name)}, "parameters": '
+    begin = lark.literal('{"tool_call_id": "')
+    return f"{begin} {_number(lark)} {lark.literal(behind)} {lark.json(schema)} {lark.literal('}')}"
+
+
+def _kimi(lark: Lark, name: str, schema: Any) -> str:
+    begin = f"{lark.literal(f'{KIMI_CALL}functions.{name}:')} {_number(lark)} {lark.literal(KIMI_ARGUMENTS)}"
+    return f"{begin} {lark.json(schema)} {lark.literal(KIMI_CALL_ENDS)}"
+
+
+def _number(lark: Lark) -> str:
+    return lark.rule("/[0-9]{1,4}/", "NUMBER")
 
 
 def _mistral(lark: Lark, name: str, schema: Any) -> str:
@@ -61,11 +97,9 @@ def _deepseek_v31(lark: Lark, name: str, schema: Any) -> str:
     return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('<｜tool▁call▁end｜>')}"
 
 
-def _qwen3_coder(lark: Lark, name: str, schema: Any) -> str:
+def _qwen3_coder(lark: Lark, name: str, schema: Any, closes: str = "</tool_call>") -> str:
     parameters = _parameters(lark, schema, "<parameter={}>\n", "\n</parameter>\n")
-    return _joined(
-        lark.literal(f"\n<function={name}>\n"), parameters, lark.literal("</function>\n</tool_call>")
-    )
+    return _joined(lark.literal(f"\n<function={name}>\n"), parameters, lark.literal(f"</function>\n{closes}"))
 
 
 def _glm(lark: Lark, name: str, schema: Any) -> str:
@@ -78,6 +112,14 @@ def _minimax(lark: Lark, name: str, schema: Any) -> str:
     return _joined(lark.literal(f'\n<invoke name="{name}">\n'), parameters, lark.literal("</invoke>"))
 
 
+def _dsml(lark: Lark, name: str, schema: Any) -> str:
+    begin, end = f'\n<{_D}invoke name="{name}">\n', f"</{_D}invoke>"
+    tag = f'<{_D}parameter name="{{}}" string="{{text}}">'
+    return _joined(
+        lark.literal(begin), _parameters(lark, schema, tag, f"</{_D}parameter>\n"), lark.literal(end)
+    )
+
+
 def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
@@ -87,7 +129,8 @@ def _parameters(lark: Lark, schema: Any, begin: str, end: str) -> str:
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     parts = []
     for name, property_ in properties.items():
-        before, behind = begin.split("{}")
+        is_text = _texts(property_, schema, _MAX_REFERENCES) is not None
+        before, behind = begin.replace("{text}", "true" if is_text else "false").split("{}")
         # What is the client's is plain text, whatever it looks like.
         tag = f"{lark.literal(before)} {text_of(name)} {lark.literal(behind)}"
         part = f"{tag} {_value(lark, property_, schema, end)}"
@@ -126,7 +169,19 @@ def _texts(schema: Any, root: Any, references: int) -> tuple[str, ...] | None:
     return None
 
 
-_TOOL_CALL = "<tool_call>"
+_TOOL_CALL, _SEED_CALL = "<tool_call>", "<seed:tool_call>"
+_INTERNLM = "<|action_start|><|plugin|>"
+
+
+def _dsml_block(name: str) -> Writing:
+    also = f"<{_D}tool_calls>" if name == "function_calls" else f"<{_D}function_calls>"
+    return Writing(_dsml, f"<{_D}{name}>", "", f"\n</{_D}{name}>", also=(also, f"<{_D}invoke"))
+
+
+def _list(opens: str, closes: str, call: _WriteCall = _object, also: tuple[str, ...] = ()) -> Writing:
+    return Writing(call, opens, ", ", f"]{closes}", also, first="[")
+
+
 WRITINGS: Mapping[str, Writing] = {
     "hermes": Writing(_hermes, _TOOL_CALL, f"\n{_TOOL_CALL}"),
     "qwen3_coder": Writing(_qwen3_coder, _TOOL_CALL, f"\n{_TOOL_CALL}", also=("<function=",)),
@@ -136,4 +191,27 @@ WRITINGS: Mapping[str, Writing] = {
     "mistral": Writing(_mistral, "[TOOL_CALLS]", "[TOOL_CALLS]"),
     "deepseek_v3": Writing(_deepseek_v3, "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": Writing(_deepseek_v31, "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "deepseek_v32": _dsml_block("function_calls"),
+    "deepseek_v4": _dsml_block("tool_calls"),
+    "seed_oss": Writing(
+        partial(_qwen3_coder, closes="</seed:tool_call>"),
+        _SEED_CALL,
+        f"\n{_SEED_CALL}",
+        also=("<function=",),
+    ),
+    "kimi_k2": Writing(_kimi, KIMI_SECTION, "", KIMI_SECTION_ENDS, also=(KIMI_CALL,)),
+    "cohere": Writing(_cohere, "<|START_ACTION|>", ",\n    ", "\n]<|END_ACTION|>", first="[\n    "),
+    "apertus": _list("<|tools_prefix|>", "<|tools_suffix|>", _keyed),
+    "nemotron_nano_v2": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "tool_calls": _list("<tool_calls>", "</tool_calls>"),
+    "granite": _list("<|tool_call|>", "", also=(_TOOL_CALL,)),
+    "json_list": Writing(_object, "", ", ", "]", begins="[`", first="["),
+    "phi4_mini": Writing(_object, "functools[", ", ", "]", begins="[{"),
+    "internlm2": Writing(
+        partial(_object, before="\n", behind="<|action_end|>"),
+        _INTERNLM,
+        _INTERNLM,
+        also=("<|action_start|> <|plugin|>",),
+    ),
+    "granite_20b_fc": Writing(partial(_object, before=" "), "<function_call>", "\n<function_call>"),
 }

@@ -3,12 +3,14 @@
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from router.parsing.written import WRITERS, Answer, read
+from services.router.parsing.choice import choose
 from services.router.parsing.grammars.lark import Lark
 from services.router.parsing.grammars.obligation import HarmonyWriting, MarkedWriting, Obligation
 from services.router.parsing.grammars.writing import WRITINGS
 
 SPECIAL = {"<x>": 7, "<tool_call>": 8, "[TOOL_CALLS]": 9}
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2")
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32")
 
 
 def grammar_of(name, schema):
@@ -53,13 +55,6 @@ def test_strings_stand_between_tags_as_they_are(name, schema, is_text):
 BYTES = LLTokenizer("byte")
 
 
-def accepts(grammar, text):
-    matcher = LLMatcher(BYTES, grammar)
-    assert not matcher.get_error()
-    tokens = BYTES.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
 def test_a_string_ends_where_its_tag_does():
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
     begin = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>\n"
@@ -68,3 +63,65 @@ def test_a_string_ends_where_its_tag_does():
     grammar = MarkedWriting(None, WRITINGS["qwen3_coder"]).must_call(asked)
     assert accepts(grammar, f"{begin}3{end}")
     assert not accepts(grammar, f"{begin}three{end}")
+
+
+WORDS = {"f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}}
+CALLED = Answer("", "", (("f", {"a": "x <b>", "n": 3}), ("f", {})))
+
+
+def accepts(grammar, text):
+    matcher = LLMatcher(BYTES, grammar)
+    assert not matcher.get_error()
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def marked(name, reasoning):
+    return choose(name, reasoning, "", None).writing
+
+
+def test_what_models_write_is_what_the_grammars_of_calls_allow():
+    for name, write, reasoning in WRITERS:
+        if name not in WRITINGS or write.__name__ == "mistral_old":
+            continue
+        text, asked = write(CALLED).lstrip(), Obligation(Lark({}), WORDS)
+        if name == "cohere":
+            text = text.replace('[{"', '[\n    {"').replace('{"tool', '{"tool_call_id": "0", "tool')
+            text = text.replace("}, {", "},\n    {").replace("]<", "\n]<")
+        assert accepts(marked(name, reasoning).must_call(asked), text), name
+        assert accepts(marked(name, reasoning).may_call(Obligation(Lark({}), WORDS)), text), name
+        assert not accepts(
+            marked(name, reasoning).must_call(Obligation(Lark({}), WORDS)), text.replace("3", "x")
+        )
+        assert len(read(choose(name, reasoning, "", None), [text], WORDS).calls) == 2
+
+
+FURTHER = [
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"n": 3}}]'),
+    ("phi4_mini", 'functools[{"name": "f", "arguments": {"n": 3}}, {"name": "f", "arguments": {}}]'),
+    ("json_list", '[{"name": "f", "arguments": {"n": 3}}]'),
+    ("nemotron_nano_v2", '<TOOLCALL>[{"name": "f", "arguments": {"n": 3}}]</TOOLCALL>'),
+    ("internlm2", '<|action_start|><|plugin|>\n{"name": "f", "arguments": {"n": 3}}<|action_end|>'),
+    ("granite_20b_fc", '<function_call> {"name": "f", "arguments": {"n": 3}}'),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
+]
+
+
+def test_lists_of_calls_are_bound_and_read_alike():
+    for name, text in FURTHER:
+        must, may = (getattr(marked(name, "none"), how) for how in ("must_call", "may_call"))
+        assert accepts(must(Obligation(Lark({}), WORDS)), text), name
+        assert accepts(may(Obligation(Lark({}), WORDS)), text), name
+        assert accepts(may(Obligation(Lark({}), WORDS)), "No."), name
+        assert not accepts(may(Obligation(Lark({}), WORDS)), text.replace('"f"', '"g"')), name
+        assert read(choose(name, "none", "", None), [text], WORDS).calls, name
+
+
+def test_content_stands_in_what_its_models_write_around_it():
+    answer = marked("none", "cohere").then(Obligation(Lark({}), {}), '"yes"')
+    assert accepts(answer, "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>")
+    assert accepts(answer, "yes") and not accepts(answer, "<|START_RESPONSE|>no")
+    assert not marked("gemma4", "gemma4").binds_calls and marked("kimi_k2", "think").binds_calls
