@@ -144,7 +144,8 @@ async def open_server(
     doors = [PeerDoor(tls.peer_name)] if tls is not None and tls.peer_name else []
     guard = ErrorInterceptor(keeps=not interceptors, in_flight=bounds.in_flight)
     options = [*_SERVER_OPTIONS, *bounds.options()]
-    server = grpc.aio.server(interceptors=[*doors, guard, *interceptors], options=options)
+    around = [*doors, guard, *interceptors]
+    server = grpc.aio.server(interceptors=around, options=options)
     register(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
