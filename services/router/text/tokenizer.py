@@ -251,7 +251,8 @@ class Tokenizer:
         pairs = zip(asked, answered, strict=False)
         begins = next((at for at, (one, other) in enumerate(pairs) if one != other), len(asked))
         texts = (answered[answered.rfind(question) + len(question) :], answered[begins:])
-        return tuple(html.unescape(text) for text in texts if name in text)
+        told = (name, *json.loads(arguments))  # some name a tool beside its result, and show no call
+        return tuple(html.unescape(text) for text in texts if all(each in text for each in told))
 
     def _apply_template(
         self,
