@@ -95,7 +95,7 @@ KIMI_K3 = Tags(
 KIMI_SECTION, KIMI_SECTION_ENDS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_CALL_ENDS = "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
-_KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
+_KIMI_ID = re.compile(r"""(?:functions\.)?([^\s"'<>{}\[\]]+?)(?::\d+)?""")
 
 
 def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
@@ -104,9 +104,10 @@ def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
     marker = opening if opening == KIMI_CALL else (yield from reader.expect(KIMI_CALL, KIMI_SECTION_ENDS))
     while marker == KIMI_CALL:
         yield from reader.blank()
-        id_ = (yield from reader.line(KIMI_ARGUMENTS)).strip()
-        name = _KIMI_ID.fullmatch(id_)[1]  # type: ignore[index]  # it matches any text
-        yield from json_arguments(calls, name)
+        id_ = _KIMI_ID.fullmatch((yield from reader.line(KIMI_ARGUMENTS)).strip())
+        if id_ is None:
+            raise Unreadable
+        yield from json_arguments(calls, id_[1])
         yield from reader.optional(KIMI_CALL_ENDS)
         yield from reader.blank()
         marker = yield from reader.either(KIMI_CALL, KIMI_SECTION_ENDS)
