@@ -146,6 +146,30 @@ def test_a_device_for_rdma_is_expected_to_be_used():
     assert objects.config("prefill").nixl_parameter == ("device_list=mlx5_0,mlx5_1",)
 
 
+ARBITRARY_USER = {"runAsUser": None, "runAsGroup": None, "fsGroup": None, "fsGroupChangePolicy": None}
+OF_OPENSHIFT = {"podSecurityContext": ARBITRARY_USER, "securityContext": {"capabilities": None}}
+EVERY_POD = ("router", "prefill", "decode", "etcd", "test")
+
+
+def test_null_takes_a_key_of_every_pods_security_context_away():
+    """OpenShift gives pods users of its own, and refuses those that name another."""
+    objects = render(merged(LEAST, {component: OF_OPENSHIFT for component in EVERY_POD}))
+    for component in EVERY_POD:
+        pod, container = objects.pods()[component], objects.container(component)
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+        }
+
+
+def test_the_test_pod_goes_where_it_may():
+    where = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "t", "operator": "Exists"}]}
+    pod = render(merged(LEAST, {"test": where})).pods()["test"]
+    assert {name: pod[name] for name in where} == where
+    assert "nodeSelector" not in rendered("least").pods()["test"]
+
+
 def test_what_a_gpu_pod_may_need_of_its_node():
     needs = {
         "podSecurityContext": {"runAsUser": 0, "runAsNonRoot": False, "supplementalGroups": [44]},

@@ -104,6 +104,16 @@ def test_helm_3_leaves_out_what_is_null(tmp_path):
     assert "replicas" not in sets["isthmus-decode"] and sets["isthmus-prefill"]["replicas"] == 1
 
 
+def test_helm_3_takes_away_what_is_null_of_a_security_context(tmp_path):
+    values = merged(LEAST, {"etcd": {"podSecurityContext": {"runAsUser": None, "fsGroup": None}}})
+    (etcd,) = [
+        item["spec"]["template"]["spec"]["securityContext"]
+        for item in by_helm_3(values, tmp_path)
+        if item["kind"] == "StatefulSet" and item["metadata"]["name"] == "isthmus-etcd"
+    ]
+    assert {"runAsUser", "fsGroup"}.isdisjoint(etcd) and etcd["runAsGroup"] == 10001
+
+
 def test_notes_tell_how_to_send_the_first_request():
     notes = rendered("least").notes
     assert "curl http://localhost:8000/v1/chat/completions" in notes

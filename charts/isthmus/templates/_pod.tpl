@@ -65,14 +65,29 @@ topologySpreadConstraints:
 {{- $ours := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 -}}
 {{- $_ := set $ours "fsGroupChangePolicy" "OnRootMismatch" -}}
 {{- $_ := set $ours "seccompProfile" (dict "type" "RuntimeDefault") -}}
-{{- mergeOverwrite $ours (.values.podSecurityContext | default dict) | toYaml -}}
+{{- include "isthmus.laidOver" (dict "ours" $ours "theirs" .values.podSecurityContext) -}}
+{{- end -}}
+
+{{/* {ours, theirs}: key by key; a null takes a key away, as merging would not. */}}
+{{- define "isthmus.laidOver" -}}
+{{- $result := deepCopy .ours -}}
+{{- range $key, $value := .theirs -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $result $key -}}
+{{- else if kindIs "map" $value -}}
+{{- $_ := set $result $key (mergeOverwrite (get $result $key | default dict) $value) -}}
+{{- else -}}
+{{- $_ := set $result $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $result -}}
 {{- end -}}
 
 {{- define "isthmus.containerSecurity" -}}
 {{- $capabilities := dict "drop" (list "ALL") -}}
 {{- if (.values.rdma | default dict).ipcLock }}{{ $_ := set $capabilities "add" (list "IPC_LOCK") }}{{ end -}}
 {{- $ours := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" $capabilities -}}
-{{- mergeOverwrite $ours (.values.securityContext | default dict) | toYaml -}}
+{{- include "isthmus.laidOver" (dict "ours" $ours "theirs" .values.securityContext) -}}
 {{- end -}}
 
 {{/* Start-up until the model is loaded, then readiness while requests are taken, liveness while a restart is no help. */}}
