@@ -21,6 +21,11 @@ class TypedText:
         self._schema = schema
         self._root = schema if root is None else root
 
+    def may_have(self, name: str) -> bool:
+        """Whether the schema has such a property, or says nothing of properties."""
+        properties = _member(self._schema, "properties")
+        return not properties or _has(properties, name)
+
     def is_string(self, name: str) -> bool:
         """Whatever its text is."""
         return self._types(name) == {"string"}

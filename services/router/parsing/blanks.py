@@ -32,15 +32,17 @@ class Trailed:
 
 
 class Unlined:
-    """Without a line's end at its beginning, and without one at its end."""
+    """Without a line's end at its beginning, where that is `led` by one, and without one at its end, which is
+    `held`."""
 
-    def __init__(self, sink: Callable[[str], object]) -> None:
-        self._begins, self._held, self._sink = True, "", sink
+    def __init__(self, sink: Callable[[str], object], led: bool = True) -> None:
+        self.held = ""
+        self._begins, self._sink = led, sink
 
     def __call__(self, text: str) -> None:
         if self._begins and text:
             text, self._begins = text.removeprefix("\n"), False
-        text = self._held + text
+        text = self.held + text
         kept = text.removesuffix("\n")
-        self._held = text[len(kept) :]
+        self.held = text[len(kept) :]
         self._sink(kept)

@@ -8,14 +8,15 @@ Unreadable: what was taken and not told of is no call.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from services.router.parsing.arguments import TypedText
 from services.router.parsing.blanks import Unlined
 from services.router.parsing.json_text import arguments_of, is_text, members_of, text_of, value_of
 from services.router.parsing.piece import Call, CallPiece, Sink
 from services.router.parsing.reader import Reader, Reading, Unreadable
+
+_Result = TypeVar("_Result")
 
 Schemas = Mapping[str, Any]  # of the tools' arguments, by the tool's name
 
@@ -103,21 +104,27 @@ class TextArguments:
         name = name.strip()
         self._arguments = Arguments(calls, name)
         self._typed = TypedText(calls.schemas.get(name))
-        self._opening = "{"
+        self._given = set[str]()
+
+    def misses(self, key: str) -> bool:
+        """Whether the tool may have such an argument, which was not written yet."""
+        return bool(key) and self._typed.may_have(key) and key not in self._given
 
     def read(
-        self, key: str, value: Callable[[Callable[[str], object]], Reading[None]], is_text: bool = False
-    ) -> Reading[None]:
-        """`value` reads its text into a sink. `is_text`: the model says so, which holds where it may be."""
+        self, key: str, value: Callable[[Callable[[str], object]], Reading[_Result]], is_text: bool = False
+    ) -> Reading[_Result]:
+        """`value` reads its text into a sink, and returns what this does. `is_text`: the model says so, which
+        holds where it may be."""
         self._begin(key)
         if self._typed.is_string(key) or (is_text and self._typed.takes_text(key)):
             self._arguments.add('"')
-            yield from value(lambda text: self._arguments.add(text_of(text)[1:-1]))
+            result = yield from value(lambda text: self._arguments.add(text_of(text)[1:-1]))
             self._arguments.add('"')
         else:
             texts: list[str] = []
-            yield from value(texts.append)
+            result = yield from value(texts.append)
             self._arguments.add(text_of(self._typed.value(key, "".join(texts))))
+        return result
 
     def add(self, key: str, value: Any) -> None:
         """One that is not text."""
@@ -125,11 +132,11 @@ class TextArguments:
         self._arguments.add(text_of(value))
 
     def _begin(self, key: str) -> None:
-        self._arguments.add(f"{self._opening}{text_of(key)}: ")
-        self._opening = ", "
+        self._arguments.add(f"{', ' if self._given else '{'}{text_of(key)}: ")
+        self._given.add(key)
 
     def end(self) -> None:
-        self._arguments.add("{}" if self._opening == "{" else "}")
+        self._arguments.add("}" if self._given else "{}")
         self._arguments.end()
 
 
@@ -173,8 +180,24 @@ _line = Reader.line
 
 def hermes(calls: Calls, opening: str) -> Reading[None]:
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
-    yield from read_object(calls, ("arguments", "parameters"))
+    yield from _objects(calls, ("arguments", "parameters"))
     yield from calls.reader.optional("</tool_call>")
+
+
+def _objects(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
+    """One or more, on a line each or with a comma or semicolon between them."""
+    yield from read_object(calls, arguments, known_only)
+    while (yield from _goes_on(calls.reader)):
+        yield from read_object(calls, arguments, known_only)
+
+
+def _goes_on(reader: Reader) -> Reading[bool]:
+    yield from reader.blank()
+    between = yield from reader.either(",", ";")
+    more = yield from reader.next_is("{")
+    if between and not more:
+        raise NotACall  # it is a sentence that goes on
+    return more
 
 
 def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
@@ -193,6 +216,8 @@ def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = Fal
             yield from reader.json(told.add)
         else:
             members[name] = yield from reader.json_value()
+            if not members[name]:
+                raise Unreadable
         if known_only and name in _NAMES:
             _check_known(members, calls.schemas)
         yield from reader.blank()
@@ -217,27 +242,116 @@ def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
     arguments.end()
 
 
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """How arguments stand between tags: what `begins` one, what is `between` its name and its value, and what
+    `ends` it; what closes their call, from the inside out; and what opens the next call."""
+
+    begins: str
+    between: tuple[str, ...]
+    ends: str
+    closes: tuple[str, ...]
+    opens: tuple[str, ...]
+    on_lines: bool = True  # a value has lines of its own
+
+
+_QWEN = _Tags(
+    "<parameter=", (">",), "</parameter>", ("</function>", "</tool_call>"), ("<tool_call>", "<function=")
+)
+_GLM = _Tags(
+    "<arg_key>",
+    ("</arg_key>", "<arg_value>"),
+    "</arg_value>",
+    ("</tool_call>",),
+    ("<tool_call>",),
+    on_lines=False,
+)
+_MINIMAX = _Tags(
+    "<parameter name=", (">",), "</parameter>", ("</invoke>", "</minimax:tool_call>"), ("<invoke name=",)
+)
+_KEY = re.compile(r"[^\n<>]*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """The arguments of a call, between tags. Models leave closing tags out at times. A value without one ends
+    where an argument begins that the tool may have and that was not written yet, and where tags close the
+    call with nothing but a call behind them. All else between two tags is the value's text."""
+
+    reader: Reader
+    tags: _Tags
+    arguments: TextArguments
+
+    def read(self) -> Reading[None]:
+        """What closes the call, or opens the next one, is not taken. Raises Unreadable where none comes."""
+        tags = self.tags
+        found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
+        while found == tags.begins:
+            key, _ = yield from self._key()
+            if not key:
+                raise Unreadable
+            while key:
+                key = yield from self.arguments.read(key, self._value)
+            found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
+        self.reader.put_back(found)
+        self.arguments.end()
+
+    def _value(self, sink: Callable[[str], object]) -> Reading[str]:
+        """The name of the argument that begins where this one's end should be; "" for none."""
+        tags, text = self.tags, Unlined(sink, led=self.tags.on_lines)
+        while True:
+            marker = yield from self.reader.upto((tags.ends, tags.begins, *tags.closes), text)
+            if marker is None:
+                raise Unreadable
+            if marker == tags.ends:
+                sink("" if tags.on_lines else text.held)
+                return ""
+            if marker == tags.begins:
+                key, taken = yield from self._key()
+                if self.arguments.misses(key):
+                    return key
+            else:
+                behind = yield from self._behind(marker)
+                if behind is None:
+                    return ""
+                taken = behind
+            text(marker + taken)
+
+    def _key(self) -> Reading[tuple[str, str]]:
+        """An argument's name, "" if none stands here; and all the text that was taken."""
+        reader, between = self.reader, self.tags.between
+        texts = [(yield from reader.blank()), (yield from reader.word(_KEY))]
+        while between:
+            texts.append((yield from reader.blank()))
+            found = yield from reader.either(*between)
+            if not found:
+                return "", "".join(texts)
+            texts.append(found)
+            between = between[between.index(found) + 1 :]
+        return texts[1].strip("\"' "), "".join(texts)
+
+    def _behind(self, closing: str) -> Reading[str | None]:
+        """The text behind a tag that closes a call, as far as it was taken. None: the call ends there, and
+        the tag is not taken either."""
+        reader, tags = self.reader, self.tags
+        texts = []
+        for closes in tags.closes[tags.closes.index(closing) + 1 :]:
+            texts += [(yield from reader.blank()), (yield from reader.either(closes))]
+        texts += [(yield from reader.blank()), (yield from reader.either(*tags.opens))]
+        if texts[-1] or not reader.has_more:
+            reader.put_back(closing + "".join(texts))
+            return None
+        return "".join(texts)
+
+
 def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
     """<tool_call><function=f><parameter=a>1</parameter></function></tool_call>, blanks between all of them"""
     reader = calls.reader
     if opening == "<tool_call>":
         yield from reader.expect("<function=")
     arguments = TextArguments(calls, (yield from _line(reader, ">")))
-    while (yield from reader.expect("<parameter=", "</function>")) == "<parameter=":
-        key = yield from _line(reader, ">")
-        yield from arguments.read(key, partial(_within_lines, reader))
-    arguments.end()
-    yield from reader.optional("</tool_call>")
-
-
-def _within_lines(reader: Reader, sink: Callable[[str], object]) -> Reading[None]:
-    """A parameter's text, without the line's ends at its own."""
-    yield from _text(reader, "</parameter>", Unlined(sink))
-
-
-def _text(reader: Reader, end: str, sink: Callable[[str], object]) -> Reading[None]:
-    if (yield from reader.upto((end,), sink)) is None:
-        raise Unreadable
+    yield from _Tagged(reader, _QWEN, arguments).read()
+    yield from reader.optional(*_QWEN.closes)
 
 
 def glm(calls: Calls, opening: str) -> Reading[None]:
@@ -245,31 +359,28 @@ def glm(calls: Calls, opening: str) -> Reading[None]:
     reader = calls.reader
     yield from reader.blank()
     arguments = TextArguments(calls, (yield from reader.word()))
-    while (yield from reader.expect("<arg_key>", "</tool_call>")) == "<arg_key>":
-        key, _ = yield from reader.until("</arg_key>")
-        yield from reader.expect("<arg_value>")
-        yield from arguments.read(key.strip(), partial(_text, reader, "</arg_value>"))
-    arguments.end()
+    yield from _Tagged(reader, _GLM, arguments).read()
+    yield from reader.optional(*_GLM.closes)
 
 
 def minimax(calls: Calls, opening: str) -> Reading[None]:
     """<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>"""
     reader = calls.reader
-    while (yield from reader.expect("<invoke name=", "</minimax:tool_call>")) == "<invoke name=":
+    more = (yield from reader.expect("<invoke name=", "</minimax:tool_call>")) == "<invoke name="
+    if not more:
+        return
+    while more:
         arguments = TextArguments(calls, (yield from _line(reader, ">")).strip("\"' "))
-        while (yield from reader.expect("<parameter name=", "</invoke>")) == "<parameter name=":
-            key = (yield from _line(reader, ">")).strip("\"' ")
-            yield from arguments.read(key, partial(_within_lines, reader))
-        arguments.end()
+        yield from _Tagged(reader, _MINIMAX, arguments).read()
+        yield from reader.optional("</invoke>")
+        yield from reader.blank()
+        more = bool((yield from reader.either("<invoke name=")))
+    yield from reader.optional("</minimax:tool_call>")
 
 
 def llama3_json(calls: Calls, opening: str) -> Reading[None]:
     """{"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind <|python_tag|>"""
-    while True:
-        yield from read_object(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
-        yield from calls.reader.blank()
-        if not (yield from calls.reader.either(";")):
-            return
+    yield from _objects(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
 
 
 def mistral(calls: Calls, opening: str) -> Reading[None]:
@@ -277,6 +388,9 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
     reader = calls.reader
     yield from reader.blank()
     name = yield from reader.word()
+    if not name and (yield from reader.next_is("{")):
+        yield from _objects(calls, ("arguments", "parameters"))
+        return
     if not name:
         source = yield from reader.json()
         found = value_of(source)
@@ -303,18 +417,29 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
     """Each call: function<sep>f, and its arguments as a code block of JSON."""
     reader = calls.reader
-    while (yield from reader.expect(_CALL, _CALLS_END)) == _CALL:
+    more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
+    while more:
         yield from _line(reader, _SEP)  # the kind of tool
         name, _ = yield from reader.until("\n")
         yield from reader.optional("```json")
         yield from json_arguments(calls, name)
-        yield from reader.optional("```", _CALL_END)
+        yield from reader.optional("```")
+        more = yield from _deepseek_goes_on(reader)
 
 
 def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
     """Each call: f<sep>{...}"""
     reader = calls.reader
-    while (yield from reader.expect(_CALL, _CALLS_END)) == _CALL:
+    more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
+    while more:
         name = yield from _line(reader, _SEP)
         yield from json_arguments(calls, name)
-        yield from reader.optional(_CALL_END)
+        more = yield from _deepseek_goes_on(reader)
+
+
+def _deepseek_goes_on(reader: Reader) -> Reading[bool]:
+    """Behind a call, whether another one begins, whose marker is taken."""
+    yield from reader.optional(_CALL_END)
+    yield from reader.blank()
+    more = yield from reader.either(_CALL, _CALLS_END)
+    return more == _CALL

@@ -181,11 +181,11 @@ class Reader:
             yield
         return self._take(1)
 
-    def put_back(self, literal: str) -> None:
+    def put_back(self, text: str) -> None:
         """What was taken last."""
-        self._text = literal + self._text
-        if self._taken and literal:
-            self._taken.pop()
+        self._text = text + self._text
+        if self._taken:
+            self._taken = [self.taken.removesuffix(text)]
 
     def _take(self, num_chars: int) -> str:
         if not num_chars:

@@ -214,7 +214,11 @@ def test_any_text_is_read_somehow_and_the_same_in_all_cuts(name, writer, reasoni
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
         ("qwen3_coder", "<function= \n opens one>"),
         ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>"),
-        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</invoke>'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter>'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=>\n1\n</parameter>\n</function>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>'),
         ("mistral", "[TOOL_CALLS]f[ARGS]{"),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, 1]'),
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{"),
@@ -270,6 +274,98 @@ def test_other_text_before_a_harmony_message_is_content(text, content):
     for pieces in ([text], text):
         got = read(choice, pieces, TYPED)
         assert (got.content, got.calls) == (text if content is None else content, ())
+
+
+# The tags that end an argument and its call, and which of them may be missing before another call.
+CLOSING_TAGS = {
+    "qwen3_coder": (
+        ("\n</parameter>", "\n</function>", "\n</tool_call>"),
+        ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)),
+    ),
+    "glm45": (("</arg_value>", "\n</tool_call>"), ((0,), (1,))),
+    "minimax_m2": (("</parameter>", "\n</invoke>", "\n</minimax:tool_call>"), ((0,), (1,))),
+}
+DECLARED = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "t": {"type": "string"}}}}
+
+
+CLOSED_BY_TAGS = [each[:2] for each in WRITERS if each[0] in CLOSING_TAGS]
+
+
+@pytest.mark.parametrize(("name", "writer"), CLOSED_BY_TAGS, ids=CLOSING_TAGS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_tags_that_are_left_out_are_told_by_what_stands_there(name, writer, data):
+    value = data.draw(quiet)
+    calls = (("f", {"s": value, "n": 3, "t": value + "\n" + value}), ("f", {"t": value, "n": 4}))
+    text, (ends, missing) = writer(Answer(calls=calls)), CLOSING_TAGS[name]
+    for end in reversed(ends[1:]):
+        assert text.endswith(end)
+        text = text.removesuffix(end)
+    for index in data.draw(st.sampled_from(missing)):
+        text = text.replace(ends[index], "", data.draw(st.sampled_from([-1, 1])))
+    text += data.draw(st.sampled_from(ends[1:]))
+    choice = choice_of(name, "none")
+    got = read(choice, [text], DECLARED)
+    assert [(n, json.loads(arguments)) for n, arguments in got.calls] == list(calls)
+    assert (got.content, got.broken) == ("", 0)
+    assert read(choice, data.draw(cut(text)), DECLARED) == got
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "<parameter=",
+        "<parameter=other>\n1",
+        "<parameter=s>",
+        "</function> is a tag",
+        "</tool_call>.",
+        "<parameter=n",
+    ],
+)
+def test_a_value_may_hold_tags_that_end_no_argument(inner):
+    text = f"<tool_call>\n<function=f>\n<parameter=s>\nA {inner}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], text):
+        got = read(choice_of("qwen3_coder", "none"), pieces, DECLARED)
+        assert got.calls == (("f", dumps({"s": f"A {inner}"})),) and got.content == ""
+
+
+OBJECTS = ('{"name": "f", "parameters": {"s": "}{"}}', '{"name": "f", "arguments": {}}')
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("llama3_json", "", ""),
+        ("llama3_json", "<|python_tag|>", ""),
+        ("hermes", "<tool_call>\n", "\n</tool_call>"),
+        ("mistral", "[TOOL_CALLS]", ""),
+    ],
+)
+def test_objects_that_follow_one_another_are_calls(name, begin, end):
+    choice = choice_of(name, "none")
+    for between in ("\n", ", ", ";", "; ", "\n\n", ""):
+        text = begin + between.join((*OBJECTS, *OBJECTS)) + end
+        for pieces in ([text], text):
+            got = read(choice, pieces, TYPED)
+            assert got.calls == (("f", '{"s": "}{"}'), ("f", "{}")) * 2 and (got.content, got.broken) == (
+                "",
+                0,
+            )
+    text = begin + OBJECTS[0] + ", and so on"
+    for pieces in ([text], text):
+        got = read(choice, pieces, TYPED)
+        assert (len(got.calls), got.content, got.broken) == (1, ", and so on", 0)
+
+
+def test_deepseek_calls_that_nothing_closes():
+    for name, call in (
+        ("deepseek_v31", "f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek_v3", "function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"),
+    ):
+        text = "<｜tool▁calls▁begin｜>" + f"<｜tool▁call▁begin｜>{call}" * 2
+        for pieces in ([text], text):
+            got = read(choice_of(name, "none"), pieces)
+            assert (got.calls, got.content, got.broken) == ((("f", "{}"),) * 2, "", 0)
 
 
 def test_content_goes_on_as_it_stands_behind_what_was_no_call():
