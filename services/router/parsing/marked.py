@@ -114,6 +114,8 @@ class MarkedAnswer:
         reader, sink = self.calls.reader, self.calls.sink
         sink.thinks = True
         yield from reader.blank()
+        while (yield from reader.either(self.thinking.opens)):  # written again where the prompt has it
+            yield from reader.blank()
         thought = Trailed(sink.reasoning)
         watched = _Watched(thought, self.call_markers, self.calls)
         closes = yield from reader.upto((self.thinking.closes,), watched.add)

@@ -411,6 +411,8 @@ def test_thinking_that_the_prompt_began(name):
     for prompt_end in (f"<|assistant|>{opens}", f"<|assistant|>{opens}\n"):
         got = read(choice, text, None, prompt_end)
         assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
+        got = read(choice, f"{opens}\n{text}", None, prompt_end)  # some write it once more
+        assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
     got = read(choice, "Yes.", None, f"<|assistant|>{opens}\n\n{closes}\n\n")
     assert (got.content, got.reasoning) == ("Yes.", "")
 
