@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -163,6 +164,41 @@ async def test_calls_are_kept_to_as_the_family_writes_them(family, mode):
     assert is_allowed(Said("I think not.", thought)) == (mode is CallMode.AUTO)
     if format_.name != "llama3":
         assert is_allowed(Said("I look.", thought, [good])) == (mode is CallMode.AUTO)
+
+
+OLDER_CALL = f'{{"name": "look_up", "arguments": {json.dumps(GOOD, ensure_ascii=False)}}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "text", "num_calls"),
+    [
+        ("mistral", " [ARGS]", f"[TOOL_CALLS][{OLDER_CALL}]", 1),
+        ("mistral", " [ARGS]", f'[TOOL_CALLS] [{OLDER_CALL}, {OLDER_CALL[:-1]}, "id": "aB3456789"}}]', 2),
+        (
+            "glm",
+            "",
+            "<think>So.</think>" + "<tool_call>look_up<arg_key>kind</arg_key><arg_value>ß</arg_value>"
+            "<arg_key>n</arg_key><arg_value>7</arg_value></tool_call>" * 2,
+            2,
+        ),
+    ],
+)
+async def test_versions_of_a_family_write_calls_as_they_learned(
+    tmp_path, monkeypatch, name, without, text, num_calls
+):
+    """Mistral's before v11 have no token [ARGS]; GLM's from 4.7 on write no line ends."""
+    format_ = FORMATS[name]
+    monkeypatch.setitem(FORMATS, name, replace(format_, special=format_.special.replace(without, "", 1)))
+    family = Family(name, tmp_path)
+    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
+    for asked in (tools, ChatTools(SCHEMAS, strict=frozenset(SCHEMAS), told_apart=True)):
+        ids = family.tokenizer.encode(text, special_tokens=False)
+        matcher = family.grammars.matcher(await family.constraint(asked), (), family.parsers.end_ids(asked))
+        assert matcher.num_fitting(ids) == len(ids)
+    read = family.parsers.text_of(tools, SamplingParams(), [1])
+    read.push(ids)
+    read.finish()
+    assert [call.name for call in read.message().calls] == ["look_up"] * num_calls
 
 
 @pytest.mark.parametrize("kind", [" json", " <|constrain|>json"])

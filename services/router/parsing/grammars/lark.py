@@ -27,6 +27,10 @@ class Lark:
         self._cuts = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._rules: dict[str, str] = {}  # names by body
 
+    def has(self, token: str) -> bool:
+        """Whether that is a special token of the model."""
+        return token in self._special
+
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items())])
 

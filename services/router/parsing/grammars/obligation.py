@@ -44,8 +44,8 @@ class MarkedWriting:
         return asked.lark.grammar(f"{self._thought(asked)}{self._calls(asked)}")
 
     def may_call(self, asked: Obligation) -> str:
-        writing, lark = self.writing, asked.lark
-        assert writing is not None
+        lark = asked.lark
+        writing = self._known(lark)
         thought = self._thought(asked)
         if writing.begins:
             plain = lark.text((writing.opens, *writing.also), begins_without=writing.begins)
@@ -72,10 +72,14 @@ class MarkedWriting:
         return f"({opens} {_BLANK})? {answer} ({_BLANK} {closes})?"
 
     def _calls(self, asked: Obligation) -> str:
-        assert self.writing is not None
-        calls = self.writing.calls(asked.lark, asked.schemas, asked.parallel)
-        opens = f"{asked.lark.literal(self.writing.opens)} " if self.writing.opens else ""
+        writing = self._known(asked.lark)
+        calls = writing.calls(asked.lark, asked.schemas, asked.parallel)
+        opens = f"{asked.lark.literal(writing.opens)} " if writing.opens else ""
         return f"{_BLANK}{opens}{calls}"
+
+    def _known(self, lark: Lark) -> Writing:
+        assert self.writing is not None
+        return self.writing.known_to(lark)
 
     def _thought(self, asked: Obligation) -> str:
         """With the white space around it that templates write."""

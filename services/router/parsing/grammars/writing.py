@@ -23,13 +23,14 @@ from services.router.parsing.tagged import (
 _WriteCall = Callable[[Lark, str, Any], str]  # of a tool's name and schema
 _MAX_REFERENCES = 8
 _D = "｜DSML｜"
+_LINE = r'"\n"?'
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Calls are `opens`, `first`, a call, `between` before each further one, and `closes`. To those who read,
+    """Calls are `opens`, `head`, a call, `between` before each further one, and `closes`. To those who read,
     `also` opens calls, too. `begins`: the characters that calls begin with where an answer does; behind other
-    text there are none then."""
+    text there are none then. A model without the special token `needs` writes them as `older`."""
 
     call: _WriteCall
     opens: str
@@ -37,16 +38,20 @@ class Writing:
     closes: str = ""
     also: tuple[str, ...] = ()
     begins: str = ""
-    first: str = ""
+    head: str = ""  # a rule's body
+    needs: str = ""
+    older: "Writing | None" = None
+
+    def known_to(self, lark: Lark) -> "Writing":
+        return self if self.older is None or lark.has(self.needs) else self.older
 
     def calls(self, lark: Lark, schemas: Mapping[str, Any], parallel: bool) -> str:
         """Behind `opens`. At least one."""
         call = one_of(*(self.call(lark, name, schema) for name, schema in schemas.items()))
         any_call = lark.rule(call, "call")
-        more = f" ({lark.literal(self.between)} {any_call})*" if parallel else ""
-        closes = f" {lark.literal(self.closes)}" if self.closes else ""
-        first = f"{lark.literal(self.first)} " if self.first else ""
-        return f"{first}{any_call}{more}{closes}"
+        more = f"({_lined(lark, self.between)} {any_call})*" if parallel else ""
+        closes = lark.literal(self.closes) if self.closes else ""
+        return _joined(self.head, any_call, more, closes)
 
 
 def _hermes(lark: Lark, name: str, schema: Any) -> str:
@@ -87,6 +92,12 @@ def _mistral(lark: Lark, name: str, schema: Any) -> str:
     return f"{lark.literal(f'{name}[ARGS]')} {lark.json(schema)}"
 
 
+def _mistral_listed(lark: Lark, name: str, schema: Any) -> str:
+    begin = f'{{"name": {text_of(name)}, "arguments": '
+    id_ = lark.rule('/, "id": "[a-zA-Z0-9]{9}"/', "ID")
+    return f"{lark.literal(begin)} {lark.json(schema)} {id_}? {lark.literal('}')}"
+
+
 def _deepseek_v3(lark: Lark, name: str, schema: Any) -> str:
     begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
     return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal(chr(10) + '```<｜tool▁call▁end｜>')}"
@@ -103,8 +114,9 @@ def _qwen3_coder(lark: Lark, name: str, schema: Any, closes: str = "</tool_call>
 
 
 def _glm(lark: Lark, name: str, schema: Any) -> str:
-    parameters = _parameters(lark, schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n")
-    return _joined(lark.literal(f"{name}\n"), parameters, lark.literal("</tool_call>"))
+    """GLM-4.5 and 4.6 write line ends, 4.7 and later ones do not."""
+    parameters = _parameters(lark, schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", _LINE)
+    return _joined(lark.literal(name), _LINE, parameters, lark.literal("</tool_call>"))
 
 
 def _minimax(lark: Lark, name: str, schema: Any) -> str:
@@ -124,16 +136,23 @@ def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _parameters(lark: Lark, schema: Any, begin: str, end: str) -> str:
-    """An object's properties in their order, each in its tags; strings stand there as they are."""
+def _lined(lark: Lark, text: str) -> str:
+    """The text, whose line ends may be left out."""
+    return f" {_LINE} ".join(map(lark.literal, text.split("\n")))
+
+
+def _parameters(lark: Lark, schema: Any, begin: str, end: str, behind: str = "") -> str:
+    """An object's properties in their order, each in its tags, with what is `behind` it; strings stand there
+    as they are."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     parts = []
     for name, property_ in properties.items():
         is_text = _texts(property_, schema, _MAX_REFERENCES) is not None
-        before, behind = begin.replace("{text}", "true" if is_text else "false").split("{}")
+        before, between = begin.replace("{text}", "true" if is_text else "false").split("{}")
         # What is the client's is plain text, whatever it looks like.
-        tag = f"{lark.literal(before)} {text_of(name)} {lark.literal(behind)}"
-        part = f"{tag} {_value(lark, property_, schema, end)}"
+        ends = _lined(lark, between) if behind else lark.literal(between)
+        tag = f"{lark.literal(before)} {text_of(name)} {ends}"
+        part = _joined(tag, _value(lark, property_, schema, end), behind)
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
@@ -179,7 +198,7 @@ def _dsml_block(name: str) -> Writing:
 
 
 def _list(opens: str, closes: str, call: _WriteCall = _object, also: tuple[str, ...] = ()) -> Writing:
-    return Writing(call, opens, ", ", f"]{closes}", also, first="[")
+    return Writing(call, opens, ", ", f"]{closes}", also, head=text_of("["))
 
 
 WRITINGS: Mapping[str, Writing] = {
@@ -188,7 +207,13 @@ WRITINGS: Mapping[str, Writing] = {
     "glm45": Writing(_glm, _TOOL_CALL, f"\n{_TOOL_CALL}"),
     "minimax_m2": Writing(_minimax, "<minimax:tool_call>", "", "\n</minimax:tool_call>"),
     "llama3_json": Writing(_llama3, "", "; ", also=("<|python_tag|>",), begins="{"),
-    "mistral": Writing(_mistral, "[TOOL_CALLS]", "[TOOL_CALLS]"),
+    "mistral": Writing(
+        _mistral,
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]",
+        needs="[ARGS]",
+        older=Writing(_mistral_listed, "[TOOL_CALLS]", ", ", "]", head='" "? "["'),
+    ),
     "deepseek_v3": Writing(_deepseek_v3, "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": Writing(_deepseek_v31, "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
     "deepseek_v32": _dsml_block("function_calls"),
@@ -200,12 +225,12 @@ WRITINGS: Mapping[str, Writing] = {
         also=("<function=",),
     ),
     "kimi_k2": Writing(_kimi, KIMI_SECTION, "", KIMI_SECTION_ENDS, also=(KIMI_CALL,)),
-    "cohere": Writing(_cohere, "<|START_ACTION|>", ",\n    ", "\n]<|END_ACTION|>", first="[\n    "),
+    "cohere": Writing(_cohere, "<|START_ACTION|>", ",\n    ", "\n]<|END_ACTION|>", head=text_of("[\n    ")),
     "apertus": _list("<|tools_prefix|>", "<|tools_suffix|>", _keyed),
     "nemotron_nano_v2": _list("<TOOLCALL>", "</TOOLCALL>"),
     "tool_calls": _list("<tool_calls>", "</tool_calls>"),
     "granite": _list("<|tool_call|>", "", also=(_TOOL_CALL,)),
-    "json_list": Writing(_object, "", ", ", "]", begins="[`", first="["),
+    "json_list": Writing(_object, "", ", ", "]", begins="[`", head=text_of("[")),
     "phi4_mini": Writing(_object, "functools[", ", ", "]", begins="[{"),
     "internlm2": Writing(
         partial(_object, before="\n", behind="<|action_end|>"),
