@@ -49,6 +49,7 @@ ToolParsers = Literal[
     "gigachat3",
     "hy3",
     "minicpm5",
+    "muse",
 ]
 ReasoningParsers = Literal[
     "auto",
@@ -66,6 +67,7 @@ ReasoningParsers = Literal[
     "minimax_m3",
     "apertus",
     "hy3",
+    "muse",
 ]
 
 

@@ -79,6 +79,7 @@ _KIMI = (
     *(tagged.KIMI_SECTION, tagged.KIMI_CALL, tagged.KIMI_ARGUMENTS),
     *(tagged.KIMI_CALL_ENDS, tagged.KIMI_SECTION_ENDS),
 )
+_MUSE_FRAME = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 _INTERNLM = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
 _GIGACHAT = ("<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>", "<|function_call|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -112,6 +113,12 @@ CALL_FORMATS = _by_name(
         _gemma("functiongemma", "<start_function_call>", "<end_function_call>", literals.FUNCTION_GEMMA),
         CallFormat("hy3", (tagged.HY_OPENS,), CallMarkers((tagged.HY_OPENS,), tagged.hy), tagged.HY_MARKERS),
         _tagged("minicpm5", ("<function name=",), (tagged.MINICPM.call,), tagged.MINICPM),
+        CallFormat(
+            "muse",
+            (tagged.MUSE_OPENS,),
+            CallMarkers((tagged.MUSE_OPENS,), tagged.muse, begins=("to=",)),
+            _MUSE_FRAME,
+        ),
         _listed("cohere", ("<|START_ACTION|>",), ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
         _listed(
             "apertus", ("<|tools_prefix|>",), ("<|tools_prefix|>",), ("<|tools_suffix|>",), call=keyed_call
@@ -202,6 +209,12 @@ THINKING_FORMATS = {
             ("<|START_THINKING|>",),
             Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
             Wrapping(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
+        ),
+        ThinkingFormat(
+            "muse",
+            ("to=self<|message|>",),
+            Thinking("to=self<|message|>", "<|eom|>"),
+            Wrapping(("<|start|>assistant", "to=user<|message|>", "<|message|>"), ("<|eom|>", "<|eot|>")),
         ),
         ThinkingFormat(
             "kimi_k3",

@@ -49,7 +49,7 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class CallMarkers:
-    """`opens` may stand anywhere in content. `begins`: what calls begin with where an answer does."""
+    """`opens` may stand anywhere in content. `begins`: what calls begin with where content would begin."""
 
     opens: tuple[str, ...]
     read: ReadCalls
@@ -81,7 +81,7 @@ class MarkedAnswer:
             return (yield from self._think())
         if place is not _Place.CONTENT and (yield from reader.either(*self.wrapping.opens)):
             return _Place.BEHIND
-        begins = self.call_markers.begins if self.call_markers and place is _Place.BEGINNING else ()
+        begins = self.call_markers.begins if self.call_markers and place is not _Place.CONTENT else ()
         if begun := (yield from reader.either(*begins)):
             reader.put_back(begun)
             return (yield from self._call("", blank))
@@ -102,7 +102,7 @@ class MarkedAnswer:
         """What closes content is none where nothing, or another marker, follows; else it is content."""
         reader = self.calls.reader
         blank = yield from reader.blank()
-        follows = yield from reader.either(*self._opens, *self.wrapping.closes)
+        follows = yield from reader.either(*self._opens, *self.wrapping.opens, *self.wrapping.closes)
         reader.put_back(follows)
         if follows or (yield from reader.at_end()):
             return _Place.BEHIND

@@ -82,6 +82,24 @@ DSML = Tags(
     tuple(opens.replace("<", "</") for opens in DSML_OPENS),
 )
 MINICPM = Tags("<function ", "</function>", "<param", "</param>")
+MUSE_OPENS, _MUSE_MESSAGE = "<atem:function_calls>", "<|message|>"
+_MUSE = Tags(
+    *("<atem:invoke", "</atem:invoke>", "<atem:parameter", "</atem:parameter>"),
+    ("</atem:function_calls>",),
+)
+
+
+def muse(calls: Calls, opening: str) -> Reading[None]:
+    """to=f<|message|><atem:function_calls>..., a message of its own, which may lack its header"""
+    reader = calls.reader
+    if opening != MUSE_OPENS:
+        yield from reader.expect("to=")
+        yield from reader.line(_MUSE_MESSAGE)
+        yield from reader.expect(MUSE_OPENS)
+    yield from _MUSE.read(calls, MUSE_OPENS)
+    yield from reader.optional("<|eom|>")
+
+
 KIMI_K3_OPENS = "<|open|>tools<|sep|>"
 KIMI_K3 = Tags(
     "<|open|>call",

@@ -646,3 +646,6 @@ def test_what_stands_around_content_is_none():
     called = '<answer>C\n<tool_calls>[{"name": "f"}]</tool_calls></answer>'
     got = read(choose("tool_calls", "think_answer", "", None), called, SCHEMAS)
     assert (got.content.strip(), got.calls) == ("C", (("f", "{}"),))
+    for name, written in (("pythonic", "[f(a=1)]"), ("llama3_json", '{"name": "f", "parameters": {"a": 1}}')):
+        got = read(choose(name, "think", "", None), [f"<think>R</think>\n\n{written}"], SCHEMAS)
+        assert (got.reasoning, got.content, len(got.calls)) == ("R", "", 1)

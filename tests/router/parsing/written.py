@@ -204,6 +204,25 @@ def hy3(answer):
     return thought + answer.content + (tag("tool_calls", "\n" + calls) if calls else "")
 
 
+def muse(answer):
+    """The prompt ends with the first <|start|>assistant."""
+
+    def parameter(key, value):
+        return f'<atem:parameter name="{key}">{plain(value)}</atem:parameter>\n'
+
+    def call(name, arguments):
+        given = "".join(parameter(*each) for each in arguments.items())
+        invoke = f'<atem:invoke name="{name}">\n{given}</atem:invoke>'
+        return f" to={name}<|message|><atem:function_calls>\n{invoke}\n</atem:function_calls>"
+
+    messages = [
+        *([f" to=self<|message|>{answer.reasoning}"] if answer.reasoning else []),
+        *([f"<|message|>{answer.content}"] if answer.content else []),
+        *(call(*each) for each in answer.calls),
+    ]
+    return "<|eom|><|start|>assistant".join(messages)
+
+
 def minimax_m3(answer):
     space = "]<]minimax[>["
 
@@ -275,11 +294,12 @@ WRITERS = [
     ("seed_oss", seed_oss, "seed"),
     ("hy3", hy3, "hy3"),
     ("minimax_m3", minimax_m3, "minimax_m3"),
+    ("muse", muse, "muse"),
     ("harmony", harmony, "harmony"),
     ("template", own, "template"),
 ]
 # Those whose markers, once they open a call, tell plain arguments from their end by nothing but a tag.
-_TAGGED = ("gemma4", "kimi_k3", "deepseek_v32", "seed_oss", "hy3", "minimax_m3")
+_TAGGED = ("gemma4", "kimi_k3", "deepseek_v32", "seed_oss", "hy3", "minimax_m3", "muse")
 PLAIN = ("qwen3_coder", "glm45", "minimax_m2", *_TAGGED)
 # Those whose calls come as wholes.
 WHOLE = ("template", "lfm2", "gemma4")
