@@ -49,8 +49,9 @@ class ParserChoice:
         markers: tuple[str, ...] = harmony.MARKERS if HARMONY in (self.tools, self.reasoning) else ()
         if self.tools in CALL_FORMATS:
             markers += CALL_FORMATS[self.tools].markers
-        thinking = THINKING_FORMATS.get(self.reasoning)
-        return special_token in markers or (thinking is not None and thinking.shows(special_token))
+        if self.reasoning in THINKING_FORMATS:
+            markers += THINKING_FORMATS[self.reasoning].markers
+        return any(special_token in marker for marker in markers)  # some are made of several
 
     @property
     def stop_token(self) -> str | None:

@@ -13,8 +13,8 @@ HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """`tells`: a template with all of these writes so. `markers` may be special tokens of the tokenizer; the
-    others in a model's answer are no text."""
+    """`tells`: a template with all of these writes so. `markers` may be special tokens of the tokenizer, or
+    have some in them; the others in a model's answer are no text."""
 
     name: str
     tells: tuple[str, ...]
@@ -24,17 +24,16 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """`wrapping`: what the same models write around content. Special tokens are shown that are a part of the
-    thinking's markers, or of those of `shown`."""
+    """`wrapping`: what the same models write around content."""
 
     name: str
     tells: tuple[str, ...]  # any of these
     thinking: Thinking
     wrapping: Wrapping = NO_WRAPPING
 
-    def shows(self, special_token: str) -> bool:
-        markers = (self.thinking.opens, self.thinking.closes, *self.wrapping.opens, *self.wrapping.closes)
-        return any(special_token in marker for marker in markers)
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.thinking.opens, self.thinking.closes, *self.wrapping.opens, *self.wrapping.closes)
 
 
 def _by_name(formats: Iterable[CallFormat]) -> Mapping[str, CallFormat]:
@@ -81,7 +80,7 @@ _KIMI = (
 )
 _MUSE_FRAME = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 _INTERNLM = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
-_GIGACHAT = ("<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>", "<|function_call|>")
+_GIGACHAT = ("function call<|role_sep|>", "<|function_call|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 # The first that a template tells is the one: those that say more stand before those that say less.

@@ -95,6 +95,8 @@ def test_special_tokens_that_are_looked_for_are_shown():
     assert not choice.shows("<｜end▁of▁sentence｜>") and not choice.shows("[TOOL_CALLS]")
     own = choose("template", "template", "", OWN)
     assert own.shows("</call>") and own.shows("<t>") and not own.shows("<other>")
+    several = choose("internlm2", "none", "", None)  # whose marker is two tokens
+    assert several.shows("<|action_start|>") and several.shows("<|plugin|>")
     kimi = choose("none", "kimi_k3", "", None)
     assert kimi.shows("<|open|>") and kimi.shows("<|sep|>") and not kimi.shows("<|end_of_msg|>")
     pattern = {**OWN, "fields": {"content": {"close_pattern": r"\s*<\|im_end\|>"}}}

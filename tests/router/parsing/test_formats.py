@@ -499,8 +499,8 @@ FURTHER = [
     ),
     (
         "gigachat3",
-        'Yes.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
-        "Yes.",
+        'Yes.\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+        "Yes.\n\n",
         (F,),
     ),
     ("gigachat3", '<|function_call|>{"name": "f", "arguments": {"a": 1}}', "", (F,)),
