@@ -1,9 +1,12 @@
 """Families of models, each by its own template and tokens: what is read is what was said."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
+from router.parsing.written import WRITERS, Answer
 from router.templates.formats import FORMATS, Call, Said
 from services.router.parsing.choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
@@ -103,3 +106,27 @@ def test_without_parsers_an_answer_is_decoded_as_ever(character_tokenizer):
     text = parsers.text_of(ChatTools(told_apart=True), SamplingParams(), [1])
     assert text._parser is None
     assert text._detokenizer._tokenizer is character_tokenizer
+
+
+SPECIAL = re.compile(r"""<\|[\w"]+\|?>|<\w+\|>|｜DSML｜|]<]minimax\[>\[""")
+
+
+def test_markers_that_are_special_tokens_or_have_some_in_them(tmp_path):
+    """Whatever of them are: the other special tokens of an answer are no text."""
+    answer = Answer("It is.", "So be it.", (("look_up", {"what": "ß", "n": 3}), ("look_up", {})))
+    for name, write, reasoning in WRITERS:
+        written = write(answer)
+        special = set(SPECIAL.findall(written))
+        if name in ("harmony", "template") or not special:
+            continue
+        format_ = replace(FORMATS["qwen3"], special=" ".join(["<|im_end|>", "<|other|>", *sorted(special)]))
+        tokenizer = Tokenizer(str(format_.save(tmp_path / name)))
+        parsers = Parsers(tokenizer, choose(name, reasoning, "", None))
+        text = parsers.text_of(ChatTools(SCHEMAS, told_apart=True), SamplingParams(), [1])
+        for token_id in tokenizer.encode(written + "<|other|>", special_tokens=False):
+            text.push([token_id])
+        text.finish()
+        message = text.message()
+        assert (message.content.strip(), message.reasoning) == (answer.content, answer.reasoning), name
+        calls = tuple((call.name, json.loads(call.arguments)) for call in message.calls)
+        assert calls == answer.calls, name
