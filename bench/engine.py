@@ -358,7 +358,9 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--dtype", help="default: float32 on the CPU, else bfloat16")
-    parser.add_argument("--checkpoint", type=Path, help="run this one, not one made for the run")
+    parser.add_argument(
+        "--model", "--checkpoint", dest="checkpoint", type=Path, help="run this one, not one made for the run"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     size = Size(arguments.layers, arguments.hidden, max(*arguments.contexts, *arguments.prompts) + 1024)

@@ -159,7 +159,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--dtype", help="default: float32 on the CPU, else bfloat16")
-    parser.add_argument("--checkpoint", type=Path, help="run this one, not one made for the run")
+    parser.add_argument(
+        "--model", "--checkpoint", dest="checkpoint", type=Path, help="run this one, not one made for the run"
+    )
     parser.add_argument("--layers", type=int, help=f"of the model; default {LARGE.layers}")
     parser.add_argument("--hidden", type=int, help=f"default {LARGE.hidden}")
     parser.add_argument("--heads", type=int, help=f"query heads; default {LARGE.heads}")

@@ -1,6 +1,7 @@
 """Tokens a second with drafts against without, side by side.
 
     python -m bench.speculative --json FILE [--cases repeats,agrees] [--batches 1,4,16]
+    python -m bench.speculative --model DIR [--cases edit,quote,chat,again]         real text (real_text.py)
 
 Each case has engines with and without drafts in this process, which take the same conversations in turns, at
 temperature 1. workload.py says whose text is guessed by whom, models.py how it is made so. `ratio` is tokens
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,10 @@ from transformers.utils.logging import disable_progress_bar
 from bench.decode_cache.ranks import RankSettings, open_side
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, verdict, write_json
-from bench.speculative import models, summary
+from bench.speculative import models, real_text, summary
 from bench.speculative.measure import Generate, Run, run
 from bench.speculative.summary import Counts
-from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, Case, conversations
+from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, Case, Conversation, conversations
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine
 from services.engine.paged.drafts.speculation import Mode
@@ -40,17 +41,20 @@ from services.values.rank import Generation, Plan, RankId
 
 OFF: Mode = "off"
 _PAGE_SIZE, _TURNS = 16, 2
+# A case, how many, turns of each, and a seed.
+Talk = Callable[[Case, int, int, int], list[Conversation]]
 _PAIRED = next(case for case in CASES if case.name == "agrees")
 
 
 class Checkpoints:
-    """Those that are wanted, written once."""
+    """Those that are wanted, written once. `given`: the target, where it is not made here."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: Path | None = None) -> None:
         self._folder = folder
+        self._given = given
 
     def target(self, share: float) -> str:
-        return self._written("target", models.TARGET, share, TEXT_SEED)
+        return str(self._given or self._written("target", models.TARGET, share, TEXT_SEED))
 
     def draft(self, seed: int | None) -> str | None:
         return None if seed is None else self._written("draft", models.DRAFT, RIGHT, seed)
@@ -72,14 +76,16 @@ async def engine_of(settings: EngineSettings) -> AsyncIterator[DecodeEngine]:
         await engine.stop()
 
 
-def settings_of(case: Case, mode: Mode, checkpoints: Checkpoints, draft_tokens: int) -> EngineSettings:
+def settings_of(
+    case: Case, mode: Mode, checkpoints: Checkpoints, draft_tokens: int, kv_pages: int
+) -> EngineSettings:
     return EngineSettings(
         engine="torch",
         model=checkpoints.target(case.share),
         model_name="bench",
         num_threads=1,
         self_check="off",
-        kv_pages=4096,
+        kv_pages=kv_pages,
         page_size=_PAGE_SIZE,
         index_block=_PAGE_SIZE,
         transport="local",
@@ -93,28 +99,30 @@ def local(engine: DecodeEngine) -> Generate:
     return lambda request: engine.generate(request, None)
 
 
-async def compare(case: Case, checkpoints: Checkpoints, arguments: argparse.Namespace) -> list[Row]:
+async def compare(
+    case: Case, checkpoints: Checkpoints, talk: Talk, arguments: argparse.Namespace
+) -> list[Row]:
     """Of one case, all its modes and batches."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         engines: dict[Mode, DecodeEngine] = {}
         for mode in (OFF, *case.modes):
-            settings = settings_of(case, mode, checkpoints, arguments.draft_tokens)
+            settings = settings_of(case, mode, checkpoints, arguments.draft_tokens, arguments.kv_pages)
             engines[mode] = await stack.enter_async_context(engine_of(settings))
         for engine in engines.values():
-            await run(local(engine), conversations(case, 4, 1, 0), arguments.answer, Plan.LOCAL)
+            await run(local(engine), talk(case, 4, 1, 0), arguments.answer, Plan.LOCAL)
         for batch in arguments.batches:
-            rows += await _of_batch(case, batch, engines, arguments)
+            rows += await _of_batch(case, batch, engines, talk, arguments)
     return rows
 
 
 async def _of_batch(
-    case: Case, batch: int, engines: dict[Mode, DecodeEngine], arguments: argparse.Namespace
+    case: Case, batch: int, engines: dict[Mode, DecodeEngine], talk: Talk, arguments: argparse.Namespace
 ) -> list[Row]:
     runs: dict[Mode, list[Run]] = {mode: [] for mode in engines}
     before = {mode: _counts(engine.load()) for mode, engine in engines.items()}
     for round_ in range(arguments.rounds):
-        talks = conversations(case, batch, _TURNS if batch < 16 else 1, 1 + 1000 * batch + round_)
+        talks = talk(case, batch, _TURNS if batch < 16 else 1, 1 + 1000 * batch + round_)
         for mode in runs if round_ % 2 == 0 else reversed(runs):
             runs[mode].append(await run(local(engines[mode]), talks, arguments.answer, Plan.LOCAL))
     return [
@@ -175,7 +183,9 @@ def numbers(text: str) -> list[int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decoding with drafts against decoding without.")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--cases", type=lambda names: names.split(","), default=[c.name for c in CASES])
+    parser.add_argument("--model", type=Path, help="a checkpoint: real text, and drafts by lookup and tree")
+    parser.add_argument("--cases", type=lambda names: names.split(","), help="default: all")
+    parser.add_argument("--kv-pages", type=int, default=4096, help="of an engine, of 16 tokens each")
     parser.add_argument(
         "--batches", type=lambda sizes: [int(s) for s in sizes.split(",")], default=[1, 4, 16]
     )
@@ -187,10 +197,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[list[Row], Row, list[Row]]:
-    chosen: Sequence[Case] = [case for case in CASES if case.name in arguments.cases]
+    """Of real text nothing is known beforehand but that drafts change neither texts nor hits."""
+    cases, talk = CASES, conversations
+    if arguments.model is not None:
+        cases, talk = real_text.CASES, real_text.RealText(arguments.model).conversations
+    chosen: Sequence[Case] = [
+        case for case in cases if case.name in (arguments.cases or [c.name for c in cases])
+    ]
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        checkpoints = Checkpoints(Path(folder))
-        rows = [row for case in chosen for row in await compare(case, checkpoints, arguments)]
+        checkpoints = Checkpoints(Path(folder), arguments.model)
+        rows = [row for case in chosen for row in await compare(case, checkpoints, talk, arguments)]
+        if arguments.model is not None:
+            return rows, {}, summary.loss_goals(rows)
         pair, pair_goals = await paired(checkpoints, arguments)
     return rows, pair, [*summary.goals(rows), *pair_goals]
 
@@ -201,7 +219,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     arguments = parse_arguments()
     rows, pair, goals = asyncio.run(measure(arguments))
-    for part in (rows, [pair], goals):
+    for part in filter(None, (rows, [pair] if pair else [], goals)):
         print(table(part), end="\n\n")
     if arguments.json:
         settings: Row = {name: value for name, value in vars(arguments).items() if name != "json"}

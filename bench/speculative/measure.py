@@ -71,7 +71,7 @@ async def _converse(
         history += question
         name = f"{conversation.salt}-{conversation.seed}-{turn}"
         answers.append(await _answer(generate, request(name, conversation, history, answer_tokens, plan)))
-        history += tuple(answers[-1].ids)
+        history += tuple(token_id for token_id in answers[-1].ids if token_id not in conversation.ends)
     return answers
 
 

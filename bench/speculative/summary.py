@@ -49,7 +49,7 @@ def row(case: str, batch: int, mode: str, plain: Sequence[Run], runs: Sequence[R
 
 
 def goals(rows: Sequence[Row]) -> list[Row]:
-    return [*(goal for row in rows for goal in _speed_goals(row)), *_loss_goals(rows)]
+    return [*(goal for row in rows for goal in _speed_goals(row)), *loss_goals(rows)]
 
 
 def _speed_goals(row: Row) -> list[Row]:
@@ -63,7 +63,7 @@ def _speed_goals(row: Row) -> list[Row]:
     return found
 
 
-def _loss_goals(rows: Sequence[Row]) -> list[Row]:
+def loss_goals(rows: Sequence[Row]) -> list[Row]:
     return [
         verdict("texts as without drafts", ">=", 1.0, min(float(str(row["same_texts"])) for row in rows)),
         verdict("hits as without drafts", ">=", 1.0, float(all(row["same_hits"] for row in rows))),

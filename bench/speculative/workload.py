@@ -8,7 +8,7 @@ noise       no circles at all: whatever n-gram is found says nothing
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.speculative.models import FIRST_ID, VOCAB_SIZE, circles, successors
 from services.engine.paged.drafts.speculation import Mode
@@ -44,13 +44,19 @@ CASES = (
 )
 
 
+_PLAIN = SamplingParams(temperature=1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns of one salt: each prompt is all before it, and the next of `questions`."""
+    """Turns of one salt: each prompt is all before it, and the next of `questions`. `ends`: ids that end an
+    answer; none: it goes on for as long as it may."""
 
     salt: str
     seed: int
     questions: tuple[TokenIds, ...]
+    sampling: SamplingParams = _PLAIN
+    ends: tuple[int, ...] = ()
 
 
 def conversations(case: Case, count: int, num_turns: int, seed: int) -> list[Conversation]:
@@ -86,7 +92,12 @@ def text(share: float, num_tokens: int, chance: random.Random) -> TokenIds:
 def request(
     name: str, conversation: Conversation, prompt: TokenIds, answer_tokens: int, plan: Plan
 ) -> GenerationRequest:
-    sampling = SamplingParams(
-        temperature=1.0, seed=conversation.seed, max_tokens=answer_tokens, ignore_eos=True
+    sampling = replace(
+        conversation.sampling,
+        seed=conversation.seed,
+        max_tokens=answer_tokens,
+        ignore_eos=not conversation.ends,
     )
-    return GenerationRequest(name, prompt, sampling, plan=plan, cache_salt=conversation.salt)
+    return GenerationRequest(
+        name, prompt, sampling, plan=plan, cache_salt=conversation.salt, eos_token_ids=conversation.ends
+    )

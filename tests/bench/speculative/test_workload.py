@@ -7,11 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.speculative import __main__ as speculative
+from bench.speculative import real_text
 from bench.speculative.models import DRAFT, Shape, circles, successors, write
-from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, conversations, text
+from bench.speculative.real_text import RealText
+from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, conversations, request, text
+from services.cli.model.make_model import make_model
+from services.values.rank import Plan
 
 
 @pytest.mark.parametrize("share", [RIGHT, 0.5, 0.0])
@@ -52,3 +56,24 @@ def test_it_runs_and_loses_nothing(tmp_path, monkeypatch):
     assert right["repeats", "tree"] > 0.4 and right["agrees", "draft"] > 0.4
     assert not right["never", "draft"]  # none was right, or none was tried
     assert written["paired"]["moved_as_groups_say"]
+
+
+def test_real_text_is_a_chat_whose_turns_join(tmp_path):
+    """Questions, and answers between them, are what the chat template makes of the whole conversation."""
+    make_model(tmp_path, tokenizer="bytes", chat_template="tools")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.2}')
+    tokenizer, real = AutoTokenizer.from_pretrained(tmp_path), RealText(tmp_path)
+    for case in real_text.CASES:
+        one, other = real.conversations(case, 2, 2, seed=1)
+        assert one.questions != other.questions and len(one.questions) == 2
+        assert (one.salt == other.salt) == (case.name == "again")
+        assert one.sampling.temperature == 0.2 and one.ends == (256,)
+        asked = request("r", one, one.questions[0], 8, Plan.LOCAL)
+        assert asked.eos_token_ids == (256,) and not asked.sampling.ignore_eos and asked.sampling.top_p == 1
+        first, second = (tokenizer.decode(question) for question in one.questions)
+        asked = real_text._QUESTIONS["chat" if case.name == "again" else case.name]
+        questions = next(pair for pair in asked if pair[0] in first)
+        chat = [("user", questions[0]), ("assistant", "So."), ("user", questions[1])]
+        messages = [{"role": role, "content": content} for role, content in chat]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert f"{first}So.{second}" == whole
