@@ -198,7 +198,8 @@ def parse_arguments() -> argparse.Namespace:
 
 async def measure(arguments: argparse.Namespace) -> tuple[list[Row], Row, list[Row]]:
     """Of real text nothing is known beforehand but that drafts change neither texts nor hits."""
-    cases, talk = CASES, conversations
+    cases: Sequence[Case] = CASES
+    talk: Talk = conversations
     if arguments.model is not None:
         cases, talk = real_text.CASES, real_text.RealText(arguments.model).conversations
     chosen: Sequence[Case] = [

@@ -17,9 +17,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from bench.speculative.workload import Case, Conversation
+from services.engine.paged.drafts.speculation import Mode
 from services.values.request import SamplingParams
 
-_MODES = ("lookup", "tree")
+_MODES: tuple[Mode, ...] = ("lookup", "tree")
 CASES = tuple(
     Case(name, 0.0, 0, _MODES, shared_salt=name == "again") for name in ("edit", "quote", "chat", "again")
 )
