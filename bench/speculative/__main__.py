@@ -224,6 +224,7 @@ def main() -> None:
         print(table(part), end="\n\n")
     if arguments.json:
         settings: Row = {name: value for name, value in vars(arguments).items() if name != "json"}
+        settings["model"] = None if arguments.model is None else arguments.model.name
         write_json(arguments.json, "speculative", settings, rows, {"paired": pair, "goals": goals})
 
 

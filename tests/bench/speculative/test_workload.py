@@ -77,3 +77,16 @@ def test_real_text_is_a_chat_whose_turns_join(tmp_path):
         messages = [{"role": role, "content": content} for role, content in chat]
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert f"{first}So.{second}" == whole
+
+
+@pytest.mark.long
+def test_real_text_runs_and_loses_nothing(tmp_path, monkeypatch):
+    model, figures = tmp_path / "model", tmp_path / "figures.json"
+    make_model(model, tokenizer="bytes", chat_template="tools")
+    small = ["--answer=24", "--rounds=1", "--batches=1", "--kv-pages=256", "--cases=chat,again"]
+    monkeypatch.setattr(sys, "argv", ["speculative", f"--model={model}", *small, f"--json={figures}"])
+    speculative.main()
+    written = json.loads(figures.read_text())
+    assert [row["case"] for row in written["rows"]] == ["chat", "chat", "again", "again"]
+    assert all(row["same_texts"] == 1 and row["same_hits"] for row in written["rows"])
+    assert written["settings"]["model"] == "model" and all(goal["met"] for goal in written["goals"])
