@@ -49,7 +49,7 @@ def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> 
     """Put what is stated into the fields that a caller over gRPC has left unset."""
     for field in fields(SamplingDefaults):
         value = getattr(defaults, field.name)
-        if value is not None and not sampling.HasField(field.name):  # type: ignore[arg-type]
+        if value is not None and not sampling.HasField(field.name):
             setattr(sampling, field.name, value)
 
 
