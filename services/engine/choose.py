@@ -12,7 +12,6 @@ from services.engine.paged.runner import ModelRunner
 from services.engine.paged.shell.decode import PagedDecodeEngine
 from services.engine.paged.shell.prefill import PagedPrefillEngine
 from services.engine.settings import EngineSettings
-from services.kv.carried.pool_sizes import PoolSizes
 from services.net.channels import open_channel
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
@@ -93,15 +92,6 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
-def _pool_sizes(settings: EngineSettings) -> PoolSizes:
-    return PoolSizes(
-        num_window_pages=settings.window_pages,
-        num_slots=settings.state_slots,
-        max_running_requests=settings.max_running_requests,
-        chunk_size=settings.chunk_size,
-    )
-
-
 def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
         from services.engine.torch.draft import DraftSettings
@@ -117,11 +107,11 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
         return lambda: TorchRunner(
             settings.model,
             device=settings.rank_device,
-            num_pages=settings.kv_pages,
+            num_pages=settings.pool_pages,
             page_size=settings.page_size,
             dtype=settings.dtype,
             num_threads=settings.threads,
-            sizes=_pool_sizes(settings),
+            sizes=settings.pool_sizes,
             index_block=settings.index_block,
             self_check=settings.self_check == "on",
             draft=draft if settings.draft_model else None,
@@ -140,11 +130,11 @@ def _fake_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRun
         every_chunk, most = role is Role.PREFILL, settings.draft_catch_up_tokens
         draft = parse_draft(settings.fake_draft, every_chunk=every_chunk, catch_up_tokens=most)
         make_runner = partial(FakeDraftingRunner, draft)
-    carried, sizes = parse_carried(settings.fake_carried), _pool_sizes(settings)
+    carried, sizes = parse_carried(settings.fake_carried), settings.pool_sizes
     return lambda: make_runner(
-        num_pages=settings.kv_pages,
+        num_pages=settings.pool_pages,
         page_size=settings.page_size,
         speed=FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s),
         carried=carried,
-        carried_units=[sizes.num_units(g, settings.page_size, settings.kv_pages) for g in carried],
+        carried_units=[sizes.num_units(g, settings.page_size, settings.pool_pages) for g in carried],
     )

@@ -9,6 +9,7 @@ from services.engine.paged.drafts.speculation import Mode, Speculation
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.shell.decode import WriteLease
 from services.engine.paged.shell.engine import CacheSettings
+from services.kv.carried.pool_sizes import PoolSizes
 from services.net.tls import TlsConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, setting
@@ -18,6 +19,7 @@ from services.values.errors import ConfigError
 from services.values.rank import Role
 
 _CATCH_UP_BY_TARGET = 64  # tokens
+DEFAULT_KV_PAGES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,11 @@ class EngineSettings(ClusterConfig):
     num_threads: int | None = setting(
         None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
     )
-    kv_pages: int = setting(2048, "pages in a rank's KV pool", bounds=Bounds(at_least=1))
+    kv_pages: int | None = setting(
+        None,
+        "pages in a rank's KV pool; default: 2048, or fewer on a CPU whose memory would not hold them",
+        bounds=Bounds(at_least=1),
+    )
     page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
     window_pages: int | None = setting(
         None,
@@ -212,6 +218,20 @@ class EngineSettings(ClusterConfig):
     @property
     def threads(self) -> int:
         return self.num_threads or max(1, (os.cpu_count() or 1) // self.dp_size)
+
+    @property
+    def pool_pages(self) -> int:
+        return self.kv_pages or DEFAULT_KV_PAGES
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        """Of what is beside the pages."""
+        return PoolSizes(
+            num_window_pages=self.window_pages,
+            num_slots=self.state_slots,
+            max_running_requests=self.max_running_requests,
+            chunk_size=self.chunk_size,
+        )
 
     @property
     def nixl(self) -> NixlSettings:

@@ -1,22 +1,48 @@
 """How much memory this machine, or the container we are in, has to give."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_PROC, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_PROC, _CGROUP, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
-    """Without swapping, by proc(5), and within the limit of a cgroup v2. None: nobody tells."""
-    amounts = []
+def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
+    """Without swapping, by proc(5), and within the limits of our cgroups (v2). None: nobody tells."""
+    amounts = _told(meminfo, "MemAvailable")
+    for group in _groups(cgroup, own):
+        with suppress(OSError, ValueError):  # no limit is written as "max"
+            limit = int((group / "memory.max").read_text())
+            amounts.append(limit - int((group / "memory.current").read_text()) + _cached_bytes(group))
+    return min(amounts, default=None)
+
+
+def total_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
+    """Whoever has it now. None: nobody tells."""
+    amounts = _told(meminfo, "MemTotal")
+    for group in _groups(cgroup, own):
+        with suppress(OSError, ValueError):
+            amounts.append(int((group / "memory.max").read_text()))
+    return min(amounts, default=None)
+
+
+def _told(meminfo: Path, name: str) -> list[int]:
     with suppress(OSError):
         told = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in told:
-            amounts.append(int(told["MemAvailable"].split()[0]) << 10)
-    with suppress(OSError, ValueError):  # no limit is written as "max"
-        limit = int((cgroup / "memory.max").read_text())
-        amounts.append(limit - int((cgroup / "memory.current").read_text()) + _cached_bytes(cgroup))
-    return min(amounts, default=None)
+        return [int(told[name].split()[0]) << 10] if name in told else []
+    return []
+
+
+def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
+    """The root that we see, which in a container is the container's own, and what lies on the way to ours."""
+    yield cgroup
+    with suppress(OSError):
+        path = next((x[3:] for x in own.read_text().splitlines() if x.startswith("0::/")), "/")
+        inner = cgroup
+        for name in path.split("/")[1:]:
+            if name not in ("", ".."):
+                inner /= name
+                yield inner
 
 
 def _cached_bytes(cgroup: Path) -> int:

@@ -26,8 +26,9 @@ import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services.engine.base import Engine
+from services.engine.pool_memory import pool_pages, ranks_memory, read_config
 from services.etcd.client import Etcd
-from services.host import descriptors
+from services.host import descriptors, memory
 from services.host.ports import bindable, host_port, is_loopback
 from services.index.keys import ClusterKeys
 from services.index.metrics import EtcdMetrics, MembershipCollector
@@ -122,6 +123,7 @@ def main(module: str, make_roles: MakeRoles) -> None:
             sys.exit(supervise(config, module, held))
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         config.certificates()  # refused before torch is imported
+        config = config if config.kv_pages else with_pool(config)
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
@@ -137,6 +139,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     log_lines.log_service(config.worker, config.log_level, config.log_format)
     config.certificates()  # its ranks would refuse them one by one
     _warn_of_strangers(config)
+    config = with_pool(config)
     num_processes = config.dp_size // config.ranks_per_process
     flags_by_rank: dict[str, Sequence[int]] = {
         "port": _ports(config, config.port, num_processes, held),
@@ -162,6 +165,23 @@ def _warn_of_strangers(config: RankConfig) -> None:
         "cluster's machines alone reach them, or set --tls-mutual with --tls-peer-name"
     )
     log_lines.event(log, "ranks_open", level=logging.WARNING, host=config.host, advice=advice)
+
+
+def with_pool(config: RankConfig) -> RankConfig:
+    """With a number of pages that the worker's ranks can have: those asked for, or those that memory has room
+    for. As it is where that is not for us to say.
+
+    Raises ConfigError and Unavailable as `pool_pages`.
+    """
+    ranks = ranks_memory(config, read_config(config.model))
+    free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
+    if ranks is None or free_bytes is None or total_bytes is None:
+        return config
+    pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
+    if config.kv_pages:
+        pool_pages([ranks], free_bytes, total_bytes)  # refuses what does not fit
+    log_lines.event(log, "kv_pool", pages=pages, bytes_of_each=pages * ranks.page_bytes, free=free_bytes)
+    return replace(config, kv_pages=pages)
 
 
 def own_rank_id(config: RankConfig) -> RankId:
@@ -421,7 +441,7 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         model=config.served_name,
         max_context_tokens=role.engine.max_context_tokens,
         model_context_tokens=role.engine.model_context_tokens,
-        total_pages=config.kv_pages,
+        total_pages=config.pool_pages,
         engine=config.engine,
         capabilities=(*role.capabilities, PAIR_BLOCKS) if role.engine.tells_pairs else role.capabilities,
         model_path=config.model,

@@ -1,6 +1,6 @@
 """What is left of memory."""
 
-from services.host.memory import available_bytes
+from services.host.memory import available_bytes, total_bytes
 
 
 def machine(folder, available="MemTotal: 99 kB\nMemAvailable:  64 kB\n", limit=None, current=0, stat=""):
@@ -8,7 +8,7 @@ def machine(folder, available="MemTotal: 99 kB\nMemAvailable:  64 kB\n", limit=N
     if limit is not None:
         for name, text in (("max", limit), ("current", current), ("stat", stat)):
             (folder / f"memory.{name}").write_text(f"{text}\n")
-    return available_bytes(folder / "meminfo", folder)
+    return available_bytes(folder / "meminfo", folder, folder / "own")
 
 
 def test_the_machine_s(tmp_path):
@@ -23,5 +23,19 @@ def test_the_container_s_where_that_is_less(tmp_path):
 
 
 def test_nobody_tells(tmp_path):
-    assert available_bytes(tmp_path / "no", tmp_path / "no") is None
+    nowhere = (tmp_path / "no",) * 3
+    assert available_bytes(*nowhere) is None and total_bytes(*nowhere) is None
     assert machine(tmp_path, available="MemTotal: 99 kB\n") is None
+
+
+def test_a_limit_may_lie_on_the_way_to_our_own_group(tmp_path):
+    """As of systemd's slices: the root has none, and neither has the innermost."""
+    (tmp_path / "own").write_text("1:name=systemd:/x\n0::/slice/unit\n")
+    slice = tmp_path / "slice"
+    (slice / "unit").mkdir(parents=True)
+    for name, text in (("max", "40000"), ("current", "10000"), ("stat", "")):
+        (slice / f"memory.{name}").write_text(text)
+    (slice / "unit" / "memory.max").write_text("max")
+    assert machine(tmp_path) == 30_000
+    assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 40_000
+    assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "no") == 99 << 10

@@ -124,6 +124,7 @@ class LocalCluster:
     http_ports: tuple[int, ...] = ()
     etcd_endpoints: tuple[str, ...] = ()
     etcd: EmbeddedEtcd | None = None
+    kv_pages: int | None = None  # of each rank, where we have chosen them
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))  # of the first
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _lives: ExitStack = field(default_factory=ExitStack)
@@ -202,6 +203,7 @@ class LocalCluster:
 
         Raises:
             ConfigError: the checkpoint or a port cannot be used, or memory or an etcd is missing.
+            Unavailable: there is not enough memory now.
             SystemExit: a service would refuse its flags; standard error says which, and why.
         """
         shape = self.shape
@@ -213,7 +215,8 @@ class LocalCluster:
                 ranks.append(preflight.rank_config(name, flags))
         for engine in {rank.engine for rank in ranks}:
             preflight.check_checkpoint(shape.model, engine)
-        preflight.check_memory(shape.model, ranks, memory.available_bytes())
+        free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
+        self.kv_pages = preflight.check_memory(shape.model, ranks, free_bytes, total_bytes)
         preflight.check_etcd(shape.etcd)
         self.router_config.tls()
         key_metadata(self.router_config.api_key_file)
@@ -235,7 +238,9 @@ class LocalCluster:
             for number in range(workers):
                 name = role if workers == 1 else f"{role}-{number}"
                 flags = [*advertised, *common, f"--worker={name}", f"--dp-size={dp_size}"]
-                flags += [f"--num-threads={shape.threads_per_rank}", *shape.rank_flags]
+                flags += [f"--num-threads={shape.threads_per_rank}"]
+                flags += [f"--kv-pages={self.kv_pages}"] if self.kv_pages else []
+                flags += shape.rank_flags
                 plan.append((name, f"services.{role}", flags))
         not_yet = (0,) * shape.routers
         ports = zip(self.router_ports or not_yet, self.http_ports or not_yet, strict=True)

@@ -3,7 +3,7 @@
 flags of every service -> their configs      a value that no service takes
 the model's directory                        no checkpoint, or one that --engine does not run
 the ports that were named                    taken by somebody else
-memory, on the CPU                           too little for the weights of all ranks
+memory, on the CPU                           too little for the weights and pools of all ranks
 etcd                                         none is named, and none is installed
 the data directory                           another cluster's
 """
@@ -17,12 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.cli.table import format_bytes
+from services.engine.pool_memory import pool_pages, ranks_memory
 from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
 from services.model.architectures import disagreement, is_quantized
-from services.model.sizing import ITEM_BYTES, kv_dtype
-from services.model.weights import weights
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
 from services.settings.flags import load
@@ -65,29 +63,24 @@ def check_checkpoint(directory: Path, engine: str) -> None:
         _check_architecture(directory, config)
 
 
-def check_memory(directory: Path, ranks: Sequence[RankConfig], available_bytes: int | None) -> None:
-    """Of engine torch on the CPU, where each rank has the weights for itself. Their pools are not counted: of
-    these only what is used is taken.
+def check_memory(
+    directory: Path, ranks: Sequence[RankConfig], free_bytes: int | None, total_bytes: int | None
+) -> int | None:
+    """Of engine torch on the CPU; `ranks` is a config a worker. Returns the pages of each rank that was told
+    no number; None: there are none, or nobody reckons the size of such a family.
 
     Raises:
-        ConfigError: the weights of all `ranks`, a config a worker, do not fit into what is free.
+        Unavailable: weights and pools of all ranks do not fit into what is free.
+        ConfigError: nor into all there is.
     """
-    here = [rank for rank in ranks if rank.engine == "torch" and rank.device == "cpu"]
-    if not here or available_bytes is None:
-        return
-    config, count = _read_config(directory), sum(rank.dp_size for rank in here)
-    try:
-        own_bytes, own_dtype = weights(config).bytes_per_gpu(), kv_dtype(config)
-    except ConfigError:  # of a family whose size nobody reckons
-        return
-    item_bytes = [ITEM_BYTES[rank.dtype or own_dtype] * rank.dp_size for rank in here]
-    needed = own_bytes / ITEM_BYTES[own_dtype] * sum(item_bytes)
-    if needed > available_bytes:
-        raise ConfigError(
-            f"--model: the weights of {count} ranks take {format_bytes(needed)}, and "
-            f"{format_bytes(available_bytes)} of memory are free: take a smaller model, fewer ranks "
-            "(--decode-dp-size=1), or --rank-flag=dtype=bfloat16"
-        )
+    if not ranks or free_bytes is None or total_bytes is None:
+        return None
+    config = {} if ranks[0].engine == "fake" else _read_config(directory)
+    here = [found for rank in ranks if (found := ranks_memory(rank, config)) is not None]
+    if not here:
+        return None
+    pages = pool_pages(here, free_bytes, total_bytes)
+    return pages if any(each.kv_pages is None for each in here) else None
 
 
 def check_etcd(endpoints: Sequence[str]) -> None:

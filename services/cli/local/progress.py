@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from services.cli.local.cluster import Shape
+from services.cli.table import format_bytes
 from services.observe.short_lines import LogLine, read_line
 
 _QUIET = ("DEBUG", "INFO")
@@ -45,6 +46,9 @@ class Progress:
         fields = line.fields
         if line.event == "weights_loading":
             self.step("loading", f"{line.service}: {fields['done']} of {fields['of']} weights")
+        if line.event == "kv_pool":
+            size = format_bytes(int(fields["bytes_of_each"]))
+            self.step("pool", f"{line.service}: {fields['pages']} pages of KV a rank, up to {size}")
         if line.event == "rank_ready":
             self._ready.add(fields["rank"])
             self.step("ready", f"{fields['rank']} ({len(self._ready)} of {self.num_ranks} ranks)")

@@ -69,10 +69,9 @@ def closed_pool(pages: Sequence[PageId]) -> Iterator[memoryview]:
 
 def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> torch.Tensor:
     """Zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool."""
-    # No slot is read before it is written; zeroed so that page faults come now and not in a step.
     try:
-        if device.type == "cpu":
-            return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8).zero_()
+        if device.type == "cpu":  # zero as the kernel gives it, which it does where a page is first written
+            return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8)
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
         message = f"{what} of {size_bytes} bytes does not fit on {device}: {error}"

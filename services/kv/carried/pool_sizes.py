@@ -37,6 +37,10 @@ class PoolSizes:
     max_running_requests: int = 64
     chunk_size: int = 512  # prompt tokens of a step
 
+    @property
+    def num_states(self) -> int:
+        return self.num_slots or 2 * self.max_running_requests + _POINTS
+
     def num_units(self, group: KvGroup, page_size: int, num_pages: int) -> int:
         """Of a group beside full attention, which has `num_pages`.
 
@@ -44,6 +48,6 @@ class PoolSizes:
         that is there.
         """
         if group.kind is GroupKind.RECURRENT:
-            return self.num_slots or 2 * self.max_running_requests + _POINTS
+            return self.num_states
         of_one = units_for(group, page_size, self.chunk_size, 1)
         return self.num_window_pages or max(of_one, min(2 * of_one * self.max_running_requests, num_pages))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local import preflight
+from services.cli.local import cluster, preflight
 from services.cli.local.cluster import LocalCluster, Shape
-from services.values.errors import ConfigError
+from services.values.errors import ConfigError, Unavailable
 
 
 @pytest.fixture
@@ -145,29 +145,47 @@ LARGE = {
         (
             (),
             40,
-            "the weights of 3 ranks take 44.9 GiB, and 40.0 GiB of memory are free: take a smaller model",
+            r"3 ranks take 47\.5 GiB, 44\.9 GiB of it weights, and 40\.0 GiB .*: take a smaller model",
         ),
-        (("--dtype=float32",), 50, "take 89.7 GiB"),
+        (("--dtype=float32",), 50, "take 92.7 GiB, 89.7 GiB of it weights"),
+        (("--kv-pages=300",), 50, r"take 54\.2 GiB, .* are free: --kv-pages=122 would fit"),
         (("--device=cuda",), 1, ""),
         (("--engine=fake",), 1, ""),
         ((), None, ""),
     ],
 )
-def test_weights_that_do_not_fit_are_told(checkpoint, flags, free_gib, said):
+def test_what_does_not_fit_is_told(checkpoint, flags, free_gib, said):
     (checkpoint / "config.json").write_text(json.dumps(LARGE))
     ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}", *flags])]
     ranks += [preflight.rank_config("d", ["--worker=d", f"--model={checkpoint}", "--dp-size=2", *flags])]
     free = free_gib and free_gib << 30
     if not said:
-        preflight.check_memory(checkpoint, ranks, free)
-    else:
-        with pytest.raises(ConfigError, match=said):
-            preflight.check_memory(checkpoint, ranks, free)
+        preflight.check_memory(checkpoint, ranks, free, 64 << 30)
+        return
+    with pytest.raises(Unavailable, match=said):  # another try may do
+        preflight.check_memory(checkpoint, ranks, free, 128 << 30)
+    with pytest.raises(ConfigError, match=said):
+        preflight.check_memory(checkpoint, ranks, free, free)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free_gib", "pages"), [((), 50, 61), ((), 1000, 2048), (("--kv-pages=9",), 50, None)]
+)
+def test_a_pool_that_nobody_sizes_has_half_of_what_is_left(checkpoint, monkeypatch, flags, free_gib, pages):
+    """Of three ranks, whose weights take 44.9 GiB."""
+    (checkpoint / "config.json").write_text(json.dumps(LARGE))
+    monkeypatch.setattr(cluster.memory, "available_bytes", lambda: free_gib << 30)
+    monkeypatch.setattr(cluster.memory, "total_bytes", lambda: 2000 << 30)
+    local = LocalCluster(Shape(checkpoint, checkpoint, rank_flags=flags), lambda name, line: None)
+    local.check()
+    assert local.kv_pages == pages
+    told = [flag for _, module, own in local._plan() for flag in own if flag.startswith("--kv-pages")]
+    assert told == (["--kv-pages=9"] * 2 if pages is None else [f"--kv-pages={pages}"] * 2)
 
 
 def test_a_family_of_unknown_size_is_not_judged(checkpoint):
     ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}"])]
-    preflight.check_memory(checkpoint, ranks, 1)
+    assert preflight.check_memory(checkpoint, ranks, 1, 1) is None
 
 
 def test_an_etcd_that_is_not_there_is_told(monkeypatch, tmp_path):

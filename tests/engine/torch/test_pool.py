@@ -1,5 +1,6 @@
 import ctypes
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +94,17 @@ def test_memory_that_others_hold_may_be_free_another_time(num_pages, error, monk
     monkeypatch.setattr(pool_module, "map_memory", fail)
     with pytest.raises(error, match=r"does not fit on cpu: .*Cannot allocate memory"):
         make_pool(num_pages)
+
+
+def test_memory_is_taken_as_pages_are_written():
+    """A pool of a gigabyte of which three pages are written: not a gigabyte of the machine's."""
+    before_kb = resident_kb()
+    pool = make_pool(num_pages=(1 << 30) // make_pool(num_pages=1).unit_bytes)
+    for page in (0, 1000, 500_000):
+        pool.kv.numbers.view(pool.memory.num_pages, -1)[page] = 1
+    assert resident_kb() - before_kb < 64 << 10
+
+
+def resident_kb():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0])

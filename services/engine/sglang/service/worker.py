@@ -272,9 +272,9 @@ class SglangWorker:
         """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
         in by the size that was asked for would then wait for ever."""
         smallest = min(self._num_pages())
-        if smallest < self.settings.engine.kv_pages:
+        if smallest < self.settings.engine.pool_pages:
             raise ConfigError(
-                f"--kv-pages={self.settings.engine.kv_pages}: SGLang has memory for {smallest} pages; ask "
+                f"--kv-pages={self.settings.engine.pool_pages}: SGLang has memory for {smallest} pages; ask "
                 "for no more, or give it more memory "
                 f"(--engine-arg=--mem-fraction-static=...){self._way_out()}"
             )
@@ -410,7 +410,7 @@ class SglangWorker:
         """From its scheduler's own report, some hundred milliseconds old, and what we measured ourselves."""
         settings = self.settings
         told = loads.rank_load(
-            self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.kv_pages
+            self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.pool_pages
         )
         return replace(
             told,

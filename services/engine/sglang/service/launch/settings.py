@@ -154,7 +154,7 @@ class SglangSettings:
             f"--port={port}",
             f"--dp-size={self.engine.dp_size}",
             f"--page-size={self.engine.page_size}",
-            f"--max-total-tokens={self.engine.kv_pages * self.engine.page_size}",
+            f"--max-total-tokens={self.engine.pool_pages * self.engine.page_size}",
             f"--max-running-requests={self.engine.max_running_requests * self._shares}",
             f"--chunked-prefill-size={self.engine.chunk_size * self._shares}",
             f"--disaggregation-mode={self.role.value}",
@@ -206,10 +206,10 @@ class SglangSettings:
         """
         reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
         aside = max(2 * self.engine.page_size, reserved if self.role is Role.DECODE else 0, self._draft_slots)
-        pool_pages = self.engine.kv_pages - -(-aside // self.engine.page_size)
+        pool_pages = self.engine.pool_pages - -(-aside // self.engine.page_size)
         if pool_pages < 1:
             raise ConfigError(
-                f"--kv-pages={self.engine.kv_pages}: nothing is left of {aside} tokens that SGLang sets "
+                f"--kv-pages={self.engine.pool_pages}: nothing is left of {aside} tokens that SGLang sets "
                 f"aside; for a small pool lower --engine-arg={_RESERVED}"
             )
         return min(self.model_context_tokens(of_checkpoint), pool_pages * self.engine.page_size)

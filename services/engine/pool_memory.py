@@ -1,0 +1,137 @@
+"""What ranks on a CPU take of its memory, by their flags and config.json alone, and how large a pool may be.
+
+    a rank    Python and its libraries, the weights, windows and states, pages of KV
+    pages     those asked for, if all fits; else 2,048, or as many as half of what is free then holds
+
+A pool is not taken at once: the kernel gives memory as pages are written. But it fills up with what was
+computed, so all of it has to be there. Pure but for `read_config`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.engine.settings import DEFAULT_KV_PAGES, EngineSettings
+from services.kv.carried.pool_sizes import PoolSizes
+from services.model.draft import draft_groups
+from services.model.layer_groups import LayerGroups, layer_groups
+from services.model.sizing import ITEM_BYTES, kv_dtype
+from services.model.weights import weights
+from services.values.errors import ConfigError, Unavailable
+
+_GIB = 1 << 30
+# Python, torch, transformers, NIXL and what a step takes, beside weights and pools: 0.5 to 0.7 GiB were seen.
+_PROCESS_BYTES = int(0.75 * _GIB)
+# Of what processes and weights leave free. The rest is for what a pool is filled beside: files in the page
+# cache, routers, etcd, and whoever else works on the machine.
+_POOL_SHARE = 0.5
+_FEWEST_TOKENS = 1024  # of a pool that nobody asked for
+
+
+@dataclass(frozen=True, slots=True)
+class RanksMemory:
+    """Of `count` ranks alike, each: what it takes beside pages, and what a page takes."""
+
+    count: int
+    weights_bytes: int
+    beside_bytes: int  # windows, states
+    page_bytes: int
+    page_size: int  # tokens
+    kv_pages: int | None  # None: nobody has said
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.count * (_PROCESS_BYTES + self.weights_bytes + self.beside_bytes)
+
+    def pool_bytes(self, pages: int) -> int:
+        """Of all of them."""
+        return self.count * pages * self.page_bytes
+
+
+def ranks_memory(settings: EngineSettings, config: Mapping[str, Any]) -> RanksMemory | None:
+    """Of a worker. None: its memory is a GPU's or SGLang's business, or nobody reckons its model's size."""
+    if settings.engine != "torch" or settings.device != "cpu":
+        return None
+    try:
+        return _ranks_memory(settings, config, read_config(settings.draft_model))
+    except ConfigError:
+        return None
+
+
+def read_config(model: str) -> Mapping[str, Any]:
+    """A checkpoint's config.json; empty where there is none to be read: whoever loads it says why."""
+    try:
+        content = json.loads(Path(model, "config.json").read_text()) if model else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def pool_pages(ranks: Sequence[RanksMemory], free_bytes: int, total_bytes: int) -> int:
+    """How many pages each of the ranks is to have that were not told a number.
+
+    Raises:
+        Unavailable: what is asked for, or the least there can be, does not fit into what is free now.
+        ConfigError: nor into all the memory there is.
+    """
+    fixed_bytes = sum(each.fixed_bytes for each in ranks)
+    asked_bytes = sum(each.pool_bytes(each.kv_pages) for each in ranks if each.kv_pages is not None)
+    unasked = [each for each in ranks if each.kv_pages is None]
+    left_bytes = free_bytes - fixed_bytes - asked_bytes
+    fewest = max((-(-_FEWEST_TOKENS // each.page_size) for each in unasked), default=0)
+    needed_bytes = fixed_bytes + asked_bytes + sum(each.pool_bytes(fewest) for each in unasked)
+    if needed_bytes > free_bytes:
+        message = _refusal(ranks, needed_bytes, free_bytes)
+        raise (ConfigError if needed_bytes > total_bytes else Unavailable)(message)
+    page_bytes = sum(each.pool_bytes(1) for each in unasked)
+    fitting = int(_POOL_SHARE * left_bytes) // page_bytes if page_bytes else DEFAULT_KV_PAGES
+    return max(fewest, min(fitting, DEFAULT_KV_PAGES))
+
+
+def _ranks_memory(
+    settings: EngineSettings, config: Mapping[str, Any], draft: Mapping[str, Any]
+) -> RanksMemory:
+    own_dtype, groups = kv_dtype(config), layer_groups(config)
+    dtype = settings.dtype or own_dtype
+    weights_bytes = weights(config).bytes_per_gpu() / ITEM_BYTES[own_dtype] * ITEM_BYTES[dtype]
+    token_bytes = groups.full.token_bytes(dtype)
+    if draft:
+        weights_bytes += weights(draft).bytes_per_gpu()
+        token_bytes += draft_groups(draft, config).whole_token_bytes(kv_dtype(draft))
+    most_pages = settings.kv_pages or DEFAULT_KV_PAGES
+    return RanksMemory(
+        count=settings.dp_size,
+        weights_bytes=int(weights_bytes),
+        beside_bytes=_beside_bytes(settings.pool_sizes, groups, dtype, settings.page_size, most_pages),
+        page_bytes=settings.page_size * token_bytes,
+        page_size=settings.page_size,
+        kv_pages=settings.kv_pages,
+    )
+
+
+def _beside_bytes(sizes: PoolSizes, groups: LayerGroups, dtype: str, page_size: int, num_pages: int) -> int:
+    windows = [window.in_layout(dtype, page_size) for window in groups.windows]
+    tails = sum(group.unit_bytes * sizes.num_units(group, page_size, num_pages) for group in windows)
+    return tails + (sizes.num_states * groups.recurrent.state_bytes(dtype) if groups.recurrent else 0)
+
+
+def _refusal(ranks: Sequence[RanksMemory], needed_bytes: int, free_bytes: int) -> str:
+    count = sum(each.count for each in ranks)
+    weights_bytes = sum(each.count * each.weights_bytes for each in ranks)
+    asked = max((each.kv_pages or 0 for each in ranks), default=0)
+    page_bytes = sum(each.pool_bytes(1) for each in ranks)
+    room_bytes = free_bytes - sum(each.fixed_bytes for each in ranks)
+    of_weights = f"{_gib(weights_bytes)} of it weights"
+    fitting = room_bytes // page_bytes if page_bytes else 0
+    if asked and fitting > 0:
+        advice = f"--kv-pages={min(asked, fitting)} would fit"
+    else:
+        advice = "take a smaller model, fewer ranks, or --dtype=bfloat16, which is slower on most CPUs"
+    whose = "a rank takes" if count == 1 else f"{count} ranks take"
+    return f"{whose} {_gib(needed_bytes)}, {of_weights}, and {_gib(free_bytes)} of memory are free: {advice}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB"
