@@ -47,7 +47,7 @@ from services.process.notify import listening
 logger = logging.getLogger(__name__)
 
 # ConfigError (config.refusing), and a flag that config.load refused.
-_REFUSALS = (os.EX_CONFIG, 2)
+REFUSALS = (os.EX_CONFIG, 2)
 
 _REAP_INTERVAL_S = 0.01
 _SILENCE_CHECK_S = 1.0
@@ -88,12 +88,18 @@ def on_exit(
 
     `failures` exits in a row came before this one; `has_served` in any of its lives.
     """
-    if exit_code in _REFUSALS and not has_served:
+    if exit_code in REFUSALS and not has_served:
         return StopAll(os.EX_CONFIG)
     failures = 1 if lived_s >= delays.healthy_s else failures + 1
     # The exponent is bounded: after a day of failures the power would overflow.
     delay_s = min(delays.first_s * 2.0 ** min(failures - 1, 32), delays.max_s)
     return Restart(delay_s, failures)
+
+
+def why_killed(exit_code: int) -> str:
+    """Of a process that ended unasked; empty where it was not killed. A process that is killed for the memory
+    it takes is told nothing."""
+    return "killed, probably out of memory" if exit_code == -signal.SIGKILL else ""
 
 
 @contextmanager
@@ -198,11 +204,13 @@ class _RankProcess:
         while not self.stopping.is_set():
             started = loop.time()
             with listening(self.lifecycle) as environment:
-                exit_code = await self._live_once(environment)
+                exit_code, by_itself = await self._live_once(environment)
             lived_s = loop.time() - started
-            why = self.lifecycle.last_words
+            killed = why_killed(exit_code) if by_itself else ""
+            why = killed or self.lifecycle.last_words
             told: dict[str, Any] = {"why": why} if why else {}
-            event(logger, "rank_exited", rank=self.index, code=exit_code, lived_s=lived_s, **told)
+            level = logging.WARNING if killed else logging.INFO
+            event(logger, "rank_exited", level, rank=self.index, code=exit_code, lived_s=lived_s, **told)
             if self.stopping.is_set():
                 break
             self.lifecycle.last_end = f"exit code {exit_code}" + (f", {why}" if why else "")
@@ -215,8 +223,9 @@ class _RankProcess:
                     await self._sleep(delay_s)
         return os.EX_OK
 
-    async def _live_once(self, environment: Mapping[str, str]) -> int:
-        """One life, with `environment` on top of ours: its exit code, or minus the signal that killed it.
+    async def _live_once(self, environment: Mapping[str, str]) -> tuple[int, bool]:
+        """One life, with `environment` on top of ours: its exit code, or minus the signal that killed it, and
+        whether it ended before we asked it to.
 
         When it returns, the rank's whole process group has been reaped.
         """
@@ -224,19 +233,20 @@ class _RankProcess:
             process = _start(self.command, environment)
         except OSError as error:  # no process to be had at present
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
-            return os.EX_OSERR
+            return os.EX_OSERR, True
         event(logger, "rank_started", rank=self.index, pid=process.pid)
         exited = asyncio.create_task(_exited(process.pid))
         stopped = asyncio.create_task(self.stopping.wait())
         hanging = asyncio.create_task(self._hangs())
         await asyncio.wait([exited, stopped, hanging], return_when=asyncio.FIRST_COMPLETED)
-        if not exited.done() and stopped.done():
+        by_itself = exited.done()
+        if not by_itself and stopped.done():
             os.kill(process.pid, signal.SIGTERM)
             await asyncio.wait([exited], timeout=self.grace_s)
         for waiting in (exited, stopped, hanging):
             waiting.cancel()
         await _reap_group(process)
-        return process.returncode
+        return process.returncode, by_itself
 
     async def _hangs(self) -> None:
         """Returns when the rank has stood and then fallen silent, or stops for longer than the grace: no

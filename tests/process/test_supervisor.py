@@ -125,6 +125,18 @@ async def test_exits_are_logged_with_their_code(tmp_path, caplog):
     async with supervising([shell(f"echo >>{marks}; kill -9 $$")]):
         await until(lambda: len(lines(marks)) >= 2)
     assert "rank_exited rank=0 code=-9" in caplog.text
+    assert 'why="killed, probably out of memory"' in caplog.text
+    assert {r.levelname for r in caplog.records if "rank_exited" in r.message} == {"WARNING"}
+
+
+async def test_who_is_killed_by_us_was_not_short_of_memory(tmp_path, caplog):
+    caplog.set_level("INFO")
+    marks = tmp_path / "marks"
+    async with supervising([shell(f"trap '' TERM; echo >>{marks}; exec sleep 1000")], grace_s=0.05) as task:
+        await until(lambda: lines(marks))
+        task.stop()
+        assert await asyncio.wait_for(task, LONG_S) == 0
+    assert "rank_exited rank=0 code=-9" in caplog.text and "out of memory" not in caplog.text
 
 
 async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):
@@ -276,7 +288,8 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         gate.unlink()
         await asyncio.to_thread(kill_rank, gate)
         await until(lambda: len(lines(marks)) == 2)
-        why = "rank 0 is starting; its last life ended with exit code -9"
+        ended = "exit code -9, killed, probably out of memory"
+        why = f"rank 0 is starting; its last life ended with {ended}"
         assert rank.health() == Health(ready=why)
         rank.restart_timeout_s = 0.01  # its second start hangs
         await until(lambda: rank.health().live.startswith("rank 0 has been away for"))

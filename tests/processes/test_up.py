@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
@@ -207,3 +208,31 @@ def stopped(up, module):
         if module in command and "--rank-index" in command:
             os.kill(pid, signal.SIGSTOP)
     yield
+
+
+@pytest.mark.long
+async def test_a_router_or_a_worker_that_is_killed_is_started_again(tmp_path, model_dir):
+    async with started(tmp_path, model_dir, "--port=0", "--http-port=0") as up:
+        for module in ("services.router", "services.decode"):
+            os.kill(next(pid for pid in up.processes() if runs(pid, module)), signal.SIGKILL)
+            what = module.removeprefix("services.")
+            again = f"{what} was killed, probably out of memory; it is started again in 0.5 s"
+            await until(lambda again=again: again in up.said, "it is told")
+            assert await until(lambda: answer(up), "it answers again") == continuation([1, 2, 3], 8)
+        up.process.send_signal(signal.SIGINT)
+        assert await up.wait() == 0
+        assert not up.processes()
+
+
+def runs(pid, module):
+    """Not a rank of its."""
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return module in command and "--rank-index" not in command
+
+
+async def answer(up):
+    """None: not yet."""
+    async with channels.open_channel(up.endpoint) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(ids_request([1, 2, 3]))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return [token async for r in call for token in r.token_ids]

@@ -2,6 +2,7 @@
 
     start: preflight -> etcd -> workers and routers at once -> our own routers listen -> every rank is
            connected -> READY
+    run:   whatever ends unasked is started again after a moment, as supervisors do with ranks
     stop:  routers -> workers -> etcd, each with SIGTERM first; nothing is left behind
     kill:  SIGKILL to all of them at once, then as stop
 
@@ -127,7 +128,7 @@ class LocalCluster:
     kv_pages: int | None = None  # of each rank, where we have chosen them
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))  # of the first
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    _lives: ExitStack = field(default_factory=ExitStack)
+    _lives: dict[str, ExitStack] = field(default_factory=dict)  # what each child's life is told through
 
     async def __aenter__(self) -> Self:
         try:
@@ -162,11 +163,34 @@ class LocalCluster:
             task.cancel()
         return waits[done.pop()]
 
+    async def keep_running(self) -> None:
+        """Start again what ends unasked, under its name and with its flags. Never returns."""
+        async with asyncio.TaskGroup() as group:
+            for name in self.children:
+                group.create_task(self._keep_running(name))
+
+    async def _keep_running(self, name: str) -> None:
+        loop, failures = asyncio.get_running_loop(), 0
+        while True:
+            child, began_s = self.children[name], loop.time()
+            code = await child.process.wait()
+            await child.log_task
+            lived_s = loop.time() - began_s
+            decision = supervisor.on_exit(code, lived_s, failures, has_served=True)
+            assert isinstance(decision, supervisor.Restart)  # as of everything that has served
+            failures = decision.failures
+            log.warning("%s; it is started again in %g s", _ended(child), decision.delay_s)
+            await asyncio.sleep(decision.delay_s)
+            await self.start_child(name, child.command[2], child.command[3:])
+
     async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
         """Start a service; also used to start one again under its old name."""
         command = [sys.executable, "-m", module, *flags]
-        life = Lifecycle(name)
-        notified = self._lives.enter_context(listening(life))
+        life, told = Lifecycle(name), ExitStack()
+        notified = told.enter_context(listening(life))
+        if (earlier := self._lives.get(name)) is not None:
+            earlier.close()
+        self._lives[name] = told
         process = await asyncio.create_subprocess_exec(
             *dying_with_us(command),
             env={**os.environ, **notified},
@@ -192,7 +216,7 @@ class LocalCluster:
         else:
             self.etcd = await self._stack.enter_async_context(EmbeddedEtcd(shape.data_dir))
             self.etcd_endpoints = (self.etcd.endpoint,)
-        self._stack.enter_context(self._lives)
+        self._stack.callback(self._forget_lives)
         self._stack.push_async_callback(self._stop_children)
         for name, module, flags in self._plan():
             await self.start_child(name, module, flags)
@@ -259,7 +283,9 @@ class LocalCluster:
         """Every router sees every rank and can place a request.
 
         Raises:
-            ConfigError: a process ended, or they do not find each other in time, if there is a limit.
+            ConfigError: a process has refused its settings, or they do not find each other in time, if there
+                is a limit.
+            Unavailable: a process ended otherwise: another start may do.
         """
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
@@ -275,7 +301,8 @@ class LocalCluster:
                 await ready
         if died.done() and not died.cancelled():
             child = died.result()
-            raise ConfigError(f"{child.name} ended with exit code {child.process.returncode}")
+            refused = child.process.returncode in supervisor.REFUSALS
+            raise (ConfigError if refused else Unavailable)(_ended(child))
 
     async def _routers_ready(self) -> None:
         for index in range(self.shape.routers):
@@ -303,6 +330,10 @@ class LocalCluster:
         complete = complete and model.prefill_ranks == self.shape.prefill_ranks
         return complete and not any(c.excluded for c in explanation.candidates)
 
+    def _forget_lives(self) -> None:
+        for told in self._lives.values():
+            told.close()
+
     def kill(self) -> None:
         """At once, without any grace. Leaving the context reaps them."""
         for child in self.children.values():
@@ -314,6 +345,12 @@ class LocalCluster:
         for role in ("router", "decode", "prefill"):
             children = [c for name, c in self.children.items() if name.startswith(role)]
             await asyncio.gather(*(child.stop() for child in children))
+
+
+def _ended(child: Child) -> str:
+    code = child.process.returncode or 0
+    killed = supervisor.why_killed(code)
+    return f"{child.name} was {killed}" if killed else f"{child.name} ended with exit code {code}"
 
 
 def _router_name(number: int, routers: int) -> str:

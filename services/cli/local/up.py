@@ -1,11 +1,14 @@
 """`isthmus up`: a cluster on this machine until Ctrl-C.
 
 Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0
+a process ends       it is started again, as a worker's supervisor does with ranks
+memory is short      nothing is started, or all is stopped again: exit code 75; 78 where no other try can do
 a second one         everything is killed at once, exit code 130
 standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 """
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -23,6 +26,7 @@ from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
 from services.settings.flags import load, refusing, setting
 from services.settings.hub import MODEL_HELP, resolved
+from services.values.errors import Unavailable
 
 _KILLED = 130  # as of any program that Ctrl-C ends
 
@@ -106,6 +110,14 @@ class _Signals:
 
 def run(argv: list[str]) -> int:
     config = load(UpConfig, argv, prog="isthmus up")
+    try:
+        return _run(config)
+    except Unavailable as error:
+        print(f"isthmus up: {error}", file=sys.stderr)
+        return os.EX_TEMPFAIL
+
+
+def _run(config: UpConfig) -> int:
     progress = _progress(config)
     if progress is not None:
         progress.step("checking", "the model, flags, ports, memory and etcd")
@@ -176,12 +188,11 @@ async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, kill
 
 
 async def _serve(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> int:
-    """Until a process ends unasked."""
+    """Until it is cancelled."""
     async with cluster:
         _tell_ready(config, cluster, progress)
-        child = await cluster.wait_for_exit()
-        print(f"{child.name} ended with exit code {child.process.returncode}; stopping", file=sys.stderr)
-        return 1
+        await cluster.keep_running()
+    return 0
 
 
 def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from services.cli.local.cluster import Child, LocalCluster, Shape
 from services.cli.local.up import UpConfig
 from services.process.health import ProcessPhase
-from services.values.errors import ConfigError
+from services.values.errors import Unavailable
 
 WITHIN_S = 60.0
 
@@ -64,8 +64,40 @@ async def test_without_a_limit_a_child_that_ends_is_noticed(ending_module):
     cluster = LocalCluster(shape, lambda name, line: None, router_ports=(1,))
     await cluster.start_child("router", ending_module, [])
     async with asyncio.timeout(WITHIN_S):
-        with pytest.raises(ConfigError, match="router ended with exit code 3"):
+        with pytest.raises(Unavailable, match="router ended with exit code 3"):  # another start may do
             await cluster._until_ready()
+
+
+@pytest.fixture
+def dying_module(tmp_path, monkeypatch):
+    (tmp_path / "dying.py").write_text(
+        "import os, sys, time\n"
+        "print(*sys.argv[1:], os.getpid(), flush=True)\n"
+        "time.sleep(600 if os.path.exists(sys.argv[1]) else 0)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return "dying"
+
+
+async def test_a_child_that_is_killed_is_started_again_with_its_flags(dying_module, tmp_path, caplog):
+    shown, gate = [], tmp_path / "gate"
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: shown.append((name, line)))
+    await cluster.start_child("router", dying_module, [str(gate), "--flag"])
+    keeping = asyncio.create_task(cluster.keep_running())
+    async with asyncio.timeout(WITHIN_S):
+        while len(shown) < 2:
+            await asyncio.sleep(0.01)
+        gate.touch()
+        while cluster.children["router"].process.returncode is not None or len(shown) < 3:
+            await asyncio.sleep(0.01)
+        keeping.cancel()
+        cluster.kill()
+        await cluster.children["router"].process.wait()
+        await cluster.children["router"].log_task
+    cluster._forget_lives()
+    assert {(name, line.rpartition(" ")[0]) for name, line in shown} == {("router", f"{gate} --flag")}
+    assert caplog.messages[0] == "router was killed, probably out of memory; it is started again in 0.5 s"
 
 
 @pytest.fixture
