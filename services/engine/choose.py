@@ -114,6 +114,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             sizes=settings.pool_sizes,
             index_block=settings.index_block,
             self_check=settings.self_check == "on",
+            shares_weights=settings.share_weights == "on" and settings.device == "cpu",
             draft=draft if settings.draft_model else None,
         )
     if settings.engine == "fake":

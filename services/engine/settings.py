@@ -78,6 +78,10 @@ class EngineSettings(ClusterConfig):
         "engine torch: try at the start whether the model computed in pieces is the model; off: nobody "
         "notices where it is not",
     )
+    share_weights: Literal["on", "off"] = setting(
+        "off",
+        "engine torch on a CPU: keep weights in files of the user's cache, which this machine's ranks share",
+    )
     decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
     prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
     protected_cache_share: float = setting(

@@ -264,6 +264,7 @@ class LocalCluster:
                 flags = [*advertised, *common, f"--worker={name}", f"--dp-size={dp_size}"]
                 flags += [f"--num-threads={shape.threads_per_rank}"]
                 flags += [f"--kv-pages={self.kv_pages}"] if self.kv_pages else []
+                flags += ["--share-weights=on"] if shape.decode_ranks + shape.prefill_ranks > 1 else []
                 flags += shape.rank_flags
                 plan.append((name, f"services.{role}", flags))
         not_yet = (0,) * shape.routers

@@ -13,6 +13,7 @@ from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkp
 from services.engine.torch.device import abandon_step, finish_step, open_device
 from services.engine.torch.draft import DraftSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
+from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
@@ -43,13 +44,15 @@ class TorchRunner:
         sizes: PoolSizes | None = None,
         index_block: int = 64,
         self_check: bool = True,
+        shares_weights: bool = False,
         draft: DraftSettings | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
         `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
         threads for the whole process. Sequences go on at multiples of `index_block`. Without `self_check` a
-        model is served that may be another in pieces.
+        model is served that may be another in pieces. With `shares_weights` other processes that do so, too,
+        hold its weights together with this one.
         `draft` is a small model to draft with.
 
         Raises:
@@ -64,7 +67,7 @@ class TorchRunner:
         self._model = PackedModel(model, torch.get_num_threads(), index_block)
         if self_check:
             check(self._model, page_size, str(checkpoint.directory))
-        self._model.pack(torch.get_num_threads())
+        self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
         self._pools = Pools(
             self._model.remembered,
             num_pages=num_pages,

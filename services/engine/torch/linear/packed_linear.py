@@ -7,11 +7,13 @@ every call: for the few rows of a decode step that takes twice as long as readin
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from services.engine.torch.linear.linear_kernel import multiply, pack
+from services.engine.torch.linear.shared_weights import SharedWeights
 
 # How many rows to expect when oneDNN chooses the order. For one row it would be another, and wrong for all
 # others.
@@ -31,10 +33,13 @@ _FEWEST_ROWS = 4
 class PanelLinear(nn.Module):
     """Computes what the float32 nn.Linear it is made of does; keeps no weight in the usual order."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, weights: SharedWeights | None = None) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach().numpy()
-        self._panels = pack(linear.weight.detach().numpy(), bias)
+        panels = pack(linear.weight.detach().numpy(), bias)
+        if weights is not None:
+            panels = panels._replace(numbers=weights.shared(panels.numbers.view(np.uint8)).view(np.float32))
+        self._panels = panels
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(multiply(rows.numpy(), self._panels))
@@ -63,22 +68,28 @@ class PackedLinear(nn.Module):
         return product[..., :num_rows, : self._num_columns]
 
 
-def pack_linears(module: nn.Module, num_threads: int, keep: Collection[nn.Module] = ()) -> None:
+def pack_linears(
+    module: nn.Module,
+    num_threads: int,
+    keep: Collection[nn.Module] = (),
+    weights: SharedWeights | None = None,
+) -> None:
     """Replace every linear layer below `module` but those to `keep`, whose weights somebody reads.
 
-    Nothing happens where this torch or processor cannot. `num_threads` is how many torch has.
+    Nothing happens where this torch or processor cannot. `num_threads` is how many torch has. Panels are kept
+    in `weights`, if there are some.
     """
     for name, child in module.named_children():
         if type(child) is not nn.Linear:  # a subclass computes something else (Llama 4's router)
-            pack_linears(child, num_threads, keep)
+            pack_linears(child, num_threads, keep, weights)
         elif child not in keep:
-            setattr(module, name, _packed(child, num_threads))
+            setattr(module, name, _packed(child, num_threads, weights))
 
 
-def _packed(linear: nn.Linear, num_threads: int) -> nn.Module:
+def _packed(linear: nn.Linear, num_threads: int, weights: SharedWeights | None) -> nn.Module:
     weight = linear.weight
     if num_threads == 1 and weight.device.type == "cpu" and weight.dtype == torch.float32:
-        return PanelLinear(linear)
+        return PanelLinear(linear, weights)
     return PackedLinear(linear) if _can_pack(weight) else linear
 
 

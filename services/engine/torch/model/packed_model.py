@@ -14,6 +14,7 @@ from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
+from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.model.activations import even_activations
 from services.engine.torch.model.check.probe import probe
 from services.engine.torch.model.fused.norms import fuse_norms
@@ -71,12 +72,15 @@ class PackedModel:
             wrap(mixer, forward)
             self.in_place |= forward is not None
 
-    def pack(self, num_threads: int) -> None:
-        """Put the weights in the order in which they are read; `num_threads` is how many torch has.
+    def pack(self, num_threads: int, weights: SharedWeights | None = None) -> None:
+        """Put the weights in the order in which they are read; `num_threads` is how many torch has. With
+        `weights` other processes share them.
 
         Raises ConfigError where the model cannot compute so.
         """
-        pack_linears(self.model, num_threads, self.remembered.read_linears)
+        pack_linears(self.model, num_threads, self.remembered.read_linears, weights)
+        if weights is not None:
+            share_parameters(self.model, weights)
         probe(self.model)
 
     @property

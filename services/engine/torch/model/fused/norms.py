@@ -26,7 +26,7 @@ def fuse_norms(model: PreTrainedModel) -> None:
 
 
 def _fused(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-    of_weight = weight.detach().numpy()
+    of_weight = weight.detach().numpy().copy()  # else it would keep the file mapped that it lies in
 
     def forward(hidden_states: Tensor) -> Tensor:
         return torch.from_numpy(rms_norm(hidden_states.numpy(), of_weight, epsilon))
