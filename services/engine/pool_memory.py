@@ -128,7 +128,7 @@ def _refusal(ranks: Sequence[RanksMemory], needed_bytes: int, free_bytes: int) -
     if asked and fitting > 0:
         advice = f"--kv-pages={min(asked, fitting)} would fit"
     else:
-        advice = "take a smaller model, fewer ranks, or --dtype=bfloat16, which is slower on most CPUs"
+        advice = "take a smaller model, or fewer ranks"
     whose = "a rank takes" if count == 1 else f"{count} ranks take"
     return f"{whose} {_gib(needed_bytes)}, {of_weights}, and {_gib(free_bytes)} of memory are free: {advice}"
 

@@ -195,3 +195,20 @@ def test_settings_that_were_kept_by_another_version(core):
     assert (settings["system"], settings["maxTokens"], settings["temperature"]) == ("", 512, "0.5")
     assert "other" not in settings
     assert core("settings", "restored", None)["maxTokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("no code, but `a` word", ["no code, but `a` word"]),
+        ("Here:\n```python\ndef f():\n    pass\n```\nDone.", ["Here:", ["def f():\n    pass"], "Done."]),
+        ("````\n```\nx\n```\n````", [["```\nx\n```"]]),
+        ("~~~\nx\n```\n~~~ y", [["x\n```\n~~~ y"]]),
+        ("```\nstill being wr", [["still being wr"]]),
+        ("```js", []),
+        ("```not` a fence\nx", ["```not` a fence\nx"]),
+    ],
+)
+def test_code_is_told_apart(core, text, pieces):
+    found = core("format", "codeApart", text)
+    assert [[one["text"]] if one["isCode"] else one["text"] for one in found] == pieces

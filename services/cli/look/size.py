@@ -50,7 +50,9 @@ class SizeConfig:
     )
     page_size: int = setting(64, "the ranks' --page-size", bounds=Bounds(at_least=1))
     pool_gib: float | None = setting(
-        None, "GiB that each GPU has for KV: tell how many conversations it holds", bounds=Bounds(above=0)
+        None,
+        "GiB that each rank has for KV, or each of its GPUs: tell how many conversations it holds",
+        bounds=Bounds(above=0),
     )
     gpu_gib: float | None = setting(
         None,
@@ -220,20 +222,26 @@ def _carried_lines(carried: CarriedPools) -> Iterator[str]:
 
 def _kept(carried: CarriedPools, size_bytes: int) -> str:
     held = f"{carried.running} running, {carried.resume_points} resume points"
-    return f"on each decode rank: {format_bytes(size_bytes)} per GPU ({held})"
+    return f"on each decode rank: {format_bytes(size_bytes)}{_per_gpu(carried.tp_size)} ({held})"
+
+
+def _per_gpu(tp_size: int) -> str:
+    """Where a rank has several; one that has one, or computes on a CPU, is named itself."""
+    return " per GPU" if tp_size > 1 else ""
 
 
 def _wanted(config: SizeConfig, pool: Pool) -> str:
     pages = pool.pages_for(config.conversations, config.ranks)
     head = f"{config.conversations} conversations".ljust(18)
-    return f"{head} --kv-pages={pages} on each decode rank: {format_bytes(pages * pool.page_bytes)} per GPU"
+    size = f"{format_bytes(pages * pool.page_bytes)}{_per_gpu(config.tp_size)}"
+    return f"{head} --kv-pages={pages} on each decode rank: {size}"
 
 
 def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
     """`size_bytes` is what the other groups leave of --pool-gib."""
     pages = pool.pages_in(max(0.0, size_bytes))
     held = pool.conversations_in(pages) * config.ranks
-    head = f"{config.pool_gib:g} GiB per GPU".ljust(18)
+    head = f"{config.pool_gib:g} GiB{_per_gpu(config.tp_size) or ' a rank'}".ljust(18)
     text = f"{head} --kv-pages={pages}: {held} conversations on {config.ranks} ranks"
     if held < max(config.concurrency, 1):
         text += f"; too few for {config.concurrency or 1} at once: sequences would be retracted"

@@ -1,10 +1,13 @@
 """The device that a runner computes on: how it is opened, and waited for."""
 
+import logging
 import os
 
 import torch
 
 from services.values.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def open_device(name: str) -> torch.device:
@@ -26,6 +29,25 @@ def open_device(name: str) -> torch.device:
     # takes some 25 ms, and keeps all of them: with us nearly every prompt chunk has lengths of its own.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", index)
+
+
+def tell_slow(device: torch.device, dtype: torch.dtype) -> None:
+    """Of half precision on a processor that has no instructions for it: it takes longer than float32, and so
+    does the start, in which the model is tried in both."""
+    if device.type == "cpu" and dtype != torch.float32 and not _computes_in(dtype):
+        name = str(dtype).removeprefix("torch.")
+        log.warning(
+            "half_precision_is_slow dtype=%s reason=%r",
+            name,
+            "this processor has no instructions for it: float32 is faster, and takes twice the memory; the "
+            "start may take minutes",
+        )
+
+
+def _computes_in(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu._is_amx_fp16_supported())
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import torch
 from services.engine.paged.drafts.failures import DraftFailures
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
-from services.engine.torch.device import abandon_step, finish_step, open_device
+from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
 from services.engine.torch.draft import DraftSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.shared_weights import SharedWeights
@@ -63,6 +63,7 @@ class TorchRunner:
         if num_threads is not None:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
+        tell_slow(self._device, checkpoint.dtype)
         model = load_model(checkpoint, self._device)
         self._model = PackedModel(model, torch.get_num_threads(), index_block)
         if self_check:

@@ -13,7 +13,7 @@ from services.router.request.tools import ChatTools, read_tools
 from services.router.text.chats.own_ids import unended
 from services.router.text.detokenizer import TokenDecoder
 from services.router.text.marker_decoder import MarkerDecoder
-from services.router.text.tokenizer import Tokenizer
+from services.router.text.tokenizer import SHOWS_NO_TOOLS, Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
@@ -40,6 +40,8 @@ class Parsers:
         """Raises InvalidRequest, naming the field; also where nobody could tell the calls."""
         tools = read_tools(request)
         if tools.told_apart and tools.callable is not None and self._choice.tools == NONE:
+            if not self._tokenizer.shows_tools:
+                raise InvalidRequest(SHOWS_NO_TOOLS)
             raise InvalidRequest(
                 "chat.tools cannot be used: how this model writes calls is not known (--tool-parser); set "
                 "tool_choice to none, or raw_answer"

@@ -31,6 +31,10 @@ _NOT_CONTINUED = (
     "message's content as it is"
 )
 CallText = Callable[[Sequence[AnswerCall]], str]
+SHOWS_NO_TOOLS = (
+    "chat.tools cannot be used: the model's chat template shows no tools; a model is needed that was trained "
+    "with them, or a template that shows them (--chat-template)"
+)
 _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
@@ -271,6 +275,11 @@ class Tokenizer:
             **variables,
         )
         return text
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether its template does."""
+        return self._tool_turns.reads_tools
 
     def _turns(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTurns:
         return self._tool_turns if tools else self._plain_turns

@@ -50,8 +50,8 @@ def test_pages_and_bytes(llama_8b, capsys):
         "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
         "a page             64 tokens, 8.0 MiB",
         "a conversation     8000 tokens, 125 pages, 1000.0 MiB",
-        "100 conversations  --kv-pages=1625 on each decode rank: 12.7 GiB per GPU",
-        "40 GiB per GPU     --kv-pages=5120: 320 conversations on 8 ranks",
+        "100 conversations  --kv-pages=1625 on each decode rank: 12.7 GiB",
+        "40 GiB a rank      --kv-pages=5120: 320 conversations on 8 ranks",
     ]
 
 
@@ -65,7 +65,7 @@ def test_a_page_holds_the_drafts_kv_too(llama_8b, tmp_path_factory, capsys):
         "of its draft model 16.0 KiB a token more",
         "a page             64 tokens, 9.0 MiB",
     ]
-    assert lines[-1] == "45 GiB per GPU     --kv-pages=5120: 40 conversations on 1 ranks"
+    assert lines[-1] == "45 GiB a rank      --kv-pages=5120: 40 conversations on 1 ranks"
 
 
 def test_what_does_not_fit_is_told(llama_8b, capsys):
@@ -103,6 +103,7 @@ def test_gpus_that_share_a_rank_are_named(llama_8b):
     config = SizeConfig(model=llama_8b, tp_size=4)
     checkpoint = json.loads((llama_8b / "config.json").read_text())
     assert report(config, checkpoint)[0].startswith("KV per token       32.0 KiB on each of 4 GPUs")
+    assert report(config, checkpoint)[3].endswith(" per GPU")
 
 
 def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
@@ -141,12 +142,11 @@ def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
     assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
     assert lines[3:6] == [
         "a state            61.9 MiB: 30 recurrent layers",
-        "its pool           --state-slots=24 on each decode rank: 1.5 GiB per GPU "
-        "(4 running, 20 resume points)",
-        "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB per GPU",
+        "its pool           --state-slots=24 on each decode rank: 1.5 GiB (4 running, 20 resume points)",
+        "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB",
     ]
     pages = (4 * 2**30 - 24 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
-    assert lines[6].startswith(f"4 GiB per GPU      --kv-pages={pages}: ")
+    assert lines[6].startswith(f"4 GiB a rank       --kv-pages={pages}: ")
 
 
 def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
@@ -155,8 +155,7 @@ def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
     lines = lines_of(capsys, tmp_path, "--resume-points=10")
     assert lines[3:5] == [
         "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
-        "its pool           --window-pages=41 on each decode rank: 92.2 MiB per GPU "
-        "(1 running, 10 resume points)",
+        "its pool           --window-pages=41 on each decode rank: 92.2 MiB (1 running, 10 resume points)",
     ]
     assert lines[-1] == "SGLang keeps windows whole unless told otherwise: 72.0 KiB a token, and no tails"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.engine.torch.device import abandon_step, finish_step, open_device
+from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -65,3 +65,20 @@ def test_a_device_that_cannot_be_waited_for_does_not_hide_why_the_step_failed(mo
     error = ValueError("a mistake of the host's")
     abandon_step(GPU, error)
     assert error.__notes__ == ["cuda:1 could not be waited for: an illegal memory access"]
+
+
+def test_half_precision_without_its_instructions_is_told(monkeypatch, caplog):
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
+    for name in names:
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    for device, dtype in ((CPU, torch.float32), (GPU, torch.bfloat16)):
+        tell_slow(device, dtype)
+    assert not caplog.messages
+    for dtype in (torch.bfloat16, torch.float16):
+        tell_slow(CPU, dtype)
+        assert caplog.messages[-1].startswith(f"half_precision_is_slow dtype={str(dtype)[6:]} reason=")
+    for name in names:
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    tell_slow(CPU, torch.bfloat16)
+    tell_slow(CPU, torch.float16)
+    assert len(caplog.messages) == 2

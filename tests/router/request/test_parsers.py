@@ -12,7 +12,9 @@ from services.router.parsing.choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import CallMode, ChatTools
 from services.router.text.tokenizer import Tokenizer
+from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool
 
 CHOSEN = {
     "qwen3": ("hermes", "think"),
@@ -130,3 +132,12 @@ def test_markers_that_are_special_tokens_or_have_some_in_them(tmp_path):
         assert (message.content.strip(), message.reasoning) == (answer.content, answer.reasoning), name
         calls = tuple((call.name, json.loads(call.arguments)) for call in message.calls)
         assert calls == answer.calls, name
+
+
+def test_a_template_without_tools_is_not_told_to_set_what_cannot_help(character_model):
+    tokenizer = Tokenizer(str(character_model))
+    assert not tokenizer.shows_tools
+    request = GenerateRequest(chat=Chat(tools=[Tool(name="look_up")]))
+    with pytest.raises(InvalidRequest, match="shows no tools; a model is needed") as refusal:
+        Parsers(tokenizer, ParserChoice()).read_tools(request)
+    assert "tool_choice" not in str(refusal.value) and "raw_answer" not in str(refusal.value)

@@ -31,4 +31,29 @@ export const ago = (s) => {
   return `${Math.floor(s / 3600)} h ago`;
 };
 
+// What stands between lines of three backticks or tildes, and what does not, in order. Of an answer that is still
+// being written the last code may have no end yet.
+export const codeApart = (text) => {
+  const pieces = [];
+  let fence = null;
+  let lines = [];
+  const end = () => {
+    if (lines.length > 0) pieces.push({ isCode: fence !== null, text: lines.join("\n") });
+    lines = [];
+  };
+  for (const line of text.split("\n")) {
+    const [, mark, rest] = /^ {0,3}(`{3,}|~{3,})(.*)$/.exec(line) ?? [];
+    const opens = mark !== undefined && fence === null && !(mark[0] === "`" && rest.includes("`"));
+    const closes = mark !== undefined && fence !== null && mark.startsWith(fence) && rest.trim() === "";
+    if (opens || closes) {
+      end();
+      fence = opens ? mark : null;
+    } else {
+      lines.push(line);
+    }
+  }
+  end();
+  return pieces;
+};
+
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;

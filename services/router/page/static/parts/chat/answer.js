@@ -1,4 +1,4 @@
-import { count, seconds } from "../../core/format.js";
+import { codeApart, count, seconds } from "../../core/format.js";
 import { html } from "../../vendor/htm-preact-3.1.1.module.js";
 import { PromptBar } from "../prompt_bar.js";
 
@@ -8,7 +8,7 @@ const ENDS = { length: "ended by max tokens", content_filter: "filtered" };
 export const Answer = ({ answer, placed, show, again }) => html`
   <div class="said model" data-state=${answer.state} aria-busy=${String(["waiting", "streaming"].includes(answer.state))}>
     ${answer.reasoning && html`<${Thinking} answer=${answer} />`}
-    ${answer.content && html`<p class="text">${answer.content}</p>`}
+    ${answer.content && codeApart(answer.content).map((piece) => (piece.isCode ? html`<pre class="text code"><code>${piece.text}</code></pre>` : html`<p class="text">${piece.text}</p>`))}
     ${answer.state === "waiting" && !answer.reasoning && html`<p class="text dim"><span class="caret" aria-label="waiting"></span></p>`}
     ${answer.calls.map((call) => html`<${Call} key=${call.id} call=${call} />`)}
     ${answer.state === "failed" && html`<${Failed} answer=${answer} again=${again} />`}
