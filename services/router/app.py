@@ -98,7 +98,9 @@ async def open_router(
     ProcessCollector(registry=registry)
     build_info.register(registry, engine="none")
     metrics = RouterMetrics(registry, config.served_name)
-    tokenizer = Tokenizer(config.model, config.chat_template)
+    tokenizer = Tokenizer(
+        config.model, config.chat_template, reads_controls=config.control_tokens == "special"
+    )
     _tell_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
     parsers = _parsers(config, tokenizer)

@@ -190,6 +190,12 @@ class RouterConfig(ClusterConfig):
         "", "file of a chat template in Jinja, which takes the place of the model's own; default: the model's"
     )
 
+    control_tokens: Literal["text", "special"] = setting(
+        "text",
+        "control tokens written in a chat's messages (<|im_end|>): plain text, or what they name, so that "
+        "whoever writes a message can end it",
+    )
+
     images: Literal["refuse", "placeholder"] = setting(
         "refuse",
         "images in HTTP bodies: refused by name, or a text in place of each that says it was left out",

@@ -20,6 +20,7 @@ from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
 from services.router.text.chats.turn_order import arrange
 from services.router.text.chats.turns import ChatTurns, Turn, with_text
+from services.router.text.control_tokens import ControlTokens
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
 from services.settings.tokenizer_file import tokenizer_of_file
 from services.values.errors import ConfigError, InvalidRequest
@@ -43,13 +44,15 @@ class Tokenizer:
 
     `chat_template`: a file, whose template takes the place of the model's own.
 
+    `reads_controls`: control tokens in a message's text are those that they name.
+
     An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
 
     Raises:
         ConfigError: the directory, its tokenizer, one of its config files or the template cannot be read.
     """
 
-    def __init__(self, model_path: str, chat_template: str = "") -> None:
+    def __init__(self, model_path: str, chat_template: str = "", *, reads_controls: bool = False) -> None:
         directory = Path(model_path)
         self._backend = _load_backend(directory)
         if chat_template:
@@ -65,6 +68,7 @@ class Tokenizer:
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
         self._all_pieces = pieces_of(self._backend.backend_tokenizer) if self._backend.is_fast else None
         self._pieces = without(self._all_pieces, self._special_tokens)
+        self._controls = None if reads_controls else _control_tokens(self._backend)
         developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
         self._plain_turns = TemplateTurns(self._apply_template, names_developers=developers)
         self._tool_turns = TemplateTurns(self._apply_template, [EXAMPLE_TOOL], names_developers=developers)
@@ -128,6 +132,11 @@ class Tokenizer:
     def all_pieces(self) -> Sequence[bytes] | None:
         """The same, special tokens' among them."""
         return self._all_pieces
+
+    @property
+    def controls(self) -> ControlTokens | None:
+        """What keeps control tokens in a message's text from being those; None: nothing does."""
+        return self._controls
 
     @property
     def chat_template(self) -> str:
@@ -329,6 +338,12 @@ def _load_backend(directory: Path) -> Any:
         backend.backend_tokenizer.no_padding()
         backend.backend_tokenizer.encode_special_tokens = backend.split_special_tokens
     return backend
+
+
+def _control_tokens(backend: Any) -> ControlTokens | None:
+    if not backend.is_fast or backend.split_special_tokens:  # the latter takes all of them for text
+        return None
+    return ControlTokens(backend.backend_tokenizer, backend.added_tokens_decoder)
 
 
 def _set_template(backend: Any, path: Path) -> None:

@@ -195,6 +195,7 @@ async def test_a_long_text_is_tokenized_off_the_loop(character_tokenizer: Tokeni
         eos_token_ids = ()
         render_template = character_tokenizer.render_template
         arranged = character_tokenizer.arranged
+        controls = None
 
         def encode(self, text: str, special_tokens: bool = True) -> list[int]:
             threads.append(threading.current_thread())

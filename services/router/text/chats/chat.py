@@ -16,9 +16,11 @@ from services.router.text.chats.splices import (
     unseen,
 )
 from services.router.text.chats.turns import ChatTurns, Turn, read_chat
+from services.router.text.control_tokens import ControlTokens
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
+Encode = Callable[[str], list[int]]
 CallText = Callable[[Sequence[AnswerCall]], str]
 _ANSWER_END = 64  # ids: more than templates write behind the last value of a call
 
@@ -37,6 +39,9 @@ class ChatTokenizer(Protocol):
     def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool: ...
 
     def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns: ...
+
+    @property
+    def controls(self) -> ControlTokens | None: ...
 
     def is_silent(self, token_id: int) -> bool: ...
 
@@ -78,17 +83,39 @@ def render_chat(
     ids that they were, in the frame that the template gives them. One of which the template does not show
     all, because it leaves thinking out, is written as the template has it, unless they `keep_thinking`.
 
+    Control tokens in what messages say are text, unless the tokenizer is to read them.
+
     An end-of-sequence id at an answer's end is dropped where the template writes an end marker of its own
     right after.
 
     Raises:
         InvalidRequest: names the message and its field, or says why the template refuses the chat.
     """
-    arranged = tokenizer.arranged(read_chat(chat), call_text)
+    read = read_chat(chat)
+    controls = tokenizer.controls
+    hidden = None if controls is None else controls.hide(read)
+    if controls is None or hidden is None:
+        return _render(tokenizer, chat, read, remembered, keep_thinking, call_text)
+    try:
+        return _render(tokenizer, chat, hidden, remembered, keep_thinking, call_text, controls.encode)
+    except InvalidRequest as error:
+        raise InvalidRequest(controls.show(str(error))) from error
+
+
+def _render(
+    tokenizer: ChatTokenizer,
+    chat: Chat,
+    read: ChatTurns,
+    remembered: Mapping[int, PastAnswer],
+    keep_thinking: bool,
+    call_text: CallText | None,
+    encode: Encode | None = None,
+) -> "RenderedChat":
+    arranged = tokenizer.arranged(read, call_text)
     given = {i: PastAnswer(message.token_ids) for i, message in enumerate(chat.messages) if message.token_ids}
     _check_stand_alone(given, arranged)
     places = {origins[0]: place for place, origins in enumerate(arranged.origins) if len(origins) == 1}
-    rendering = _Rendering(tokenizer, arranged, _at(places, given), keep_thinking)
+    rendering = _Rendering(tokenizer, arranged, _at(places, given), keep_thinking, encode)
     wanted = rendering.worth_trying(_at(places, remembered))
     while True:
         spliced = rendering.splice(wanted)
@@ -129,15 +156,22 @@ class _Splice:
 
 
 class _Rendering:
-    """`given`: the answers that came with ids, and stand whole."""
+    """`given`: the answers that came with ids, and stand whole. `encode`: how rendered text becomes ids,
+    where that is not the tokenizer's own way."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, chat: ChatTurns, given: Mapping[int, PastAnswer], keep_thinking: bool
+        self,
+        tokenizer: ChatTokenizer,
+        chat: ChatTurns,
+        given: Mapping[int, PastAnswer],
+        keep_thinking: bool,
+        encode: Encode | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
         self._given = given
         self._keep_thinking = keep_thinking
+        self._encode = encode
         self._end_markers = [text for i in tokenizer.eos_token_ids if (text := tokenizer.text_of([i]))]
         self._frames: dict[tuple[object, ...], Frame | None] = {}
         questions = [index for index, turn in enumerate(chat.turns) if turn.role == "user"]
@@ -282,6 +316,8 @@ class _Rendering:
         return ids
 
     def _encoded(self, text: str) -> list[int]:
+        if self._encode is not None and text:
+            return self._encode(text)
         # The template writes the special tokens itself.
         return self._tokenizer.encode(text, special_tokens=False) if text else []
 

@@ -31,6 +31,7 @@ class Plain:
 
     eos_token_ids: tuple[int, ...] = ()
     keeps_past_reasoning = False
+    controls = None
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         return [1] * len(text)

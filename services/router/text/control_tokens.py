@@ -1,0 +1,146 @@
+"""Control tokens that are written in a message's text, such as <|im_end|>: text, and not what they control.
+
+A chat template writes control tokens and what clients say into one text, and a tokenizer cannot tell whose
+a `<|im_end|>` in it is: a user could end the turn and write a system's. So those in messages are hidden
+before the template renders, and the rendered text is encoded by a tokenizer that knows the control tokens by
+names which nobody else can write:
+
+    message     a <|im_end|> b                          is hidden as  a 3f..0k b
+    rendered    <|im_start|>user\\na 3f..0k b<|im_end|>
+    encoded     |0|user\\na <|im_end|> b|1|             |0| and |1| are control tokens, <|im_end|> is text
+
+Of a chat without such text nothing is changed. Templates that look for a control token in what was said do
+not find it there.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.turns import ChatTurns, Turn
+from services.values.errors import InvalidRequest
+
+
+class ControlTokens:
+    """`added`: a tokenizer's added tokens, by their ids; `backend` is left as it is."""
+
+    def __init__(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> None:
+        self._stem = secrets.token_hex(16)
+        self._texts = [token.content for token in added.values() if token.special and token.content]
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+        self._pattern = re.compile(_longest_of(self._texts) if self._texts else "(?!)")
+        self._hidden = re.compile(f"{self._stem}x([0-9]+)k")
+        self._renamed, self._ids = self._rename(backend, added)
+
+    def hide(self, chat: ChatTurns) -> ChatTurns | None:
+        """The chat with names in place of the control tokens that its texts hold; None where they hold none.
+        A last turn that goes on is what its client says the model wrote, and stays.
+
+        Raises InvalidRequest: JSON that holds one is nested too deeply.
+        """
+        last = len(chat.turns) - 1 if chat.continues else len(chat.turns)
+        hidden = replace(
+            chat,
+            turns=[*map(self._in_turn, chat.turns[:last]), *chat.turns[last:]],
+            tools=self._in_json(chat.tools),
+            variables=self._in_json(chat.variables),
+        )
+        return None if hidden == chat else hidden
+
+    def show(self, text: str) -> str:
+        """With the control tokens that were hidden in it."""
+        return self._hidden.sub(lambda match: self._texts[int(match[1])], text)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Control tokens that were hidden are text; all others are themselves."""
+        renamed = self._pattern.sub(lambda match: self._name(self._numbers[match[0]]), rendered)
+        encoding = self._renamed.encode(self.show(renamed), add_special_tokens=False)
+        return [self._ids.get(id_, id_) for id_ in encoding.ids]
+
+    def _in_text(self, text: str) -> str:
+        return self._pattern.sub(lambda match: f"{self._stem}x{self._numbers[match[0]]}k", text)
+
+    def _in_turn(self, turn: Turn) -> Turn:
+        content = turn.content
+        return replace(
+            turn,
+            content=self._in_text(content) if isinstance(content, str) else [*map(self._in_text, content)],
+            reasoning=self._in_text(turn.reasoning),
+            calls=tuple(map(self._in_call, turn.calls)),
+            tool_call_id=self._in_text(turn.tool_call_id),
+            name=self._in_text(turn.name),
+        )
+
+    def _in_call(self, call: AnswerCall) -> AnswerCall:
+        arguments = self._in_text(call.arguments)
+        if "\\u" in arguments:  # control tokens may be escaped
+            value = json.loads(arguments)
+            if (shown := self._in_values(value)) != value:
+                arguments = json.dumps(shown, ensure_ascii=False)
+        return replace(call, id=self._in_text(call.id), name=self._in_text(call.name), arguments=arguments)
+
+    def _in_json(self, value: Any) -> Any:
+        """Only what holds one is gone through: tools have thousands of texts."""
+        written = json.dumps(value, ensure_ascii=False, default=dict)
+        return self._in_values(value) if self._pattern.search(written) else value
+
+    def _in_values(self, value: Any) -> Any:
+        try:
+            return self._in_value(value)
+        except RecursionError as error:
+            raise InvalidRequest("chat holds a control token in JSON that is nested too deeply") from error
+
+    def _in_value(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self._in_text(value)
+            case list():
+                return [self._in_value(each) for each in value]
+            case Mapping():
+                return {self._in_text(key): self._in_value(each) for key, each in value.items()}
+        return value
+
+    def _name(self, number: int) -> str:
+        return f"\ue000{self._stem}{number}\ue001"  # of private use: no model has been taught it
+
+    def _rename(
+        self, backend: Tokenizer, added: Mapping[int, AddedToken]
+    ) -> tuple[Tokenizer, Mapping[int, int]]:
+        """The same tokenizer with control tokens of those names, and its added tokens' ids as they should be.
+        The vocabulary is not copied."""
+        renamed = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            renamed.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            renamed.pre_tokenizer = backend.pre_tokenizer
+        names = {id_: token.content for id_, token in added.items() if token.content}
+        special = {id_: self._name(self._numbers[added[id_].content]) for id_ in names if added[id_].special}
+        renamed.add_tokens([added[id_] for id_ in names if id_ not in special])
+        renamed.add_special_tokens(
+            [
+                AddedToken(
+                    name, special=True, normalized=False, lstrip=added[id_].lstrip, rstrip=added[id_].rstrip
+                )
+                for id_, name in special.items()
+            ]
+        )
+        ids = {renamed.token_to_id(name): id_ for id_, name in (names | special).items()}
+        return renamed, ids
+
+
+def _longest_of(texts: Iterable[str]) -> str:
+    """A pattern of the longest of them that stands at a place. There may be a thousand that begin alike: they
+    are not tried one by one."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], []).append(text[1:])
+    may_end = by_first.pop("", None) is not None
+    branches = [re.escape(first) + _longest_of(rests) for first, rests in by_first.items()]
+    pattern = f"(?:{'|'.join(branches)})" if len(branches) > 1 or may_end else "".join(branches)
+    return f"{pattern}?" if branches and may_end else pattern if branches else ""
