@@ -111,7 +111,7 @@ class ControlTokens:
 
     def _rename(
         self, backend: Tokenizer, added: Mapping[int, AddedToken]
-    ) -> tuple[Tokenizer, Mapping[int, int]]:
+    ) -> tuple[Tokenizer, Mapping[int | None, int]]:
         """The same tokenizer with control tokens of those names, and its added tokens' ids as they should be.
         The vocabulary is not copied."""
         renamed = Tokenizer(backend.model)
