@@ -192,7 +192,7 @@ class Tokenizer:
         tools = chat.tools
         if tools and not self._tool_turns.reads_tools:
             if chat.may_call:
-                raise InvalidRequest("chat.tools cannot be used: the model's chat template shows no tools")
+                raise InvalidRequest(SHOWS_NO_TOOLS)
             tools = ()
         template = self._turns(tools)
         turns = [
