@@ -200,7 +200,7 @@ async def run_stock(bench: Bench, system: StockSglang, policy: str) -> Measured:
 
 
 def _router_client(bench: Bench, router: Router) -> Client:
-    tokenizer = Tokenizer(bench.model)
+    tokenizer = Tokenizer(str(bench.model))
 
     async def client(turn: Turn) -> AsyncIterator[TokenIds]:
         async for ids in router.stream(turn, bench.load.max_tokens, tokenizer.text_of(turn.prompt)):

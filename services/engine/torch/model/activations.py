@@ -113,7 +113,9 @@ def with_globals(function: FunctionType, **changed: Any) -> FunctionType:
         CellType(changed_inner) if cell.cell_contents is inner else cell
         for cell in function.__closure__ or ()
     )
-    return update_wrapper(_remade(function, function.__globals__, closure), changed_inner)
+    anew = _remade(function, function.__globals__, closure)
+    update_wrapper(anew, changed_inner)
+    return anew
 
 
 def _remade(

@@ -27,8 +27,8 @@ def fuse_rotations(model: nn.Module) -> None:
     """Of all modules whose forward calls Llama's function, or one that is it instruction by instruction."""
     for module in model.modules():
         function = getattr(module.forward, "__func__", None)
-        plain = inspect.unwrap(function) if function is not None else None
-        if not isinstance(plain, FunctionType) or _NAME not in plain.__code__.co_names:
+        plain = inspect.unwrap(function) if isinstance(function, FunctionType) else None
+        if function is None or not isinstance(plain, FunctionType) or _NAME not in plain.__code__.co_names:
             continue
         rotation = plain.__globals__.get(_NAME)
         if rotation is not None and _is_llamas(rotation):
