@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.model.byte_tokens import bytes_of_byte_level, bytes_of_piece
+from services.model.byte_tokens import SPACE, bytes_of_byte_level, bytes_of_sentencepiece
 from services.model.vocabulary import ids_of
 from services.values.errors import ConfigError
 
-_SPACE = "\u2581"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -88,7 +87,7 @@ def _decoder_of(tokenizer: Mapping[str, Any]) -> Callable[[str], bytes]:
     if "ByteLevel" in kinds:
         return bytes_of_byte_level
     if kinds & {"ByteFallback", "Metaspace"} or _replaces_spaces(tokenizer.get("decoder")):
-        return _of_sentencepiece
+        return bytes_of_sentencepiece
     if kinds <= {"Fuse"}:
         return str.encode
     raise ValueError(f"its decoder is {sorted(kinds)}")
@@ -101,10 +100,4 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def _replaces_spaces(decoder: Any) -> bool:
-    return _SPACE in json.dumps(decoder, ensure_ascii=False)
-
-
-def _of_sentencepiece(token: str) -> bytes:
-    if token.startswith("<0x") and (known := bytes_of_piece(token)) is not None and len(known) == 1:
-        return known
-    return token.replace(_SPACE, " ").encode()
+    return SPACE in json.dumps(decoder, ensure_ascii=False)

@@ -6,6 +6,7 @@ alphabet of its own (GPT-2's), and byte fallback has a token <0xNN> for each byt
 
 import re
 
+SPACE = "\u2581"
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -33,6 +34,13 @@ def bytes_of_piece(piece: str) -> bytes | None:
     if all(character in _ALPHABET for character in piece):
         return bytes(_ALPHABET[character] for character in piece)
     return None
+
+
+def bytes_of_sentencepiece(token: str) -> bytes:
+    """Of a vocabulary with byte fallback: a space is U+2581, and the rest is text."""
+    if fallback := _FALLBACK.fullmatch(token):
+        return bytes([int(fallback[1], 16)])
+    return token.replace(SPACE, " ").encode()
 
 
 def bytes_of_byte_level(token: str) -> bytes:

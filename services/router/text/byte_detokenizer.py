@@ -7,21 +7,23 @@ of all ids, however they are cut into pushes.
 from codecs import utf_8_decode
 from collections.abc import Sequence
 
+from services.router.text.byte_pieces import Pieces
+
 
 class ByteDetokenizer:
-    """The text of one stream of ids. `pieces` are the bytes of each id, empty of silent ones; ids beyond them
-    are silent, too."""
+    """The text of one stream of ids. Silent ones have no bytes in `pieces`."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._held = b""
+        self._drops_space = pieces.drops_space  # as long as there is no text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that is final; "" while a character is incomplete."""
         data = self._held + self._bytes_of(token_ids)
         text, num_read = utf_8_decode(data, "replace", False)
         self._held = data[num_read:]
-        return text
+        return self._begun(text) if text and self._drops_space else text
 
     def finish(self) -> str:
         """What was held back."""
@@ -29,8 +31,11 @@ class ByteDetokenizer:
         return rest.decode(errors="replace")
 
     def _bytes_of(self, token_ids: Sequence[int]) -> bytes:
-        pieces = self._pieces
         try:
-            return b"".join(map(pieces.__getitem__, token_ids))
+            return b"".join(map(self._pieces.of_ids.__getitem__, token_ids))
         except IndexError:
-            return b"".join(pieces[token_id] for token_id in token_ids if token_id < len(pieces))
+            return self._pieces.joined(token_ids)
+
+    def _begun(self, text: str) -> str:
+        self._drops_space = False
+        return text.removeprefix(" ")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.router.text.byte_detokenizer import ByteDetokenizer
+from services.router.text.byte_pieces import Pieces
 
 _INCOMPLETE = "\ufffd"
 # An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or (byte
@@ -32,8 +33,8 @@ _MAX_WINDOW = 32
 
 class TokenDecoder(Protocol):
     @property
-    def pieces(self) -> Sequence[bytes] | None:
-        """The bytes of each id, empty of silent ones; None: text is more than these."""
+    def pieces(self) -> Pieces | None:
+        """The bytes of each id, none of silent ones; None: text is more than these."""
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Of ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from services.router.text.byte_pieces import without
+from services.router.text.byte_pieces import Pieces
 
 
 class SpecialTokens(Protocol):
     """Tokenizer's side of it."""
 
     @property
-    def all_pieces(self) -> Sequence[bytes] | None:
+    def all_pieces(self) -> Pieces | None:
         """The bytes of each id, special tokens' too; None: text is more than these."""
 
     @property
@@ -31,10 +31,11 @@ class MarkerDecoder:
         self._shown = frozenset(
             token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
         )
-        self._pieces = without(tokenizer.all_pieces, tokenizer.special_tokens.keys() - self._shown)
+        pieces = tokenizer.all_pieces
+        self._pieces = pieces and pieces.without(tokenizer.special_tokens.keys() - self._shown)
 
     @property
-    def pieces(self) -> Sequence[bytes] | None:
+    def pieces(self) -> Pieces | None:
         return self._pieces
 
     def text_of(self, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from jinja2 import TemplateSyntaxError
 
 from services.model.byte_tokens import bytes_of_piece
 from services.model.context_length import context_tokens
-from services.router.text.byte_pieces import pieces_of, without
+from services.router.text.byte_pieces import Pieces, pieces_of
 from services.router.text.chats.answers import AnswerCall
 from services.router.text.chats.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
 from services.router.text.chats.turn_order import arrange
@@ -67,7 +67,7 @@ class Tokenizer:
         self._reserved = _OF_TEMPLATES.union(inspect.signature(self._backend.apply_chat_template).parameters)
         self._special_tokens = MappingProxyType(_special_tokens(self._backend))
         self._all_pieces = pieces_of(self._backend.backend_tokenizer) if self._backend.is_fast else None
-        self._pieces = without(self._all_pieces, self._special_tokens)
+        self._pieces = self._all_pieces and self._all_pieces.without(self._special_tokens)
         self._controls = None if reads_controls else _control_tokens(self._backend)
         developers = _NAMES_DEVELOPERS.search(str(self._backend.chat_template)) is not None
         self._plain_turns = TemplateTurns(self._apply_template, names_developers=developers)
@@ -124,12 +124,12 @@ class Tokenizer:
         return self._special_tokens
 
     @property
-    def pieces(self) -> Sequence[bytes] | None:
-        """The bytes of each id, empty of silent ones; None: text is more than these."""
+    def pieces(self) -> Pieces | None:
+        """The bytes of each id, none of silent ones; None: text is more than these."""
         return self._pieces
 
     @property
-    def all_pieces(self) -> Sequence[bytes] | None:
+    def all_pieces(self) -> Pieces | None:
         """The same, special tokens' among them."""
         return self._all_pieces
 
@@ -305,6 +305,8 @@ class Tokenizer:
                 raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
+        if self._all_pieces is not None:  # as a stream of them is told
+            return self._all_pieces.text_of(token_ids)
         if self._backend.is_fast:  # what the call below comes to, in a quarter of the time
             return str(self._backend.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text: str = self._backend.decode(

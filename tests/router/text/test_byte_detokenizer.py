@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as BackendTokenizer
 
-from router.conftest import byte_backend, character_backend, sentencepiece_backend
+from router.conftest import byte_backend, character_backend
 from router.text.test_detokenizer import id_streams, utf8_ids
 from services.router.text.byte_detokenizer import ByteDetokenizer
-from services.router.text.byte_pieces import pieces_of, without
+from services.router.text.byte_pieces import Pieces, pieces_of
 from services.router.text.detokenizer import Detokenizer, detokenizer_of
 from services.router.text.marker_decoder import MarkerDecoder
 from services.router.text.tokenizer import Tokenizer
@@ -32,6 +32,32 @@ def test_pushes_and_finish_are_what_the_tokenizer_decodes(
     pushes = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
     assert told(detokenizer_of(byte_tokenizer), pushes) == byte_tokenizer.decode(ids)
     assert told(Detokenizer(byte_tokenizer), pushes) == byte_tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 300), max_size=40), data=st.data())
+def test_any_ids_of_byte_fallback_are_one_text_however_they_come(
+    sentencepiece_tokenizer: Tokenizer, ids: list[int], data: st.DataObject
+) -> None:
+    """Most runs of bytes in them are no UTF-8. Ids from 292 on are special tokens, or none."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8)))
+    pushes = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    whole = sentencepiece_tokenizer.decode(ids)
+    assert isinstance(detokenizer_of(sentencepiece_tokenizer), ByteDetokenizer)
+    assert told(detokenizer_of(sentencepiece_tokenizer), pushes) == whole
+    library = sentencepiece_tokenizer._backend.backend_tokenizer
+    shown = sentencepiece_tokenizer.audible(ids)
+    if "\ufffd" not in whole:
+        assert whole == library.decode(shown, skip_special_tokens=False)
+
+
+def test_what_was_right_before_a_wrong_byte_stays(sentencepiece_tokenizer: Tokenizer) -> None:
+    """The library makes one U+FFFD of each byte of the run; half of it may have been streamed by then."""
+    ids = [byte + 1 for byte in "é".encode() + b"\xe8\xaa" + b"\xff"]  # id 0 is <unk>
+    library = sentencepiece_tokenizer._backend.backend_tokenizer
+    assert library.decode(ids) == 5 * "\ufffd"
+    assert sentencepiece_tokenizer.decode(ids) == "é\ufffd\ufffd"
+    detokenizer = detokenizer_of(sentencepiece_tokenizer)
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["", "é", "", "", "\ufffd\ufffd"]
 
 
 @given(st.text(alphabet=st.characters(blacklist_characters="\ufffd", blacklist_categories=["Cs"])))
@@ -56,7 +82,6 @@ def test_a_marker_is_text_to_the_parser_it_is_shown_to(byte_tokenizer: Tokenizer
     decoder = MarkerDecoder(byte_tokenizer, "<|tool|>".__eq__)
     assert told(detokenizer_of(decoder), [ids]) == "a<|tool|>é"
     assert told(detokenizer_of(byte_tokenizer), [ids]) == "aé"
-    assert without(None, ()) is None
 
 
 def test_a_token_that_is_not_written_in_the_alphabet_is_its_own_text() -> None:
@@ -64,7 +89,7 @@ def test_a_token_that_is_not_written_in_the_alphabet_is_its_own_text() -> None:
     backend = byte_backend()
     backend.add_tokens([AddedToken(text) for text in ("a b", "<｜x▁y｜>", "éé", "\x7f\x80", "語")])
     pieces = pieces_of(backend)
-    assert pieces is not None and pieces[256:] == [
+    assert pieces is not None and pieces.of_ids[256:] == [
         b"a b",
         "<｜x▁y｜>".encode(),
         b"\xe9\xe9",
@@ -75,9 +100,9 @@ def test_a_token_that_is_not_written_in_the_alphabet_is_its_own_text() -> None:
         assert told(ByteDetokenizer(pieces), [ids]) == backend.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("backend", [character_backend(), sentencepiece_backend()])
-def test_a_tokenizer_that_is_not_byte_level_has_no_pieces(backend: BackendTokenizer) -> None:
-    assert pieces_of(backend) is None
+def test_a_tokenizer_whose_text_is_not_bytes_has_no_pieces() -> None:
+    assert pieces_of(character_backend()) is None
+    assert pieces_of(BackendTokenizer(models.BPE())) is None
 
 
 def test_a_decoder_that_does_more_has_no_pieces() -> None:
@@ -100,7 +125,7 @@ def test_a_table_that_says_else_than_the_library_is_not_used(names: str, pieces:
         def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
             return "".join("aX"[token_id > 0] for token_id in token_ids)
 
-    assert pieces_of(Backend()) == pieces
+    assert pieces_of(Backend()) == (None if pieces is None else Pieces(pieces))
 
 
 def test_ids_may_have_gaps() -> None:

@@ -161,7 +161,7 @@ def test_sentencepiece_keeps_spaces_and_bytes_that_fall_back(
 def test_a_character_that_breaks_behind_many_ids_breaks_none_of_theirs(
     sentencepiece_tokenizer: Tokenizer,
 ) -> None:
-    """A decoder with byte fallback knows only whole runs of bytes: cut within a character all is U+FFFD."""
+    """Wherever a run of bytes is cut."""
     text = "語" * 20
     ids = sentencepiece_tokenizer.encode(text)
     for cut in range(len(ids)):
