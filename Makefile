@@ -144,7 +144,7 @@ fuzz: $(STAMP) ## random clusters and conversations against transformers, all to
 $(VERSIONS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^torch==' constraints.txt)
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints)
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)'
 	touch $@
 
