@@ -154,6 +154,7 @@ class _Quiet:
             "short requests": len(took),
             "alone s": alone,
             "median s": statistics.median(took),
+            "p99 s": sorted(took)[99 * len(took) // 100],
             "slowest s": max(took),
             "router cores": (cpu_s(pid) - spent) / (time.monotonic() - began),
             "after MiB": resident_bytes(pid) / _MIB,

@@ -9,6 +9,7 @@ wait (gate.py); those that came last are retracted (sequence.py).
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -23,7 +24,7 @@ from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.queue.places import Places
 from services.engine.paged.queue.step_figures import StepFigures
-from services.engine.paged.queue.waiting_queue import place_in_line, retraction_victim
+from services.engine.paged.queue.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
 from services.engine.paged.reports import Reports
 from services.engine.paged.runner import Chunk, ModelRunner, Sampled
 from services.engine.paged.sequence import RUNNING, Phase, Sequence, finish_reason, follow_choice, token_said
@@ -72,6 +73,7 @@ class EngineCore:
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts)
         self.retractions = 0
+        self._served_at: dict[str, int] = {}  # when each tenant's prompt was the first of a step, counted
 
     @property
     def failed_steps(self) -> int:
@@ -224,12 +226,20 @@ class EngineCore:
         if not landed:
             return False
         let_in = 0
-        for seq in sorted(landed, key=place_in_line):
-            if not self._places.one_more_runs(self._active):
+        running = Counter(tenant_of(seq) for seq in self._active if seq.phase in RUNNING)
+        for seq in in_turn(landed, running):
+            if not (self._places.one_more_runs(self._active) or self._makes_place(seq)):
                 break
             self._say_first_token(seq)
             let_in += 1
         return let_in > 0
+
+    def _makes_place(self, seq: Sequence) -> bool:
+        """For one that has landed: while it received, another tenant's may have taken its place."""
+        victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
+        if victim is not None:
+            self._send_back(victim)
+        return victim is not None and self._places.one_more_runs(self._active)
 
     def _say_first_token(self, seq: Sequence) -> None:
         first_token, seq.first_token = seq.first_token, None
@@ -237,7 +247,23 @@ class EngineCore:
         self._append(seq, first_token)
 
     def _admit(self) -> bool:
-        """True when a sequence came in."""
+        """True when a sequence came in, or went back for one."""
+        changed = self._let_in()
+        while (exchange := self._gate.exchange(self._active, self._has_place)) is not None:
+            comes, leaves = exchange
+            self._send_back(leaves)
+            changed = True
+            if not self._gate.reserve(comes, self._active):
+                break
+            self._enter(comes)
+        return changed
+
+    def _has_place(self, seq: Sequence, others: list[Sequence]) -> bool:
+        """One that receives needs its place when it has landed."""
+        has_place = seq.receives or self._places.one_more_runs(others)
+        return has_place and self.carried.may_open(computes=not seq.receives)
+
+    def _let_in(self) -> bool:
         admitted = False
         while self._gate and self._places.one_more_runs(self._active):
             seq = self._gate.next(
@@ -248,7 +274,7 @@ class EngineCore:
             )
             if seq is None:
                 break
-            if self._gate.reserve(seq):
+            if self._gate.reserve(seq, self._active):
                 self._enter(seq)
                 admitted = True
         return admitted
@@ -304,13 +330,16 @@ class EngineCore:
         return proposals
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
-        """First in line first, whenever it came in: who has priority waits for no prompt of the others'."""
+        """First in turn first, whenever it came in: who has priority waits for no prompt of the others', and
+        no tenant for more than a step's worth of each other's."""
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         if not computing:
             return []
         budget = self._figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
-        for seq in sorted(computing, key=place_in_line):
+        line = in_turn(computing, served_at=self._served_at)
+        self._note_served(line)
+        for seq in line:
             if budget <= 0:
                 break
             self._catch_up(seq)
@@ -321,6 +350,13 @@ class EngineCore:
                 budget -= size
                 chunks.append((seq, chunk_of(seq, size, self.page_size)))
         return chunks
+
+    def _note_served(self, line: list[Sequence]) -> None:
+        """The first one's tenant begins this step; of those without a prompt nothing is kept."""
+        tenants = set(map(tenant_of, line))
+        self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
+        if len(tenants) > 1:
+            self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
 
     def _computes_for(self, other: Sequence, seq: Sequence) -> bool:
         if self.carried.is_empty:
@@ -355,19 +391,25 @@ class EngineCore:
         return True
 
     def _retract(self, seq: Sequence) -> None:
-        """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted."""
+        """Pages are short."""
+        if self._send_back(seq):
+            self.retractions += 1
+            self._gate.note_retraction()
+
+    def _send_back(self, seq: Sequence) -> bool:
+        """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted. False: its
+        first token was its only one, and it has ended."""
         if seq.phase is Phase.LANDED:
             self._say_first_token(seq)
-        if seq.phase is Phase.ENDED:  # that was its only one, and its pages are given back
-            return
+        if seq.phase is Phase.ENDED:
+            return False
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
         self._carrying.estimate(seq)
-        self.retractions += 1
         seq.retractions += 1
-        self._gate.note_retraction()
         self._wait(seq)
+        return True
 
     # -- afterwards -------------------------------------------------------------------------------
 

@@ -5,14 +5,20 @@ something has happened that may let somebody in: weighing takes time, which thos
 every token.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from services.engine.paged.queue.admission import Patience, Waiting
 from services.engine.paged.queue.growth import Growing, Growth, OutputEstimate
-from services.engine.paged.queue.waiting_queue import WaitingQueue
-from services.engine.paged.sequence import Sequence
+from services.engine.paged.queue.waiting_queue import WaitingQueue, gives_way, tenant_of
+from services.engine.paged.sequence import RUNNING, Sequence
 from services.engine.queue_rate import QueueRate
 from services.kv.prefix_cache import PrefixCache
+
+
+def _running(active: Collection[Sequence]) -> Counter[str]:
+    """How many of each tenant."""
+    return Counter(map(tenant_of, active))
 
 
 class Gate:
@@ -83,6 +89,7 @@ class Gate:
         """Who would come in beside `active`; None: nobody has room, or only one that may not."""
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
+        self._order(active)
         growth = Growth(self._growing(active), self._cache.page_size)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
@@ -102,14 +109,51 @@ class Gate:
             self._blocked_at = (self._news, may_receive, may_compute)
         return seq
 
+    def exchange(
+        self, active: Collection[Sequence], has_place: Callable[[Sequence, list[Sequence]], bool]
+    ) -> tuple[Sequence, Sequence] | None:
+        """Who is to come in, the first in turn, and who of `active` is to go back for it: one of a tenant
+        that will still run no fewer than that one's. `has_place(seq, others)`: beside them, but for pages.
+
+        None: the tenants run as many as each other, or to send one back would not be enough.
+        """
+        if not (self._queue and self._are_of_others(active)):
+            return None
+        self._order(active)
+        seq = next(iter(self._queue))
+        # One that has landed and waits for its place has none to give.
+        victim = gives_way(seq, [each for each in active if seq.receives or each.phase in RUNNING])
+        if victim is None:
+            return None
+        others = [each for each in active if each is not victim]
+        fits = has_place(seq, others) and self._would_fit(seq, others, victim)
+        return (seq, victim) if fits else None
+
+    def _order(self, active: Collection[Sequence]) -> None:
+        if not self._queue.is_of_one_tenant:
+            self._queue.order(_running(active))
+
+    def _are_of_others(self, active: Collection[Sequence]) -> bool:
+        """Whether one that waits and one that runs are of two tenants."""
+        first = tenant_of(next(iter(self._queue)))
+        return not self._queue.is_of_one_tenant or any(tenant_of(seq) != first for seq in active)
+
+    def _would_fit(self, seq: Sequence, others: list[Sequence], victim: Sequence) -> bool:
+        assert victim.pages is not None
+        available = self._cache.available_pages + self._cache.own_pages(victim.pages)
+        waiting = self._weigh(seq)
+        growth = Growth(self._growing(others), self._cache.page_size)
+        return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
+
     def _is_blocked(self, may_receive: bool, may_compute: bool) -> bool:
         """Nobody may, or since the last news nobody has come in though all might have that may now."""
         news, received, computed = self._blocked_at
         same = news == self._news and may_receive <= received and may_compute <= computed
         return same or not (may_receive or may_compute)
 
-    def reserve(self, seq: Sequence) -> bool:
-        """Take whom `next` has named in: lock its cached prefix, take pages for the rest.
+    def reserve(self, seq: Sequence, active: Collection[Sequence]) -> bool:
+        """Take in whom `next` or `exchange` has named, beside `active`: lock its cached prefix, take pages
+        for the rest.
 
         False when part of that prefix is cached no more, evicted for one that came in since it was weighed.
         Then it waits on, to be weighed again.
@@ -127,6 +171,7 @@ class Gate:
             self._cache.protect(pages)
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
             self._news += 1  # for those who share that prefix: it is held now
+        self._order(active)
         self.overtakes += self._queue.take(seq, self._clock())
         self._rate.taken(self._clock())
         self._note_if_empty()

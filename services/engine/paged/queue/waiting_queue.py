@@ -1,19 +1,35 @@
 """Those that wait to be admitted, in order, and who of those that run goes back to them; next is who
-admission.py says."""
+admission.py says.
 
-from collections.abc import Callable, Iterable, Iterator
+The order is by priority, then by turns of the tenants, then by arrival. A tenant is who shares a cache salt:
+
+    A runs 2          waiting, by arrival    A  A  A  B  B
+                      its turn               2  3  4  0  1        counted from those that run
+                      in turn                B  B  A  A  A
+
+So among one tenant's it is arrival alone, and nobody waits for more of another's than of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 
 from services.engine.paged.queue.admission import Patience, Waiting, next_admission
 from services.engine.paged.sequence import RUNNING, Phase, Sequence
 
 
 class WaitingQueue:
-    """Ordered by priority, then by arrival; a retracted sequence keeps its arrival."""
+    """A retracted sequence keeps its arrival."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._sequences: list[Sequence] = []
+        self._tenants = Counter[str]()  # how many wait, of each
+
+    @property
+    def is_of_one_tenant(self) -> bool:
+        return len(self._tenants) <= 1
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -25,9 +41,15 @@ class WaitingQueue:
         seq.overtaken, seq.overtaken_since_s, seq.lookup = 0, None, None
         self._sequences.append(seq)
         self._sequences.sort(key=place_in_line)
+        self._tenants[tenant_of(seq)] += 1
 
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
+        self._leave(seq)
+
+    def order(self, running: Mapping[str, int]) -> None:
+        """By turns, of which each tenant has had as many as it has running."""
+        self._sequences = in_turn(self._sequences, running)
 
     def next(
         self,
@@ -65,18 +87,55 @@ class WaitingQueue:
             if passed.overtaken_since_s is None:
                 passed.overtaken_since_s = now_s
         del self._sequences[index]
+        self._leave(seq)
         return index
+
+    def _leave(self, seq: Sequence) -> None:
+        tenant = tenant_of(seq)
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+
+def tenant_of(seq: Sequence) -> str:
+    return seq.request.cache_salt
+
+
+def in_turn(
+    sequences: Iterable[Sequence],
+    had: Mapping[str, int] = MappingProxyType({}),
+    served_at: Mapping[str, int] = MappingProxyType({}),
+) -> list[Sequence]:
+    """`had`: turns that tenants have had before. `served_at`: of tenants in the same turn, when each was
+    served last; the longest ago goes first."""
+    turns = Counter(had)
+    keys: dict[Sequence, tuple[int, int, int, int]] = {}
+    for seq in sorted(sequences, key=place_in_line):
+        tenant = tenant_of(seq)
+        keys[seq] = -seq.request.priority, turns[tenant], served_at.get(tenant, -1), seq.arrival
+        turns[tenant] += 1
+    return sorted(keys, key=keys.__getitem__)
 
 
 def place_in_line(seq: Sequence) -> tuple[int, int]:
-    """Who comes in and is computed first, and keeps its pages longest: by priority, then by arrival."""
+    """Among those of one tenant: by priority, then by arrival."""
     return -seq.request.priority, seq.arrival
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
-    """The last in line whose pages can be had, unless it is the only one.
+    """The last in turn whose pages can be had, unless it is the only one.
 
     So the first in line is never retracted and ends some time; then the next is the first.
     """
     candidates = [seq for seq in active if seq.room is None and seq.phase in (*RUNNING, Phase.LANDED)]
-    return max(candidates, key=place_in_line) if len(candidates) > 1 else None
+    return in_turn(candidates)[-1] if len(candidates) > 1 else None
+
+
+def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
+    """Who of `active` is to go back so that `seq` has a place: the last of the tenant that runs most, which
+    will still run no fewer than that of `seq`. None: nobody."""
+    running = Counter(map(tenant_of, active))
+    victim = retraction_victim(active)
+    if victim is None or victim.request.priority > seq.request.priority:
+        return None
+    return victim if running[tenant_of(victim)] > running[tenant_of(seq)] + 1 else None

@@ -1,0 +1,146 @@
+"""Tenants take turns: whoever asks for little beside another's crowd does not wait for the crowd."""
+
+import pytest
+
+from engine.paged.core_rank import Rank
+from services.engine.fake import continuation
+from services.engine.paged.queue.waiting_queue import in_turn
+from services.engine.paged.sequence import Phase, Sequence
+from services.values.request import GenerationRequest, SamplingParams
+
+
+def waiting(arrival: int, tenant: str, priority: int = 0) -> Sequence:
+    request = GenerationRequest(f"r{arrival}", (1,), SamplingParams(), cache_salt=tenant, priority=priority)
+    return Sequence(request, arrival)
+
+
+def named(line: list[Sequence]) -> str:
+    return " ".join(f"{seq.request.cache_salt}{seq.arrival}" for seq in line)
+
+
+@pytest.mark.parametrize(
+    ("had", "served_at", "wanted"),
+    [
+        ({}, {}, "c7 a1 b5 a2 b6 a3 a4"),
+        ({"a": 1}, {}, "c7 b5 a1 b6 a2 a3 a4"),
+        ({"a": 9, "b": 1}, {}, "c7 b5 b6 a1 a2 a3 a4"),
+        ({}, {"a": 3, "b": 2}, "c7 b5 a1 b6 a2 a3 a4"),
+        ({}, {"b": 3}, "c7 a1 b5 a2 b6 a3 a4"),
+    ],
+)
+def test_tenants_take_turns_and_each_ones_own_come_as_they_arrived(had, served_at, wanted):
+    sequences = [waiting(n, "a") for n in range(1, 5)] + [waiting(n, "b") for n in (5, 6)]
+    sequences.append(waiting(7, "c", priority=1))
+    assert named(in_turn(reversed(sequences), had, served_at)) == wanted
+
+
+def test_one_tenants_line_is_that_of_arrival():
+    sequences = [waiting(n, "a", priority=n % 2) for n in range(8)]
+    assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
+
+
+def test_a_short_request_beside_a_crowd_comes_in_at_the_next_step_and_the_crowd_loses_nothing():
+    rank = Rank(num_pages=200, max_running=4)
+    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+    for _ in range(10):
+        rank.step()
+    short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
+    steps = 0
+    while short not in rank.finished:
+        rank.step()
+        steps += 1
+    assert steps <= 3
+    assert not rank.finished.keys() & set(crowd)
+    rank.run(crowd)
+    for seq in (*crowd, short):
+        assert rank.tokens[seq] == continuation(list(seq.request.prompt_ids), seq.request.sampling.max_tokens)
+    assert rank.core.retractions == 0  # pages were not short
+    assert rank.core.check()
+
+
+def test_one_that_lands_in_a_full_batch_of_another_tenants_takes_a_place_there():
+    rank = Rank(num_pages=200, max_running=4)
+    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+    for _ in range(10):
+        rank.step()
+    short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
+    for _ in range(3):  # meanwhile one of the crowd's runs in its place
+        rank.step()
+    assert short.phase is Phase.RECEIVING
+    assert sum(seq.phase is Phase.DECODING for seq in crowd) == 4
+    rank.land(short)
+    steps = 0
+    while short not in rank.finished:
+        rank.step()
+        steps += 1
+    assert steps <= 3
+    assert not rank.finished.keys() & set(crowd)
+    rank.run(crowd)
+    for seq in (*crowd, short):
+        assert rank.tokens[seq] == continuation(list(seq.request.prompt_ids), seq.request.sampling.max_tokens)
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_a_crowd_that_has_landed_and_waits_for_places_keeps_nobody_out(receives):
+    rank = Rank(num_pages=200, max_running=4)
+    crowd = [rank.submit([number, 1, 2], 40, receives=True, cache_salt="crowd") for number in range(4)]
+    rank.step()
+    rank.limit(max_running_requests=2)
+    rank.land(*crowd)
+    rank.step()
+    assert [seq.phase for seq in crowd] == [Phase.DECODING] * 2 + [Phase.LANDED] * 2
+    short = rank.submit([9, 8, 7], 2, receives=receives, cache_salt="quiet")
+    rank.step()
+    if receives:
+        rank.land(short)
+    for _ in range(3):
+        rank.step()
+    assert short in rank.finished
+    rank.land(*(seq for seq in crowd if seq.phase is Phase.RECEIVING))
+    rank.run(crowd)
+
+
+def test_tenants_run_as_many_as_each_other_and_then_none_gives_way():
+    rank = Rank(num_pages=200, max_running=4)
+    crowd = [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(8)]
+    rank.step()
+    others = [rank.submit([number, 8, 7], 60, cache_salt="other") for number in range(8)]
+    for _ in range(20):
+        rank.step()
+        running = [seq for seq in (*crowd, *others) if seq.phase is Phase.DECODING]
+        tenants = [seq.request.cache_salt for seq in running]
+    assert (tenants.count("crowd"), tenants.count("other")) == (2, 2)
+    assert sum(seq.retractions for seq in (*crowd, *others)) == 2
+    rank.run([*crowd, *others])
+
+
+def test_nobody_gives_way_to_one_of_a_lower_priority_or_one_that_would_not_fit():
+    rank = Rank(num_pages=16, page_size=4, max_running=8)
+    crowd = [rank.submit([number, 1, 2], 12, cache_salt="crowd", priority=1) for number in range(3)]
+    for _ in range(3):
+        rank.step()
+    low = rank.submit(range(40), 2, cache_salt="quiet")
+    high = rank.submit(range(100, 155), 2, cache_salt="quiet", priority=1)
+    for _ in range(3):
+        rank.step()
+    assert (low.phase, high.phase) == (Phase.WAITING, Phase.WAITING)
+    assert sum(seq.retractions for seq in crowd) == 0
+    rank.run([*crowd, low, high])
+
+
+def test_a_short_prompt_is_computed_beside_another_tenants_long_one():
+    """A chunk of each in turn; the long one goes on beside many short ones, too."""
+    rank = Rank(num_pages=200, chunk_size=8, max_running=8)
+    long = rank.submit(range(200), 1, cache_salt="crowd")
+    rank.step()
+    short = [rank.submit([number, *range(100, 107)], 1, cache_salt="quiet") for number in range(4)]
+    steps = 0
+    while short[0] not in rank.finished:
+        rank.step()
+        steps += 1
+    assert steps <= 2
+    before = long.computed
+    for _ in range(4):
+        rank.step()
+    assert long.computed > before
+    rank.run([long, *short])
