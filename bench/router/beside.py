@@ -190,8 +190,7 @@ async def _send_messages(endpoint: str, http_port: str, key: str, num_messages: 
     async def one() -> str:
         async with grpc.aio.insecure_channel(endpoint, options=_LOAD_OPTIONS) as channel:
             call = channel.unary_stream(_GENERATE)(message, metadata=(("authorization", f"Bearer {key}"),))
-            code: grpc.StatusCode = await call.code()
-            return code.name
+            return str((await call.code()).name)
 
     answers: set[str] = set()
     for _ in range(int(num_messages) // _CONNECTIONS):

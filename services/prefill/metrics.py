@@ -23,9 +23,14 @@ class PrefillMetrics(RequestMetrics):
             registry=registry,
         ).set(expects_rdma)
         self._prefix_tokens = counter(
-            "isthmus_prefill_prefix_tokens", "Prompt tokens found in this rank's cache."
+            "isthmus_prefill_prefix_tokens",
+            "Prompt tokens found in this rank's cache, of requests whose KV was sent.",
         )
-        self._computed_tokens = counter("isthmus_prefill_computed_tokens", "Prompt tokens computed.")
+        self._computed_tokens = counter(
+            "isthmus_prefill_computed_tokens",
+            "Prompt tokens computed for requests whose KV was sent; isthmus_rank_computed_tokens counts "
+            "those of failed and left ones, too.",
+        )
         self._sent = counter("isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.")
         self._queue = histogram(
             "isthmus_prefill_queue_seconds", "Request received until its computing begins.", buckets=SECONDS

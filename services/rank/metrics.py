@@ -173,8 +173,14 @@ class PoolCollector(Collector):
         )
         yield CounterMetricFamily(
             "isthmus_retractions",
-            "Times that a sequence gave its pages to others and waited again.",
+            "Times that a sequence gave its pages to others, for pages were short, and waited again.",
             load.retractions,
+        )
+        yield CounterMetricFamily(
+            "isthmus_rank_computed_tokens",
+            "Prompt tokens that the rank computed, those of requests that failed or were left and those "
+            "computed again after a retraction or a move among them. Engine sglang: not counted.",
+            load.computed_tokens,
         )
         yield CounterMetricFamily(
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes

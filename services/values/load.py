@@ -57,6 +57,9 @@ class RankLoad:
     reserved_pages: int = 0  # kept back for the growth of what runs
     retractions: int = 0  # since the rank's start, as `overtakes`
     overtakes: int = 0
+    computed_tokens: int | None = (
+        None  # of prompts, since the start, of ended requests too; None: not counted
+    )
     free_runs: int = 0  # of neighbouring free pages
     lent_pages: int = 0  # since the start, several at a time, and
     lent_runs: int = 0  # in how many runs of neighbours they were lent

@@ -40,6 +40,7 @@ class Reports:
             prefill_tokens_per_s=self.figures.prefill_tokens_per_s(decoding),
             retractions=retractions,
             overtakes=gate.overtakes,
+            computed_tokens=self.figures.prompt_tokens,
             free_runs=self.cache.free_runs,
             lent_pages=self.cache.lent_pages,
             lent_runs=self.cache.lent_runs,

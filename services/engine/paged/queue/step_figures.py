@@ -20,6 +20,7 @@ class StepFigures:
         self.drafting_s = 0.0  # of the step that runs, before its batch stood
         self.decode_steps = self.prompt_steps = NO_STEPS
         self.failed = 0  # in a row
+        self.prompt_tokens = 0  # computed since the start, whatever became of their requests
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
@@ -33,6 +34,7 @@ class StepFigures:
     def note(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
         """A step that was computed."""
         self.failed = 0
+        self.prompt_tokens += prompt_tokens
         self.times.note(num_decoding, prompt_tokens, took_s, num_drafts)
         whole_s = took_s + self.drafting_s
         self.step_s = whole_s if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * whole_s

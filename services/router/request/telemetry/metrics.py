@@ -115,8 +115,15 @@ class RouterMetrics:
             "isthmus_prompt_tokens",
             "Prompt tokens of admitted requests; for each further answer those that a rank computed again.",
         )
-        self._reused = counter("isthmus_reused_tokens", "Prompt tokens that no rank had to compute.")
-        self._computed = counter("isthmus_computed_tokens", "Prompt tokens that a rank computed.")
+        self._reused = counter(
+            "isthmus_reused_tokens", "Prompt tokens of admitted requests that no rank had to compute."
+        )
+        self._computed = counter(
+            "isthmus_computed_tokens",
+            "Prompt tokens of admitted requests that a rank computed, at their first placement. What was "
+            "computed for those that failed or were left before, or again after a move, the ranks count: "
+            "isthmus_rank_computed_tokens.",
+        )
         self._drift = counter(
             "isthmus_drift_tokens", "Tokens of past turns that did not come back as they were generated."
         )

@@ -337,3 +337,13 @@ def test_either_role_is_exact_and_balances(data):
         assert rank.tokens[seq] == continuation(seq.request.prompt_ids, tokens)
     books = rank.core.check()
     assert books.locked == books.private == books.quarantined == 0
+
+
+def test_prompt_tokens_are_counted_as_computed_whatever_becomes_of_their_request():
+    rank = Rank(num_pages=64, chunk_size=8)
+    left = rank.submit(range(20), 5)
+    rank.step()
+    rank.core.cancel(left)
+    assert rank.core.load().computed_tokens == 8
+    rank.run([rank.submit(range(100, 120), 5)])
+    assert rank.core.load().computed_tokens == 28
