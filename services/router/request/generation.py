@@ -11,6 +11,7 @@ import math
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -113,6 +114,7 @@ class Generator:
             clock,
         )
         self._running: dict[tuple[str, str], Progress] = {}  # by tenant and request id
+        self._tenants = Counter[str]()  # how many of each run
         self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
         self._spellings = ToolSpellings(_REMEMBERED_TOOLS_BYTES)
@@ -324,8 +326,15 @@ class Generator:
             raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
 
     def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
-        """One of a higher priority than usual does not wait behind the others, however many there are."""
-        return math.inf if checked.priority > 0 else allowed_wait_s(self._max_wait_s, remaining_s)
+        """One of a higher priority than usual does not wait behind the others, however many there are. Nor
+        does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
+        passes = checked.priority > 0 or self._runs_few(checked.tenant)
+        return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
+
+    def _runs_few(self, tenant: str) -> bool:
+        """At most half of its share here."""
+        num_tenants = len(self._tenants.keys() | {tenant})
+        return num_tenants > 1 and 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
 
     def _encoder(self, max_tokens: int | None = None) -> PromptEncoder:
         return PromptEncoder(
@@ -354,6 +363,7 @@ class Generator:
             conversation_id=checked.conversation_id,
         )
         self._running[checked.tenant, checked.request_id] = progress
+        self._tenants[checked.tenant] += 1
         outcome = "finished"
         try:
             yield progress
@@ -372,10 +382,16 @@ class Generator:
             raise
         finally:
             del self._running[checked.tenant, checked.request_id]
+            self._left(checked.tenant)
             if progress.stream is not None:
                 progress.stream.close()
             self._cluster.ended(checked.answer_key)
             self._tell_story(progress, outcome)
+
+    def _left(self, tenant: str) -> None:
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     def _tell_story(self, progress: Progress, outcome: str) -> None:
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)

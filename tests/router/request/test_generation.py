@@ -1,4 +1,6 @@
 import asyncio
+import math
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -106,6 +108,24 @@ def test_two_tenants_may_have_a_request_of_one_id(generator):
         assert generator.abort("r") and acmes.aborted
     assert len(set(ended)) == 2  # what the router books of one is not the other's
     assert generator.num_running == 0
+
+
+def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(generator):
+    """It takes turns with the others; a crowd of one tenant waits for itself."""
+
+    def allowed_s(tenant):
+        return generator._allowed_wait_s(Checked("x", SamplingParams(), "", tenant, 0), 1.0)
+
+    with ExitStack() as stack:
+        for number in range(12):
+            crowd = Checked(f"r{number}", SamplingParams(), "", "crowd", 0)
+            stack.enter_context(generator._track(crowd, INVALID_SPAN, None))
+        assert (allowed_s("crowd"), allowed_s("quiet")) == (0.5, math.inf)
+        for number in range(3):
+            quiet = Checked(f"q{number}", SamplingParams(), "", "quiet", 0)
+            stack.enter_context(generator._track(quiet, INVALID_SPAN, None))
+        assert (allowed_s("crowd"), allowed_s("quiet")) == (0.5, 0.5)
+    assert (allowed_s("quiet"), generator._tenants) == (0.5, {})
 
 
 def test_who_listens_is_told_how_requests_end_until_it_stops(generator):
