@@ -216,7 +216,7 @@ async def test_a_router_or_a_worker_that_is_killed_is_started_again(tmp_path, mo
         for module in ("services.router", "services.decode"):
             os.kill(next(pid for pid in up.processes() if runs(pid, module)), signal.SIGKILL)
             what = module.removeprefix("services.")
-            again = f"{what} was killed, probably out of memory; it is started again in 0.5 s"
+            again = f'process_ended how="{what} was killed, probably out of memory" starts_again_in_s=0.5'
             await until(lambda again=again: again in up.said, "it is told")
             assert await until(lambda: answer(up), "it answers again") == continuation([1, 2, 3], 8)
         up.process.send_signal(signal.SIGINT)

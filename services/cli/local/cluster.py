@@ -31,6 +31,7 @@ from services.host.child_lines import child_lines
 from services.host.parent_death import dying_with_us
 from services.host.ports import host_port, is_wildcard
 from services.net import channels, grpc_errors
+from services.observe import log_lines
 from services.process import supervisor
 from services.process.health import Lifecycle, ProcessPhase
 from services.process.notify import listening
@@ -179,7 +180,9 @@ class LocalCluster:
             decision = supervisor.on_exit(code, lived_s, failures, has_served=True)
             assert isinstance(decision, supervisor.Restart)  # as of everything that has served
             failures = decision.failures
-            log.warning("%s; it is started again in %g s", _ended(child), decision.delay_s)
+            log_lines.event(
+                log, "process_ended", logging.WARNING, how=_ended(child), starts_again_in_s=decision.delay_s
+            )
             await asyncio.sleep(decision.delay_s)
             await self.start_child(name, child.command[2], child.command[3:])
 

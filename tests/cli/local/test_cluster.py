@@ -97,7 +97,9 @@ async def test_a_child_that_is_killed_is_started_again_with_its_flags(dying_modu
         await cluster.children["router"].log_task
     cluster._forget_lives()
     assert {(name, line.rpartition(" ")[0]) for name, line in shown} == {("router", f"{gate} --flag")}
-    assert caplog.messages[0] == "router was killed, probably out of memory; it is started again in 0.5 s"
+    assert caplog.messages[0] == (
+        'process_ended how="router was killed, probably out of memory" starts_again_in_s=0.5'
+    )
 
 
 @pytest.fixture

@@ -78,7 +78,12 @@ BAD = {
         "INVALID_ARGUMENT",
         "temperature",
     ),
-    "10 MB of text": (generation_pb2.GenerateRequest(text="a" * 10_000_000), "INVALID_ARGUMENT", "text"),
+    "2 MB of text": (generation_pb2.GenerateRequest(text="a" * 2_000_000), "INVALID_ARGUMENT", "text"),
+    "10 MB of text": (  # more than any message may have here: gRPC refuses it unread
+        generation_pb2.GenerateRequest(text="a" * 10_000_000),
+        "RESOURCE_EXHAUSTED",
+        "larger than max",
+    ),
     "unknown role": (
         generation_pb2.GenerateRequest(
             chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="wizard", content="x")])

@@ -77,7 +77,7 @@ async def test_a_stream_outlives_more_ranks_than_it_is_tried_on(etcd_endpoint, m
         async with asyncio.timeout(100):
             for _ in range(4):
                 await until_it_goes_on()
-                progress = cluster.routers[0].generator._running["long"]
+                progress = cluster.routers[0].generator._running["", "long"]
                 rank = progress.placed.decision.chosen.decode.id
                 await cluster.stop_rank(f"{rank.worker}/{rank.rank}")
                 await until_it_goes_on()
