@@ -42,6 +42,8 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_LAST_LINES_S = 5.0  # in which the last lines of a process that has ended are read
+
 _GRACE_FLAG = "--grace-s="
 # A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and takes a moment itself.
 _AFTER_GRACE_S = 20.0
@@ -175,16 +177,25 @@ class LocalCluster:
         while True:
             child, began_s = self.children[name], loop.time()
             code = await child.process.wait()
-            await child.log_task
-            lived_s = loop.time() - began_s
+            await asyncio.wait(
+                [child.log_task], timeout=_LAST_LINES_S
+            )  # what it started may hold its pipe open
+            failures = await self._start_again(child, code, loop.time() - began_s, failures)
+
+    async def _start_again(self, child: Child, code: int, lived_s: float, failures: int) -> int:
+        """Also where the machine has no process to give at first. Returns the failures in a row."""
+        how = _ended(child)
+        while True:
             decision = supervisor.on_exit(code, lived_s, failures, has_served=True)
             assert isinstance(decision, supervisor.Restart)  # as of everything that has served
-            failures = decision.failures
-            log_lines.event(
-                log, "process_ended", logging.WARNING, how=_ended(child), starts_again_in_s=decision.delay_s
-            )
-            await asyncio.sleep(decision.delay_s)
-            await self.start_child(name, child.command[2], child.command[3:])
+            failures, delay_s = decision.failures, decision.delay_s
+            log_lines.event(log, "process_ended", logging.WARNING, how=how, starts_again_in_s=delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self.start_child(child.name, child.command[2], child.command[3:])
+                return failures
+            except OSError as error:
+                code, lived_s, how = os.EX_OSERR, 0.0, f"{child.name} cannot be started: {error}"
 
     async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
         """Start a service; also used to start one again under its old name."""

@@ -1,6 +1,7 @@
 """Children of a cluster on this machine; here a Python that prints."""
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -100,6 +101,34 @@ async def test_a_child_that_is_killed_is_started_again_with_its_flags(dying_modu
     assert caplog.messages[0] == (
         'process_ended how="router was killed, probably out of memory" starts_again_in_s=0.5'
     )
+
+
+async def test_a_child_for_which_there_is_no_process_now_is_tried_again(
+    dying_module, tmp_path, caplog, monkeypatch
+):
+    cluster = LocalCluster(Shape(Path("."), Path(".")), lambda name, line: None)
+    first = await cluster.start_child("router", dying_module, [str(tmp_path / "gate")])
+    start, refused = LocalCluster.start_child, []
+
+    async def start_child(self, name, module, flags):
+        if not refused:
+            refused.append(name)
+            (tmp_path / "gate").touch()  # the next one stays
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(self, name, module, flags)
+
+    monkeypatch.setattr(LocalCluster, "start_child", start_child)
+    keeping = asyncio.create_task(cluster.keep_running())
+    async with asyncio.timeout(WITHIN_S):
+        while cluster.children["router"] is first:
+            assert not keeping.done()
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    cluster.kill()
+    await cluster.children["router"].process.wait()
+    await cluster.children["router"].log_task
+    cluster._forget_lives()
+    assert "router cannot be started: " in caplog.messages[1]
 
 
 @pytest.fixture
