@@ -26,6 +26,15 @@ _VALUES = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", 
 _JSON_IN_LARK = re.compile(r"%json\s*\{")
 _ANY_KEY = r"^[\s\S]*$"
 
+# Characters, classes and escapes, each perhaps repeated. Without groups matching backs up no more often than
+# a power of the text's length, by the number of repeats.
+_QUICK = re.compile(
+    r"\^?(?:(?:[^\\^$.|?*+()\[\]{}]|\\[dwsDWS.\\/-]|\.|\[\^?[^\[\]\\]+\])(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})?)*\$?"
+)
+_REPEATS = re.compile(r"[*+?{]")
+_MOST_REPEATS = 2
+_MOST_MATCHED_CHARS = 100
+
 _NUMBERS = frozenset({"integer", "fraction"})
 _TYPES = frozenset({"null", "boolean", "string", "array", "object"}) | _NUMBERS
 _MOST_BRANCHES = 64
@@ -49,7 +58,11 @@ def _integer(text: str) -> int | float:
 
 def _fraction(text: str) -> float:
     number = float(text)
-    return number if Decimal(text) == Decimal(repr(number)) else _Inexact(text)
+    try:
+        is_exact = Decimal(text) == Decimal(repr(number))
+    except ArithmeticError:  # an exponent that decimals do not have
+        is_exact = False
+    return number if is_exact else _Inexact(text)
 
 
 # It raises ValueError and RecursionError where a text is no JSON.
@@ -219,7 +232,8 @@ class Apart:
         if parts and all(self._is_invalid(value, each, depth + 1) for each in parts):
             return True
         allowed = [schema["const"]] if "const" in schema else _list_of(schema, "enum")
-        if allowed and not any(_is_same(value, each) for each in allowed):
+        self._left -= len(allowed)
+        if allowed and self._left >= 0 and not any(_is_same(value, each) for each in allowed):
             return True
         return self._is_wrong(value, schema, depth)
 
@@ -256,6 +270,7 @@ class Apart:
         mine, theirs = _properties_of(one), _properties_of(other)
         is_closed = other.get("additionalProperties") is False and "patternProperties" not in other
         for name in filter(_is_text, _list_of(one, "required")):
+            self._left -= 1
             if name in theirs and name in mine and self.are(mine[name], theirs[name], depth):
                 return True
             if name not in theirs and is_closed:
@@ -323,13 +338,17 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _may_match(text: str, schema: Mapping[str, Any]) -> bool:
-    """Python's patterns and llguidance's mean the same for what is ASCII and one line."""
+    """Only a pattern for which Python's engine cannot take long is tried, on a short text of ASCII in one
+    line, where it means what llguidance's does."""
     pattern = schema.get("pattern")
-    if not isinstance(pattern, str) or not text.isascii() or "\n" in text:
+    if not isinstance(pattern, str) or not _QUICK.fullmatch(pattern):
+        return True
+    is_short = len(text) <= _MOST_MATCHED_CHARS and text.isascii() and "\n" not in text
+    if not is_short or len(_REPEATS.findall(pattern)) > _MOST_REPEATS:
         return True
     try:
         return re.search(pattern, text) is not None
-    except re.error:
+    except (re.error, OverflowError):
         return True
 
 

@@ -148,7 +148,28 @@ def test_branches_that_may_both_hold_are_refused_in_words_of_the_schema() -> Non
         assert "coerce" not in str(refused.value)
 
 
+def test_a_pattern_that_backs_up_is_not_tried() -> None:
+    """It would hold the interpreter for hours; that the branches are apart is then not found out."""
+    text = "a" * 40 + "b"
+    for pattern in ("^(a+)+$", "^(a|aa)+$", "a*a*a*a*a*$", "^(?:a?){40}a{40}$", "a{99999999999999999999}"):
+        branches = [{"const": text}, {"type": "string", "pattern": pattern}]
+        assert "oneOf" in fitted({"oneOf": branches}), pattern
+    for pattern in ("^b", "^[1-9][0-9]*$", r"^\d+$", "^.b", "c"):
+        branches = [{"const": text}, {"type": "string", "pattern": pattern}]
+        assert "anyOf" in fitted({"oneOf": branches}), pattern
+
+
+def test_a_number_with_an_exponent_beyond_all_numbers_is_refused() -> None:
+    for number in ("1e99999999999999999999999", "1e-99999999999999999999999", "1e400"):
+        for kind, text in ((ConstraintKind.JSON_SCHEMA, "{}"), (ConstraintKind.GRAMMAR, "start: %json {}")):
+            wanted = text.replace("{}", '{"const": NUMBER}').replace("NUMBER", number)
+            with pytest.raises(InvalidRequest, match="has a number at #/const"):
+                made()[0].check(Constraint(kind, (wanted,)))
+
+
 def test_a_schema_that_is_made_to_be_long_work_is_answered() -> None:
+    listed = {"oneOf": [{"enum": [*range(3000)]}, {"enum": [*range(10_000, 16_000)]}]}
+    assert "oneOf" in fitted(listed)  # more values than are compared
     loop = {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 50}}}
     many = {"oneOf": [{"anyOf": [{"minLength": n}] * 60} for n in range(60)]}
     assert fitted({"oneOf": [loop, loop], **loop}) is not None

@@ -90,6 +90,7 @@ class EventStream(Response):
                 if not isinstance(error, IsthmusError):
                     raise
         await self._begin(send)
+        self._is_sending = True  # no ping may come behind the last message
         await send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, send: Send) -> None:

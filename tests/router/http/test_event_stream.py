@@ -132,3 +132,23 @@ async def test_a_client_that_does_not_read_is_sent_no_pings() -> None:
 
     await asyncio.wait_for(EventStream(events())({"type": "http"}, receive, send), DEADLINE_S)
     assert sent == ["", "data: 1\n\n"]
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+async def test_no_ping_comes_behind_the_last_message() -> None:
+    ended: list[bool] = []
+
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+
+    async def send(message: Any) -> None:
+        assert not ended, "the answer has ended"
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            ended.append(True)
+            await asyncio.sleep(0.2)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    await asyncio.wait_for(EventStream(events())({"type": "http"}, receive, send), DEADLINE_S)
+    assert ended

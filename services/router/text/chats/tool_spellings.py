@@ -8,6 +8,8 @@ from services.router.text.chats.answers import canonical_json, digest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
 _ENTRY_BYTES = 256  # an entry of a table takes about that beside its text
+_MOST_TOOLS = 1024
+_MOST_CHARS = 256 << 10  # of all tools of a chat: some 15 ms the first time
 
 _AsSent = tuple[str, str, str]
 
@@ -27,7 +29,10 @@ class ToolSpellings:
         return self._known.size + self._first.size
 
     def restore(self, tenant: str, chat: Chat) -> None:
-        """Gives each tool of the chat the spelling that the tenant used first."""
+        """Gives each tool of the chat the spelling that the tenant used first; not where there is so much to
+        compare that the loop would be held up."""
+        if len(chat.tools) > _MOST_TOOLS or sum(len(tool.parameters) for tool in chat.tools) > _MOST_CHARS:
+            return
         for tool in chat.tools:
             spelling = self._spelling(tenant, (tool.name, tool.description, tool.parameters))
             if spelling != tool.parameters:

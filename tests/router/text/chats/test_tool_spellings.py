@@ -46,6 +46,15 @@ def test_what_is_remembered_is_bounded_and_the_least_used_goes_first() -> None:
     assert shown(spellings, json.dumps("x" * (64 << 10))) and spellings.size_bytes <= 64 << 10
 
 
+def test_more_than_is_quickly_compared_is_as_it_was_sent() -> None:
+    spellings = ToolSpellings(1 << 20)
+    long = '{"description": "%s", "type": "string"}' % ("x" * (256 << 10))
+    assert shown(spellings, long) == long and spellings.size_bytes == 0
+    chat = Chat(tools=[Tool(name="f", parameters=FIRST)] * 1025)
+    spellings.restore("", chat)
+    assert spellings.size_bytes == 0
+
+
 keys = st.text("abc", min_size=1, max_size=2)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
