@@ -126,7 +126,8 @@ async def test_exits_are_logged_with_their_code(tmp_path, caplog):
         await until(lambda: len(lines(marks)) >= 2)
     assert "rank_exited rank=0 code=-9" in caplog.text
     assert 'why="killed, probably out of memory"' in caplog.text
-    assert {r.levelname for r in caplog.records if "rank_exited" in r.message} == {"WARNING"}
+    first = next(record for record in caplog.records if "rank_exited" in record.message)
+    assert first.levelname == "WARNING"  # a later life may end with the test
 
 
 async def test_who_is_killed_by_us_was_not_short_of_memory(tmp_path, caplog):

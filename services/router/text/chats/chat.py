@@ -133,8 +133,8 @@ def _check_stand_alone(given: Mapping[int, PastAnswer], chat: ChatTurns) -> None
     joined = [index for origins in chat.origins if len(origins) > 1 for index in origins if index in given]
     if joined:
         raise InvalidRequest(
-            f"chat.messages[{joined[0]}].token_ids cannot be used: the model's chat template does not take "
-            "two turns of the assistant's behind each other, and they are joined as text"
+            f"chat.messages[{joined[0]}].token_ids cannot be used: the model's chat template takes this turn "
+            "only joined with another one or in parts, as text"
         )
 
 

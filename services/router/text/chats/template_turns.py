@@ -87,7 +87,8 @@ class TemplateTurns:
         loop = (
             self._of_calls("f") if self.writes_calls else [Turn("user"), Turn("assistant", "x"), Turn("tool")]
         )
-        self.order = find_order(self._rendered, loop, names_developers=names_developers)
+        order = find_order(self._rendered, loop, names_developers=names_developers)
+        self.order = replace(order, several_calls=self._finds_several_calls())
 
     def of(self, turn: Turn) -> Message:
         """What to give the template."""
@@ -247,6 +248,14 @@ class TemplateTurns:
         reasoning = _chance()
         past = Turn("assistant", "x", reasoning)
         return reasoning in self._rendered([Turn("user", "x"), past, Turn("user", "x")])
+
+    def _finds_several_calls(self) -> bool:
+        """Whether all calls of one turn are shown."""
+        names = [_chance(), _chance()]
+        calls = tuple(AnswerCall(_CALL_ID[:-1] + str(n), name, "{}") for n, name in enumerate(names))
+        results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in calls]
+        rendered = self._rendered([Turn("user", "x"), Turn("assistant", "", "", calls), *results])
+        return not self.writes_calls or all(name in rendered for name in names)
 
     def _of_calls(
         self, name: str, arguments: str = "{}", reasoning: str = "", content: str = "", id_: str = _CALL_ID

@@ -6,6 +6,7 @@ template is loaded; where it takes an order, the turns stay as the client sent t
     user a, user b                    ->  user a+b
     system a, user b                  ->  user a+b                       no place for a system's text
     ... tool c, user d                ->  ... tool c, assistant, user d  turns must alternate
+    assistant calls f and g, tools    ->  assistant calls f, tool, assistant calls g, tool
 
 What becomes of a turn depends on the turns before it alone. So the prompt of a chat that grows goes on
 beginning with what it was.
@@ -35,8 +36,8 @@ class SystemPlace(Enum):
 @dataclass(frozen=True, slots=True)
 class TurnOrder:
     """What a template takes and shows: a developer's turns, several leading system turns, system turns behind
-    others in their place, neighbours of one role, tools' results. `bridges`: a user is not taken behind a
-    tool's result, but is behind an assistant's turn."""
+    others in their place, neighbours of one role, tools' results, several calls in a turn. `bridges`: a user
+    is not taken behind a tool's result, but is behind an assistant's turn."""
 
     developers: bool = False
     system: SystemPlace = SystemPlace.OWN
@@ -45,12 +46,13 @@ class TurnOrder:
     users: bool = True
     assistants: bool = True
     results: bool = True
+    several_calls: bool = True
     bridges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A turn, and the indices of the messages that it was made of."""
+    """A turn, and the indices of the messages that it was made of. A part of a message names it twice."""
 
     turn: Turn
     origins: tuple[int, ...]
@@ -61,6 +63,9 @@ def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[Placed]:
     if not order.developers:
         turns = [replace(turn, role="system") if turn.role == "developer" else turn for turn in turns]
     placed = [Placed(turn, (index,)) for index, turn in enumerate(turns)]
+    if not order.several_calls:
+        placed = _with_calls_apart(placed)
+        turns = [each.turn for each in placed]
     num_leading = _num_leading(turns)
     leading, rest = placed[:num_leading], placed[num_leading:]
     roles = (() if order.late else SYSTEM_ROLES) + (() if order.results else ("tool",))
@@ -72,6 +77,35 @@ def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[Placed]:
     if order.bridges:
         rest = _bridged(rest)
     return [*leading, *_without_neighbours(rest, order)]
+
+
+def _with_calls_apart(placed: Sequence[Placed]) -> list[Placed]:
+    """Each call in a turn of its own, with its result behind it."""
+    apart, at = list[Placed](), 0
+    while at < len(placed):
+        each, at = placed[at], at + 1
+        if len(each.turn.calls) < 2:
+            apart.append(each)
+            continue
+        num_results = next(
+            (n for n, later in enumerate(placed[at:]) if later.turn.role != "tool"), len(placed) - at
+        )
+        results, at = list(placed[at : at + num_results]), at + num_results
+        for number, call in enumerate(each.turn.calls):
+            said = each.turn if number == 0 else replace(each.turn, content="", reasoning="")
+            apart.append(Placed(replace(said, calls=(call,)), each.origins * 2))
+            apart += [results.pop(index) for index in _result_of(call.id, results)]
+        apart += results
+    return apart
+
+
+def _result_of(call_id: str, results: Sequence[Placed]) -> list[int]:
+    """Where the call's result is: by its id, else it is the next one that has none."""
+    for wanted in (call_id, ""):
+        for index, result in enumerate(results):
+            if result.turn.tool_call_id == wanted:
+                return [index]
+    return []
 
 
 def _num_leading(turns: Sequence[Turn]) -> int:

@@ -276,9 +276,8 @@ def test_an_answers_ids_need_a_turn_of_their_own() -> None:
             return replace(chat, turns=[chat.turns[0]], origins=[(0, 1)])
 
     answers = [ChatMessage(role="assistant", content="a"), ChatMessage(role="assistant", token_ids=[1])]
-    with pytest.raises(
-        InvalidRequest, match=r"^chat\.messages\[1\]\.token_ids cannot be used: .* joined as text"
-    ):
+    refusal = r"^chat\.messages\[1\]\.token_ids cannot be used: .* only joined with another one"
+    with pytest.raises(InvalidRequest, match=refusal):
         prompt_of(Joining(), answers)
 
 

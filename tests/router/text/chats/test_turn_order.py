@@ -41,6 +41,9 @@ IN_LAST_USER = (
     )
 )
 NO_RESULTS = EACH.replace("messages %}", "messages if m.role != 'tool' %}")
+SINGLE_CALLS = EACH.replace(
+    "{% for c", "{% if m.tool_calls | length > 1 %}{{ raise_exception('') }}{% endif %}{% for c"
+)
 TEMPLATES = {
     "any": EACH,
     "system first": SYSTEM_FIRST + EACH,
@@ -53,8 +56,11 @@ TEMPLATES = {
     "gemma": ALTERNATES + NO_SYSTEM,
     "in the last user": SYSTEM_FIRST + ALTERNATES + IN_LAST_USER,
     "no results": NO_RESULTS,
+    "single calls": SINGLE_CALLS,
+    "strict, single calls": SYSTEM_FIRST + ALTERNATES + SINGLE_CALLS,
 }
 CALL = AnswerCall("abcdefghi", "f", "{}")
+SECOND = AnswerCall("bcdefghij", "g", "{}")
 
 
 def of(template: str) -> tuple[TemplateTurns, Callable[[Sequence[Turn]], str]]:
@@ -75,6 +81,10 @@ def of(template: str) -> tuple[TemplateTurns, Callable[[Sequence[Turn]], str]]:
 KNOWN = {name: of(template) for name, template in TEMPLATES.items()}
 SYSTEM, QUESTION, ANSWER = Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a")
 CALLS, RESULT = Turn("assistant", calls=(CALL,)), Turn("tool", "t", tool_call_id=CALL.id)
+TWO_CALLS, SECOND_RESULT = (
+    Turn("assistant", "x", calls=(CALL, SECOND)),
+    Turn("tool", "q", tool_call_id=SECOND.id),
+)
 LATE, MORE = Turn("system", "late"), Turn("user", "more")
 
 
@@ -99,6 +109,21 @@ LATE, MORE = Turn("system", "late"), Turn("user", "more")
         ("in the last user", [SYSTEM, QUESTION, ANSWER, MORE], "<user>u<assistant>a<user>s\n\nmore"),
         ("in the last user", [SYSTEM, QUESTION, CALLS, RESULT], "<user>s\n\nu<assistant>f{}<tool>t"),
         ("no results", [QUESTION, CALLS, RESULT], "<user>u<assistant>f{}<user>t"),
+        ("any", [TWO_CALLS, RESULT, SECOND_RESULT], "<assistant>xf{}g{}<tool>t<tool>q"),
+        ("single calls", [QUESTION, CALLS, RESULT], "<user>u<assistant>f{}<tool>t"),
+        ("single calls", [TWO_CALLS, RESULT, SECOND_RESULT], "<assistant>xf{}<tool>t<assistant>g{}<tool>q"),
+        ("single calls", [TWO_CALLS, SECOND_RESULT, RESULT], "<assistant>xf{}<tool>t<assistant>g{}<tool>q"),
+        ("single calls", [TWO_CALLS, RESULT, MORE], "<assistant>xf{}<tool>t<assistant>g{}<user>more"),
+        (
+            "single calls",
+            [TWO_CALLS, Turn("tool", "1"), Turn("tool", "2"), Turn("tool", "3")],
+            "<assistant>xf{}<tool>1<assistant>g{}<tool>2<tool>3",
+        ),
+        (
+            "strict, single calls",
+            [SYSTEM, QUESTION, TWO_CALLS, RESULT, SECOND_RESULT, ANSWER],
+            "<system>s<user>u<assistant>xf{}<tool>t<assistant>g{}<tool>q<assistant>a",
+        ),
     ],
 )
 def test_turns_reach_a_template_where_they_stand(name: str, chat: list[Turn], expected: str) -> None:
