@@ -57,27 +57,29 @@ class Lark:
 
     def text(self, without: tuple[str, ...] = (), begins_without: str = "") -> str:
         """Any text of ordinary tokens, none too; without what is given, nor one of those characters first."""
-        ordinary = [each for each in without if each and each not in self._special]
-        return self.rule(_text_pattern(ordinary, begins_without), "TEXT")
+        return self.rule(_text_pattern(begins_without) + self._excluding(without), "TEXT")
 
     def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
         """Any text, and the end, which is not in it."""
-        first = self._cuts.match(end)
-        if first:
-            return f"{self.text(without)} {self.literal(end)}"
-        others = [each for each in without if each != end and each not in self._special]
-        pattern = f"/(?s:.*){_escaped(end)}/" + "".join(map(_excluded, others))
-        return self.rule(pattern, "upto[lazy]")
+        excluding = self._excluding(tuple(each for each in without if each != end))
+        first = self._cuts.search(end)
+        if first is None:
+            return self.rule(f"/(?s:.*){_escaped(end)}/{excluding}", "upto[lazy]")
+        # A special token is in no ordinary text, so what stands before it ends there, however often it comes.
+        before, behind = end[: first.start()], end[first.start() :]
+        return f"{self.rule(f'/(?s:.*){_escaped(before)}/{excluding}', 'TEXT')} {self.literal(behind)}"
+
+    def _excluding(self, texts: tuple[str, ...]) -> str:
+        """What has a special token in it is in no ordinary text."""
+        return "".join(_excluded(each) for each in texts if each and not self._cuts.search(each))
 
 
 def one_of(*bodies: str) -> str:
     return bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
 
 
-def _text_pattern(without: list[str], begins_without: str) -> str:
-    begins = f"[^{re.escape(begins_without)}\\s]" if begins_without else ""
-    any_text = f"/(\\s*{begins}(?s:.*))?/" if begins else "/(?s:.*)/"
-    return any_text + "".join(map(_excluded, without))
+def _text_pattern(begins_without: str) -> str:
+    return f"/(\\s*[^{re.escape(begins_without)}\\s](?s:.*))?/" if begins_without else "/(?s:.*)/"
 
 
 def _excluded(text: str) -> str:

@@ -1,7 +1,7 @@
 """Grammars of calls, where a real tokenizer's masks are not needed to see what is wrong."""
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from router.parsing.written import WRITERS, Answer, read
 from services.router.parsing.choice import choose
@@ -63,6 +63,45 @@ def test_a_string_ends_where_its_tag_does():
     grammar = MarkedWriting(None, WRITINGS["qwen3_coder"]).must_call(asked)
     assert accepts(grammar, f"{begin}3{end}")
     assert not accepts(grammar, f"{begin}three{end}")
+
+
+class Vocabulary:
+    """All bytes, the end, and one special token."""
+
+    eos_token_id, bos_token_id = 256, None
+    special_token_ids = (256, 257)
+
+    def __init__(self, special):
+        self.tokens = [*(bytes([each]) for each in range(256)), b"<eos>", special.encode()]
+
+    def __call__(self, text):
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+DSML = "｜DSML｜"
+
+
+def test_a_string_ends_at_a_tag_with_a_special_token_in_its_middle():
+    tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary(DSML)))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+    def taken(grammar, text):
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.get_error()
+        first, *rest = text.split(DSML)
+        ids = [*first.encode(), *(id_ for part in rest for id_ in (257, *part.encode()))]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
+        must, may = (getattr(MarkedWriting(None, WRITINGS[name]), how) for how in ("must_call", "may_call"))
+        must, may = (write(Obligation(Lark({DSML: 257}), {"f": schema})) for write in (must, may))
+        for value in ("hi", "", "a </b> < c </"):
+            parameter = f'<{DSML}parameter name="a" string="true">{value}</{DSML}parameter>\n'
+            call = f'\n<{DSML}invoke name="f">\n{parameter}</{DSML}invoke>'
+            text = f"<{DSML}{block}>{call}\n</{DSML}{block}>"
+            assert taken(must, text) and taken(may, f"I < look.\n\n{text}") and taken(may, f"{text}\nSo?")
+            assert not taken(must, text.replace('"a"', '"b"')) and not taken(may, text.replace('"f"', '"g"'))
+        assert taken(may, "a < b") and not taken(must, "a < b")
 
 
 WORDS = {"f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}}
