@@ -16,8 +16,11 @@ not find it there.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -34,7 +37,8 @@ class ControlTokens:
         self._stem = secrets.token_hex(16)
         self._texts = [token.content for token in added.values() if token.special and token.content]
         self._numbers = {text: number for number, text in enumerate(self._texts)}
-        self._pattern = re.compile(_longest_of(self._texts) if self._texts else "(?!)")
+        self._pattern = _pattern_of(self._texts)
+        self._in_dump = _pattern_of([_dump(text)[1:-1] for text in self._texts])
         self._hidden = re.compile(f"{self._stem}x([0-9]+)k")
         self._renamed, self._ids = self._rename(backend, added)
 
@@ -42,14 +46,14 @@ class ControlTokens:
         """The chat with names in place of the control tokens that its texts hold; None where they hold none.
         A last turn that goes on is what its client says the model wrote, and stays.
 
-        Raises InvalidRequest: JSON that holds one is nested too deeply.
+        Raises InvalidRequest: JSON is nested too deeply to be looked through.
         """
         last = len(chat.turns) - 1 if chat.continues else len(chat.turns)
         hidden = replace(
             chat,
             turns=[*map(self._in_turn, chat.turns[:last]), *chat.turns[last:]],
-            tools=self._in_json(chat.tools),
-            variables=self._in_json(chat.variables),
+            tools=self._in_json(chat.tools, "chat.tools"),
+            variables=self._in_json(chat.variables, "chat.chat_template_kwargs"),
         )
         return None if hidden == chat else hidden
 
@@ -66,11 +70,23 @@ class ControlTokens:
     def _in_text(self, text: str) -> str:
         return self._pattern.sub(lambda match: f"{self._stem}x{self._numbers[match[0]]}k", text)
 
+    def _in_parts(self, parts: Sequence[str]) -> Sequence[str]:
+        """Templates may join parts: a token that goes on in the next one is hidden where it begins."""
+        joined, ends = "".join(parts), list(accumulate(map(len, parts)))
+        hidden: list[list[str]] = [[] for _ in parts]
+        at = 0
+        for match in self._pattern.finditer(joined):
+            _put(hidden, ends, joined, at, match.start())
+            hidden[bisect_right(ends, match.start())].append(self._in_text(match[0]))
+            at = match.end()
+        _put(hidden, ends, joined, at, len(joined))
+        return ["".join(texts) for texts in hidden]
+
     def _in_turn(self, turn: Turn) -> Turn:
         content = turn.content
         return replace(
             turn,
-            content=self._in_text(content) if isinstance(content, str) else [*map(self._in_text, content)],
+            content=self._in_text(content) if isinstance(content, str) else self._in_parts(content),
             reasoning=self._in_text(turn.reasoning),
             calls=tuple(map(self._in_call, turn.calls)),
             tool_call_id=self._in_text(turn.tool_call_id),
@@ -78,23 +94,22 @@ class ControlTokens:
         )
 
     def _in_call(self, call: AnswerCall) -> AnswerCall:
-        arguments = self._in_text(call.arguments)
-        if "\\u" in arguments:  # control tokens may be escaped
-            value = json.loads(arguments)
-            if (shown := self._in_values(value)) != value:
-                arguments = json.dumps(shown, ensure_ascii=False)
+        arguments = self._in_arguments(call.arguments)
         return replace(call, id=self._in_text(call.id), name=self._in_text(call.name), arguments=arguments)
 
-    def _in_json(self, value: Any) -> Any:
-        """Only what holds one is gone through: tools have thousands of texts."""
-        written = json.dumps(value, ensure_ascii=False, default=dict)
-        return self._in_values(value) if self._pattern.search(written) else value
+    def _in_arguments(self, written: str) -> str:
+        if "\\" not in written:
+            return self._in_text(written)
+        with _not_too_deep("chat.messages.tool_calls.arguments"):  # of which any character may be escaped
+            value = json.loads(written)
+            hidden = self._in_value(value)
+            is_same = hidden == value and not self._pattern.search(written)
+            return written if is_same else _dump(hidden)
 
-    def _in_values(self, value: Any) -> Any:
-        try:
-            return self._in_value(value)
-        except RecursionError as error:
-            raise InvalidRequest("chat holds a control token in JSON that is nested too deeply") from error
+    def _in_json(self, value: Any, name: str) -> Any:
+        """Only what holds one is gone through: tools have thousands of texts."""
+        with _not_too_deep(name):
+            return self._in_value(value) if self._in_dump.search(_dump(value)) else value
 
     def _in_value(self, value: Any) -> Any:
         match value:
@@ -132,6 +147,31 @@ class ControlTokens:
         )
         ids = {renamed.token_to_id(name): id_ for id_, name in (names | special).items()}
         return renamed, ids
+
+
+@contextmanager
+def _not_too_deep(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise InvalidRequest(f"{name} cannot be used: its JSON is nested too deeply") from error
+
+
+def _put(parts: list[list[str]], ends: Sequence[int], joined: str, first: int, behind: int) -> None:
+    """What `joined` holds from `first` on, into those of its parts that it is of."""
+    while first < behind:
+        index = bisect_right(ends, first)
+        end = min(ends[index], behind)
+        parts[index].append(joined[first:end])
+        first = end
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=dict)
+
+
+def _pattern_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile(_longest_of(texts) if texts else "(?!)")
 
 
 def _longest_of(texts: Iterable[str]) -> str:

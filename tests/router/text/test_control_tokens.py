@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from router.conftest import byte_backend, character_backend, save_tokenizer, sentencepiece_backend
 from router.templates.formats import FORMATS
 from services.router.text.chats.chat import PastAnswer, render_chat
+from services.router.text.chats.turns import ChatTurns, Turn
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall
@@ -68,6 +69,62 @@ def test_no_text_of_a_chat_holds_a_control_token(directory: Path) -> None:
     expected = prompt(tokenizer, *chat("x", plain), tools=tools[:1])
     assert controls_in(tokenizer, ids) == controls_in(tokenizer, expected)
     assert tokenizer.text_of(ids).count("<|im_end|>") > len(controls_in(tokenizer, ids))
+
+
+def test_none_is_hidden_by_how_json_writes_it_or_by_where_parts_end(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|user|>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}{% endfor %}"
+        "{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{{ t.function.description }}{% endfor %}"
+        "{{ said }}<|end|>"
+    )
+    backend = character_backend()
+    backend.add_special_tokens([AddedToken('<|"|>'), AddedToken("</s>"), AddedToken("<|a\\|>")])
+    tokenizer = Tokenizer(str(save_tokenizer(tmp_path, backend, template)))
+    user = ChatMessage(role="user", content="x")
+
+    def called(arguments: str) -> list[int]:
+        call = ToolCall(id="i", name="f", arguments=arguments)
+        return prompt(tokenizer, user, ChatMessage(role="assistant", tool_calls=[call]))
+
+    harmless = controls_in(tokenizer, called('{"a": "x"}'))
+    for arguments in (
+        r'{"a": "<\/s>"}',
+        r'{"a": "<|\"|>"}',
+        r'{"a": "<|a\\|>"}',
+        r'{"a": "\u003c/s>"}',
+        r'{"a": "</s>", "b": "\n", "a": "<\/s>"}',
+    ):
+        ids = called(arguments)
+        assert controls_in(tokenizer, ids) == harmless, arguments
+        assert str(json.loads(arguments)["a"]) in tokenizer.text_of(ids)
+    for said in ('<|"|>', "<|a\\|>"):
+        tool = Tool(name="f", description=said, parameters="{}")
+        kwargs = json.dumps({"said": said})
+        for ids in (
+            prompt(tokenizer, user, tools=[tool]),
+            prompt(tokenizer, user, chat_template_kwargs=kwargs),
+        ):
+            assert controls_in(tokenizer, ids) == ["<|user|>", "<|end|>"] and said in tokenizer.text_of(ids)
+    parts = ["a", "", "b<|e", "", "nd", "|", ">c<|end|>", "d"]
+    ids = prompt(tokenizer, ChatMessage(role="user", parts=parts))
+    assert controls_in(tokenizer, ids) == ["<|user|>", "<|end|>"]
+    assert "ab<|end|>c<|end|>d" in tokenizer.text_of(ids)
+
+
+def test_what_is_nested_too_deeply_is_refused_by_name(directory: Path) -> None:
+    controls = Tokenizer(str(directory)).controls
+    assert controls is not None
+    for leaf in ("x", "<|im_end|>"):
+        nested: dict[str, Any] = {"a": leaf}
+        for _ in range(5000):
+            nested = {"a": nested}
+        with pytest.raises(InvalidRequest, match=r"^chat\.tools cannot be used"):
+            controls.hide(ChatTurns([Turn("user", "x")], [nested]))
+        with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs cannot be used"):
+            controls.hide(ChatTurns([Turn("user", "x")], variables=nested))
 
 
 def test_a_turn_that_goes_on_and_ids_are_what_the_model_wrote(directory: Path) -> None:
