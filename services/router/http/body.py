@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.net.bytes_in_flight import BytesInFlight
+from services.net.bytes_in_flight import BytesInFlight, HeldBytes
 from services.router.dialects.body import without_images
 from services.router.dialects.errors import BodyTooLong
 from services.router.http.encodings import decoded
@@ -26,12 +26,13 @@ _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _PROMPT_LISTS = ("messages", "input", "tools", "prompt", "input_ids")
+_HELD = "isthmus.held_bytes"  # in the scope of a request: the HeldBytes of its call
 _LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
 
 
 class CountedBodies:
-    """ASGI middleware. What has come of a body is held until its request has been answered: what is made of
-    it lives as long. Raises NoCapacity to whoever reads it."""
+    """ASGI middleware. What BodyReader keeps of a body is held until its request has been answered: what is
+    made of it lives as long. What nobody keeps is not counted."""
 
     def __init__(self, app: ASGIApp, in_flight: BytesInFlight) -> None:
         self._app = app
@@ -39,13 +40,7 @@ class CountedBodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._in_flight.call() as held:
-
-            async def receive_counted() -> Message:
-                message = await receive()
-                held.add(len(message.get("body", b"")))
-                return message
-
-            await self._app(scope, receive_counted, send)
+            await self._app({**scope, _HELD: held}, receive, send)
 
 
 class BodyReader:
@@ -69,7 +64,7 @@ class BodyReader:
         self, request: Request, read: Callable[[Mapping[str, object], Mapping[str, str]], _T]
     ) -> _T:
         """What `read` makes of the body's fields and the headers; in a thread where the body is long. Raises
-        InvalidRequest, ClientLeft."""
+        InvalidRequest, ClientLeft, NoCapacity."""
         body = await self._received(request)
         encoding = request.headers.get("content-encoding", "")
 
@@ -95,6 +90,7 @@ class BodyReader:
 
     async def _received(self, request: Request) -> bytearray:
         body = bytearray()
+        held: HeldBytes | None = request.scope.get(_HELD)
         stated = request.headers.get("content-length", "")
         if stated.isdecimal():
             self._check_length(int(stated))
@@ -102,6 +98,8 @@ class BodyReader:
             async for chunk in request.stream():
                 body += chunk
                 self._check_length(len(body))
+                if held is not None:
+                    held.add(len(chunk))
         except ClientDisconnect as error:
             raise ClientLeft("the client closed the connection") from error
         return body

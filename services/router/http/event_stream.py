@@ -148,6 +148,7 @@ async def until_disconnect(
             await asyncio.wait((working, leaving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        leaving.result()  # raises what `receive` did
         raise ClientLeft("the client closed the connection")
     finally:
         working.cancel()

@@ -13,6 +13,7 @@ import zstandard
 from router.http.backend import FakeBackend, client, complete
 from services.net.bytes_in_flight import BytesInFlight
 from services.router.http import body as http_body
+from services.router.http.routes import http_app
 
 
 @pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
@@ -160,6 +161,28 @@ async def test_bodies_are_held_until_they_are_answered_and_no_more_than_may_be()
         backend.script = FakeBackend().script
         assert (await http.post("/v1/completions", content=body)).status_code == 200
     assert in_flight.held == 0
+
+
+async def test_what_nobody_keeps_of_a_body_is_not_counted() -> None:
+    """A watch looks only for its client's leaving. What comes meanwhile is thrown away."""
+    backend = FakeBackend()
+    backend.watch_script = ["wait"]
+    in_flight = BytesInFlight(1000, 500)
+    pieces = [{"type": "http.request", "body": b"a" * 400, "more_body": True} for _ in range(5)]
+    held: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        await backend.waiting.wait()
+        held.append(in_flight.held)
+        return pieces.pop() if pieces else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        assert message.get("status", 200) == 200
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/cluster/watch", "headers": [], "query_string": b""}
+    async with asyncio.timeout(10):
+        await http_app(backend, in_flight=in_flight)(scope, receive, send)
+    assert held == [0] * 6
 
 
 async def test_long_bodies_are_read_one_at_a_time_with_a_pause_between_them(monkeypatch) -> None:

@@ -10,7 +10,7 @@ from router.http.backend import DEADLINE_S, HI, FakeBackend, finished, response
 from services.router.http import event_stream
 from services.router.http.event_stream import EventStream
 from services.router.http.routes import http_app
-from services.values.errors import Unavailable
+from services.values.errors import NoCapacity, Unavailable
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse, WatchClusterResponse
 
 BODIES = {
@@ -152,3 +152,11 @@ async def test_no_ping_comes_behind_the_last_message() -> None:
 
     await asyncio.wait_for(EventStream(events())({"type": "http"}, receive, send), DEADLINE_S)
     assert ended
+
+
+async def test_an_error_of_the_connection_is_not_taken_for_a_client_that_left() -> None:
+    async def receive() -> Any:
+        raise NoCapacity("there is no room")
+
+    with pytest.raises(NoCapacity):
+        await event_stream.until_disconnect(receive, asyncio.sleep(10))
