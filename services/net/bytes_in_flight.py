@@ -2,7 +2,8 @@
 
     nothing has come        what will come is not known, and nothing is counted
     still not there after   it is taken for a large message on its way, of which only so many are read at a
-      EARLY_S                 time: one more ends the one that has been read for longest
+      EARLY_S                 time: one more ends the one that has been read for longest, where that is
+                              OLD_S at least, and is refused else
     it is there             its length is counted until its call has ended; above the bound it is refused
 
 gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted
@@ -17,6 +18,7 @@ from typing import Any
 from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
 
 EARLY_S = 0.02  # a message that was sent with its call's head is there by then
+OLD_S = 1.0  # a message that is on its way may be read that long, whoever else comes
 SLOW_S = 60.0  # in which a message must have come, as an HTTP body must
 _RETRY_AFTER_S = 1.0
 _SHARE_ON_THE_WAY = 2  # half of the bound is for large messages that are on their way
@@ -35,9 +37,9 @@ class BytesInFlight:
                 f"--max-bytes-in-flight must hold two of the largest messages, {2 * largest} bytes, "
                 f"got {most}"
             )
-        self._places = max(1, most // _SHARE_ON_THE_WAY // largest)
-        self._most = most - self._places * largest
-        self._on_the_way: dict[object, Callable[[], None]] = {}  # how each is ended, the oldest first
+        num_places = max(1, most // _SHARE_ON_THE_WAY // largest)
+        self.places = Places(num_places)
+        self._most = most - num_places * largest
         self._refused = refused
         self.held = 0
 
@@ -62,14 +64,32 @@ class BytesInFlight:
             "this server holds as many bytes of messages as it may (--max-bytes-in-flight)", _RETRY_AFTER_S
         )
 
-    def begin_place(self, place: object, end: Callable[[], None]) -> None:
-        if len(self._on_the_way) >= self._places:
-            oldest = next(iter(self._on_the_way))
-            self._on_the_way.pop(oldest)()
-        self._on_the_way[place] = end
 
-    def end_place(self, place: object) -> None:
-        self._on_the_way.pop(place, None)
+class Places:
+    """What messages that are on their way take one each of."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: dict[object, tuple[float, Callable[[], None]]] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def begin(self, place: object, end: Callable[[], None], now_s: float) -> None:
+        """`end` is called once where there is no place for it, or no more."""
+        ended = None
+        if len(self._taken) >= self._most:
+            oldest, (since_s, ended) = next(iter(self._taken.items()))
+            if now_s - since_s < OLD_S:
+                end()
+                return
+            del self._taken[oldest]
+        self._taken[place] = now_s, end
+        if ended is not None:
+            ended()
+
+    def end(self, place: object) -> None:
+        self._taken.pop(place, None)
 
 
 class HeldBytes:
@@ -104,6 +124,7 @@ class HeldBytes:
 
     async def _in_time(self, read: Callable[[], Awaitable[Any]]) -> Any:
         loop = asyncio.get_running_loop()
+        places = self._in_flight.places
         is_ended = False
 
         def end() -> None:
@@ -111,7 +132,7 @@ class HeldBytes:
             is_ended = True
             limit.reschedule(loop.time())
 
-        early = loop.call_later(EARLY_S, self._in_flight.begin_place, self, end)
+        early = loop.call_later(EARLY_S, lambda: places.begin(self, end, loop.time()))
         try:
             async with asyncio.timeout(SLOW_S) as limit:
                 return await read()
@@ -121,4 +142,4 @@ class HeldBytes:
             raise DeadlineExceeded(f"the message did not come within {SLOW_S:g} s") from None
         finally:
             early.cancel()
-            self._in_flight.end_place(self)
+            places.end(self)

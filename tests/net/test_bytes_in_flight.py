@@ -54,9 +54,30 @@ async def test_a_message_is_held_in_place_of_the_one_before_it():
     assert sizes == [100, 40, 0]
 
 
-async def test_of_messages_on_their_way_the_oldest_makes_room(monkeypatch):
-    """Whoever sends nothing keeps a place only until another needs it."""
+def test_where_more_come_than_there_are_places_those_that_have_one_are_read_to_their_end():
+    """30 a second, each 150 ms on its way, with three places: 20 a second can be served."""
+    places, ended = bytes_in_flight.Places(3), list[int]()
+    served = 0
+    for number in range(90):
+        if number >= 5:  # what began 5 / 30 s ago has come
+            served += number - 5 not in ended
+            places.end(number - 5)
+        places.begin(number, lambda number=number: ended.append(number), number / 30)
+    assert served >= 50
+    assert len(places) <= 3
+
+
+def test_whoever_sends_nothing_keeps_a_place_only_until_another_needs_it():
+    places, ended = bytes_in_flight.Places(2), list[str]()
+    for name, now_s in (("a", 0.0), ("b", 0.5), ("too soon", 0.9), ("c", 1.0), ("too soon, too", 1.4)):
+        places.begin(name, lambda name=name: ended.append(name), now_s)
+    assert ended == ["too soon", "a", "too soon, too"]
+    assert len(places) == 2
+
+
+async def test_of_messages_on_their_way_an_old_one_makes_room(monkeypatch):
     monkeypatch.setattr(bytes_in_flight, "EARLY_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "OLD_S", 0.0)
     in_flight = bounded(250)
     never, arrived = asyncio.Event(), asyncio.Event()
 
@@ -83,7 +104,7 @@ async def test_of_messages_on_their_way_the_oldest_makes_room(monkeypatch):
     silent_ones[1].cancel()
     await asyncio.gather(*silent_ones, return_exceptions=True)
     assert in_flight.held == 0
-    assert not in_flight._on_the_way
+    assert not len(in_flight.places)
 
 
 async def test_a_message_that_never_comes_ends_its_call(monkeypatch):
