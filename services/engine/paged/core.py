@@ -235,11 +235,13 @@ class EngineCore:
         return let_in > 0
 
     def _makes_place(self, seq: Sequence) -> bool:
-        """For one that has landed: while it received, another tenant's may have taken its place."""
+        """For one that has landed: while it received, another tenant's may have taken its place. Where more
+        run than may now, one that went back would leave none, and nobody goes."""
         victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
-        if victim is not None:
-            self._send_back(victim)
-        return victim is not None and self._places.one_more_runs(self._active)
+        if victim is None or not self._places.one_more_runs([s for s in self._active if s is not victim]):
+            return False
+        self._send_back(victim)
+        return True
 
     def _say_first_token(self, seq: Sequence) -> None:
         first_token, seq.first_token = seq.first_token, None

@@ -100,6 +100,24 @@ def test_a_crowd_that_has_landed_and_waits_for_places_keeps_nobody_out(receives)
     rank.run(crowd)
 
 
+def test_nobody_gives_way_to_one_that_has_landed_where_more_run_than_may_now():
+    rank = Rank(num_pages=200, max_running=9)
+    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(8)]
+    short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
+    for _ in range(3):
+        rank.step()
+    rank.let_run(3)
+    rank.land(short)
+    for _ in range(5):
+        rank.step()
+    assert [seq.phase for seq in (*crowd, short)] == [Phase.DECODING] * 8 + [Phase.LANDED]
+    rank.core.cancel(crowd[0])
+    rank.let_run(7)
+    rank.step()
+    assert [seq.retractions for seq in crowd] == [0] * 7 + [1]
+    rank.run([*crowd[1:], short])
+
+
 def test_tenants_run_as_many_as_each_other_and_then_none_gives_way():
     rank = Rank(num_pages=200, max_running=4)
     crowd = [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(8)]
