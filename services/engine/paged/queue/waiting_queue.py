@@ -127,15 +127,25 @@ def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
 
     So the first in line is never retracted and ends some time; then the next is the first.
     """
-    candidates = [seq for seq in active if seq.room is None and seq.phase in (*RUNNING, Phase.LANDED)]
+    candidates = _with_pages_to_give(active)
     return in_turn(candidates)[-1] if len(candidates) > 1 else None
 
 
 def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
-    """Who of `active` is to go back so that `seq` has a place: the last of the tenant that runs most, which
-    will still run no fewer than that of `seq`. None: nobody."""
+    """Who of `active` is to go back so that `seq` has a place: the last in turn of those that have no higher
+    priority, and whose tenants will still run no fewer than that of `seq`. None: nobody."""
     running = Counter(map(tenant_of, active))
-    victim = retraction_victim(active)
-    if victim is None or victim.request.priority > seq.request.priority:
+    enough = running[tenant_of(seq)] + 2
+    if max(running.values(), default=0) < enough:
         return None
-    return victim if running[tenant_of(victim)] > running[tenant_of(seq)] + 1 else None
+    line = in_turn(_with_pages_to_give(active))
+    for each in reversed(line[1:]):
+        if each.request.priority > seq.request.priority:
+            return None
+        if running[tenant_of(each)] >= enough:
+            return each
+    return None
+
+
+def _with_pages_to_give(active: Iterable[Sequence]) -> list[Sequence]:
+    return [seq for seq in active if seq.room is None and seq.phase in (*RUNNING, Phase.LANDED)]

@@ -39,7 +39,8 @@ REQUESTS = st.tuples(
     st.integers(0, 12),  # tokens of the prefix that all share
     st.lists(st.integers(0, 2), min_size=1, max_size=8),
     st.integers(1, 10),  # max_tokens
-    st.sampled_from([0, 0, 0, 1]),  # priority
+    st.sampled_from([0, 0, 0, 1, -1]),  # priority
+    st.sampled_from(["", "", "", "one", "other"]),  # tenant
 )
 
 
@@ -106,11 +107,10 @@ class CoreMachine(RuleBasedStateMachine):
         for request in requests:
             self._submit(*request)
 
-    def _submit(self, kind, shared, rest, max_tokens, priority):
+    def _submit(self, kind, shared, rest, max_tokens, priority, tenant):
         room = len(self.sent) if kind == "room" else None
-        seq = self.rank.submit(
-            [7] * shared + rest, max_tokens, receives=kind == "remote", room=room, priority=priority
-        )
+        about = {"priority": priority, "cache_salt": tenant}
+        seq = self.rank.submit([7] * shared + rest, max_tokens, receives=kind == "remote", room=room, **about)
         self.sent.append(seq)
         if room is not None:
             self.rooms.append(seq)

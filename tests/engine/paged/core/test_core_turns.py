@@ -132,6 +132,29 @@ def test_tenants_run_as_many_as_each_other_and_then_none_gives_way():
     rank.run([*crowd, *others])
 
 
+def test_a_third_tenants_request_of_a_lower_priority_keeps_nobody_from_giving_way():
+    """It is the last in turn, but its tenant runs no other; that of a higher priority is left alone, too."""
+    rank = Rank(num_pages=200, max_running=6)
+    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+    rank.step()
+    rank.core.cancel(crowd[0])
+    rank.core.cancel(crowd[1])
+    third = rank.submit([50, 1, 2], 40, cache_salt="third", priority=-1)
+    first = rank.submit([51, 1, 2], 40, cache_salt="crowd", priority=1)
+    for seq in crowd[6:]:
+        rank.core.cancel(seq)
+    for _ in range(3):
+        rank.step()
+    running = [*crowd[2:6], third, first]
+    assert all(seq.phase is Phase.DECODING for seq in running)
+    short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
+    for _ in range(3):
+        rank.step()
+    assert short in rank.finished
+    assert [seq.retractions for seq in running] == [0, 0, 0, 1, 0, 0]
+    rank.run(running)
+
+
 def test_nobody_gives_way_to_one_of_a_lower_priority_or_one_that_would_not_fit():
     rank = Rank(num_pages=16, page_size=4, max_running=8)
     crowd = [rank.submit([number, 1, 2], 12, cache_salt="crowd", priority=1) for number in range(3)]
