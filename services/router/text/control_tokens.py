@@ -67,6 +67,16 @@ class ControlTokens:
         encoding = self._renamed.encode(self.show(renamed), add_special_tokens=False)
         return [self._ids.get(id_, id_) for id_ in encoding.ids]
 
+    def encodes_otherwise(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> str:
+        """A text that `backend` encodes in another way, which then cannot be replaced; empty where none of
+        those is that are tried. Tokenizers may look for a token behind their normalizer, or only between
+        spaces, or find another that begins before it, and names are not taken for that."""
+        others = [token.content for token in added.values() if token.content and not token.special]
+        for text in (*map(_among_others, self._texts), *_overlapping(self._texts, others)):
+            if self.encode(text) != backend.encode(text, add_special_tokens=False).ids:
+                return text
+        return ""
+
     def _in_text(self, text: str) -> str:
         return self._pattern.sub(lambda match: f"{self._stem}x{self._numbers[match[0]]}k", text)
 
@@ -140,7 +150,12 @@ class ControlTokens:
         renamed.add_special_tokens(
             [
                 AddedToken(
-                    name, special=True, normalized=False, lstrip=added[id_].lstrip, rstrip=added[id_].rstrip
+                    name,
+                    special=True,
+                    normalized=added[id_].normalized,
+                    single_word=added[id_].single_word,
+                    lstrip=added[id_].lstrip,
+                    rstrip=added[id_].rstrip,
                 )
                 for id_, name in special.items()
             ]
@@ -155,6 +170,22 @@ def _not_too_deep(name: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise InvalidRequest(f"{name} cannot be used: its JSON is nested too deeply") from error
+
+
+def _among_others(control: str) -> str:
+    return f"a{control}b {control} c\n{control}{control}"
+
+
+def _overlapping(controls: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    """Texts in which one of the others holds a control token, or ends with the beginning of one."""
+    starts = {text[:length]: text for text in controls for length in range(1, len(text) + 1)}
+    whole = _pattern_of(controls)
+    for other in others:
+        if whole.search(other):
+            yield f"a{other}b"
+        for length in range(1, len(other) + 1):
+            if (control := starts.get(other[-length:])) is not None:
+                yield f"a{other}{control[length:]}b"
 
 
 def _put(parts: list[list[str]], ends: Sequence[int], joined: str, first: int, behind: int) -> None:

@@ -3,6 +3,7 @@
 import html
 import inspect
 import json
+import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from services.router.text.control_tokens import ControlTokens
 from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
 from services.settings.tokenizer_file import tokenizer_of_file
 from services.values.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
@@ -345,7 +348,11 @@ def _load_backend(directory: Path) -> Any:
 def _control_tokens(backend: Any) -> ControlTokens | None:
     if not backend.is_fast or backend.split_special_tokens:  # the latter takes all of them for text
         return None
-    return ControlTokens(backend.backend_tokenizer, backend.added_tokens_decoder)
+    controls = ControlTokens(backend.backend_tokenizer, backend.added_tokens_decoder)
+    text = controls.encodes_otherwise(backend.backend_tokenizer, backend.added_tokens_decoder)
+    if text:
+        log.warning("control_tokens_in_messages_are_not_text probe=%r", text)
+    return None if text else controls
 
 
 def _set_template(backend: Any, path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from router.conftest import byte_backend, character_backend, save_tokenizer, sentencepiece_backend
@@ -181,3 +181,32 @@ def test_a_tokenizer_that_takes_all_for_text_needs_nothing(tmp_path: Path) -> No
     tokenizer = Tokenizer(str(tmp_path))
     assert tokenizer.controls is None
     assert not controls_in(tokenizer, prompt(tokenizer, ChatMessage(role="user", content="<|end|>")))
+
+
+def test_where_names_cannot_stand_for_control_tokens_they_are_as_the_template_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each tokenizer there is a text that one with names encodes otherwise: one line says so at load."""
+    alike = (
+        AddedToken("<|x|>", normalized=False),
+        [AddedToken("<call>"), *(AddedToken(text, normalized=False) for text in ("<|x", ">b"))],
+    )
+    unlike: tuple[tuple[AddedToken, list[AddedToken]], ...] = (
+        (AddedToken("<|x|>", single_word=True, normalized=False), []),
+        (AddedToken("<|x|>", normalized=True), []),
+        (AddedToken("<|x|>", normalized=False), [AddedToken("a<|", normalized=False)]),
+        (AddedToken("<|x|>", normalized=False), [AddedToken("<|x|>b", normalized=False)]),
+    )
+    prepended = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    for number, (control, others) in enumerate((alike, *unlike)):
+        backend = sentencepiece_backend()
+        if control.normalized:
+            backend.normalizer = prepended
+        backend.add_special_tokens([control])
+        backend.add_tokens(others)
+        caplog.clear()
+        tokenizer = Tokenizer(str(save_tokenizer(tmp_path / str(number), backend)))
+        assert (tokenizer.controls is None) == bool(number), (control, others)
+        assert caplog.text.count("control_tokens_in_messages_are_not_text") == bool(number)
+        ids = prompt(tokenizer, ChatMessage(role="user", content=" <|end|> "))
+        assert controls_in(tokenizer, ids).count("<|end|>") == (2 if number else 1)
