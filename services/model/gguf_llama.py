@@ -8,6 +8,7 @@ Three things are otherwise in such a file:
 - names.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ _OF_THE_MODEL = {
     "output": "lm_head",
 }
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_KINDS: Mapping[type, str] = {str: "texts", int: "whole numbers"}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -84,21 +86,21 @@ def _require_family(metadata: Mapping[str, Any]) -> None:
     family = metadata.get("general.architecture")
     if family != _ARCHITECTURE:
         raise ConfigError(f"the GGUF file is of the family {family!r}; only {_ARCHITECTURE} can be converted")
-    if _number(metadata, "expert_count", 0):
+    if _count(metadata, "expert_count", 0):
         raise ConfigError("the GGUF file is of a model with experts, which cannot be converted")
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise ConfigError(f"the GGUF file scales its rotation ({scaling}), which cannot be converted")
-    if not _number(metadata, "attention.head_count") or not _number(metadata, "attention.head_count_kv", 1):
+    if not _count(metadata, "attention.head_count") or not _count(metadata, "attention.head_count_kv", 1):
         raise ConfigError("the GGUF file is damaged: it states no heads of attention")
     head_dim = _head_dim(metadata)
-    if _number(metadata, "rope.dimension_count", head_dim) != head_dim:
+    if _count(metadata, "rope.dimension_count", head_dim) != head_dim:
         raise ConfigError("the GGUF file turns a part of each head only, which cannot be converted")
 
 
 def _weights(gguf: Gguf) -> Iterator[Weight]:
-    heads = _number(gguf.metadata, "attention.head_count")
-    kv_heads = _number(gguf.metadata, "attention.head_count_kv", heads)
+    heads = _count(gguf.metadata, "attention.head_count")
+    kv_heads = _count(gguf.metadata, "attention.head_count_kv", heads)
     turned = {"attn_q": heads, "attn_k": kv_heads}
     for tensor in gguf.tensors:
         parts = tensor.name.split(".")
@@ -106,8 +108,12 @@ def _weights(gguf: Gguf) -> Iterator[Weight]:
             case [part, "weight"] if part in _OF_THE_MODEL:
                 yield Weight(f"{_OF_THE_MODEL[part]}.weight", tensor, 0)
             case ["blk", layer, part, "weight"] if part in _OF_A_LAYER:
-                name = f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight"
-                yield Weight(name, tensor, turned.get(part, 0))
+                num_heads = turned.get(part, 0)
+                if num_heads and (len(tensor.shape) != 2 or tensor.shape[0] % (2 * num_heads)):
+                    raise ConfigError(
+                        f"the GGUF file is damaged: {tensor.name} has no rows of {num_heads} heads"
+                    )
+                yield Weight(f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight", tensor, num_heads)
             case _:
                 raise ConfigError(f"the GGUF file has a tensor {tensor.name}, which cannot be converted")
         if parts[0] in ("token_embd", "output") and tensor.shape[0] != len(_tokens(gguf.metadata)):
@@ -120,7 +126,7 @@ def _rows_put_back(values: Floats, num_heads: int) -> Floats:
 
 
 def _config(gguf: Gguf, ids: Mapping[str, int]) -> Mapping[str, Any]:
-    metadata, heads = gguf.metadata, _number(gguf.metadata, "attention.head_count")
+    metadata, heads = gguf.metadata, _count(gguf.metadata, "attention.head_count")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -128,13 +134,13 @@ def _config(gguf: Gguf, ids: Mapping[str, int]) -> Mapping[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "hidden_size": _number(metadata, "embedding_length"),
-        "intermediate_size": _number(metadata, "feed_forward_length"),
-        "num_hidden_layers": _number(metadata, "block_count"),
+        "hidden_size": _count(metadata, "embedding_length"),
+        "intermediate_size": _count(metadata, "feed_forward_length"),
+        "num_hidden_layers": _count(metadata, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(metadata, "attention.head_count_kv", heads),
+        "num_key_value_heads": _count(metadata, "attention.head_count_kv", heads),
         "head_dim": _head_dim(metadata),
-        "max_position_embeddings": _number(metadata, "context_length"),
+        "max_position_embeddings": _count(metadata, "context_length"),
         "rms_norm_eps": _short(_number(metadata, "attention.layer_norm_rms_epsilon")),
         "rope_theta": _number(metadata, "rope.freq_base", 10_000.0),
         "vocab_size": len(_tokens(metadata)),
@@ -144,8 +150,8 @@ def _config(gguf: Gguf, ids: Mapping[str, int]) -> Mapping[str, Any]:
 
 
 def _head_dim(metadata: Mapping[str, Any]) -> int:
-    whole = _number(metadata, "embedding_length") // _number(metadata, "attention.head_count")
-    return int(_number(metadata, "attention.key_length", whole))
+    whole = _count(metadata, "embedding_length") // _count(metadata, "attention.head_count")
+    return _count(metadata, "attention.key_length", whole)
 
 
 def _short(number: float) -> float:
@@ -154,12 +160,14 @@ def _short(number: float) -> float:
 
 
 def _tokenizer_config(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    tokens, template = _tokens(metadata), metadata.get("tokenizer.chat_template")
+    tokens, template = _tokens(metadata), metadata.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise ConfigError("the GGUF file is damaged: its tokenizer.chat_template is no text")
     names = {f"{name}_token": tokens[id_] for name, id_ in _known_ids(metadata, _SPECIAL).items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": _number(metadata, "context_length"),
+        "model_max_length": _count(metadata, "context_length"),
         **names,
         **({"chat_template": template} if template else {}),
     }
@@ -173,8 +181,8 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 def _known_ids(metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
     num_tokens = len(_tokens(metadata))
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in names.items()}
-    known = {name: int(metadata[key]) for name, key in keys.items() if key in metadata}
-    if wrong := [keys[name] for name, id_ in known.items() if not 0 <= id_ < num_tokens]:
+    known = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    if wrong := [keys[name] for name, id_ in known.items() if not (_is_count(id_) and id_ < num_tokens)]:
         raise ConfigError(f"the GGUF file is damaged: {wrong[0]} is none of its {num_tokens} tokens")
     return known
 
@@ -185,18 +193,24 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ConfigError(
             f"the GGUF file's tokenizer is of the kind {kind!r}; only gpt2 (byte-level BPE) can be converted"
         )
-    tokens, merges = _tokens(metadata), metadata.get("tokenizer.ggml.merges", [])
+    tokens, merges = _tokens(metadata), _list(metadata, "tokenizer.ggml.merges", str)
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    tokenizer = Tokenizer(_bpe({token: id_ for id_, token in enumerate(tokens)}, pairs))
+    ids = {token: id_ for id_, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        raise ConfigError("the GGUF file is damaged: a token stands twice in its tokenizer.ggml.tokens")
+    tokenizer = Tokenizer(_bpe(ids, pairs))
     tokenizer.pre_tokenizer = _splitting(metadata.get("tokenizer.ggml.pre"))
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    types = _list(metadata, "tokenizer.ggml.token_type", int)
     for is_special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         found = [token for token, kind in zip(tokens, types, strict=False) if kind == wanted]
         added = [AddedToken(token, normalized=False, special=is_special) for token in found]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
     if metadata.get("tokenizer.ggml.add_bos_token"):
-        first = tokens[_known_ids(metadata, {"bos": "bos"})["bos"]]
+        known = _known_ids(metadata, {"bos": "bos"})
+        if "bos" not in known:
+            raise ConfigError("the GGUF file is damaged: it adds a bos token and names none")
+        first = tokens[known["bos"]]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", special_tokens=[(first, tokens.index(first))]
         )
@@ -223,14 +237,33 @@ def _splitting(name: str | None) -> pre_tokenizers.PreTokenizer:
 
 
 def _tokens(metadata: Mapping[str, Any]) -> Sequence[str]:
-    tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", [])
+    tokens: Sequence[str] = _list(metadata, "tokenizer.ggml.tokens", str)
     if not tokens:
         raise ConfigError("the GGUF file has no tokens (tokenizer.ggml.tokens)")
     return tokens
 
 
+def _list(metadata: Mapping[str, Any], key: str, kind: type) -> Sequence[Any]:
+    values = metadata.get(key, [])
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise ConfigError(f"the GGUF file is damaged: its {key} is no list of {_KINDS[kind]}")
+    return values
+
+
 def _number(metadata: Mapping[str, Any], name: str, default: float | None = None) -> Any:
     value = metadata.get(f"llama.{name}", default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
         raise ConfigError(f"the GGUF file's llama.{name} is {value!r}, not a number")
     return value
+
+
+def _count(metadata: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = metadata.get(f"llama.{name}", default)
+    if not _is_count(value):
+        raise ConfigError(f"the GGUF file's llama.{name} is {value!r}, not a whole number")
+    return int(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -6,7 +6,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from model.gguf_files import F32_TENSOR, TEXT, TOKENS, U32, gguf_bytes, llama_entries, write_llama
+from model.gguf_files import (
+    ARRAY,
+    BOOL,
+    F32,
+    F32_TENSOR,
+    TEXT,
+    TOKENS,
+    U32,
+    gguf_bytes,
+    llama_entries,
+    write_llama,
+)
 from services.cli.model.gguf_checkpoint import write_checkpoint
 from services.values.errors import ConfigError
 
@@ -91,6 +102,36 @@ def with_entry(key, kind, value):
 def test_what_would_be_converted_wrongly_is_refused(tmp_path, entry, why):
     with pytest.raises(ConfigError, match=why):
         converted(tmp_path, llama(True), entries=with_entry(*entry))
+
+
+@pytest.mark.parametrize(
+    "entries,why",
+    [
+        ([("tokenizer.ggml.bos_token_id", TEXT, "x")], "bos_token_id is none of its"),
+        ([("tokenizer.ggml.bos_token_id", ARRAY, [], U32)], "bos_token_id is none of its"),
+        ([("tokenizer.ggml.tokens", U32, 3)], "tokens is no list of texts"),
+        ([("tokenizer.ggml.tokens", ARRAY, [3], U32)], "tokens is no list of texts"),
+        ([("tokenizer.ggml.tokens", ARRAY, [*TOKENS[1:], TOKENS[1]], TEXT)], "stands twice"),
+        ([("tokenizer.ggml.token_type", U32, 3)], "token_type is no list of whole numbers"),
+        ([("tokenizer.ggml.merges", ARRAY, [3], U32)], "merges is no list of texts"),
+        ([("tokenizer.chat_template", U32, 3)], "chat_template is no text"),
+        ([("llama.attention.head_count", F32, float("nan"))], "head_count is nan, not a whole number"),
+        ([("llama.attention.layer_norm_rms_epsilon", F32, float("inf"))], "epsilon is inf, not a number"),
+        ([("llama.attention.head_count", U32, 32), ("llama.rope.dimension_count", U32, 1)], "of 32 heads"),
+    ],
+)
+def test_metadata_of_another_type_is_refused_by_name(tmp_path, entries, why):
+    replaced = {each[0]: each for each in [*llama_entries(llama(True).config), *entries]}
+    with pytest.raises(ConfigError, match=why):
+        converted(tmp_path, llama(True), entries=[*replaced.values()])
+
+
+def test_a_bos_token_that_is_added_and_not_named_is_refused(tmp_path):
+    entries = [
+        e for e in with_entry("tokenizer.ggml.add_bos_token", BOOL, True) if "bos_token_id" not in e[0]
+    ]
+    with pytest.raises(ConfigError, match="adds a bos token and names none"):
+        converted(tmp_path, llama(True), entries=entries)
 
 
 def test_a_tensor_that_has_no_place_is_refused(tmp_path):
