@@ -129,6 +129,8 @@ class HeldBytes:
 
         def end() -> None:
             nonlocal is_ended
+            if limit.expired():  # it ends by itself already, and has not heard of it yet
+                return
             is_ended = True
             limit.reschedule(loop.time())
 

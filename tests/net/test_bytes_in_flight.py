@@ -107,6 +107,41 @@ async def test_of_messages_on_their_way_an_old_one_makes_room(monkeypatch):
     assert not len(in_flight.places)
 
 
+async def test_one_that_ends_by_itself_makes_room_as_well(monkeypatch):
+    """Its time is over, and its reading still has to hear of it."""
+    monkeypatch.setattr(bytes_in_flight, "EARLY_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "OLD_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.1)
+    in_flight = BytesInFlight(2 * LARGEST, LARGEST)  # one place
+    is_over, came_after = asyncio.Event(), asyncio.Event()
+    failed: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+            await came_after.wait()
+
+    async def read(what) -> object:
+        with in_flight.call() as held:
+            return await held.read(what)
+
+    first = asyncio.create_task(read(slow_to_end))
+    await is_over.wait()
+    monkeypatch.setattr(bytes_in_flight, "SLOW_S", 60.0)
+    newcomer = asyncio.create_task(read(asyncio.Event().wait))
+    await asyncio.sleep(0.05)
+    came_after.set()
+    with pytest.raises(errors.DeadlineExceeded):
+        await first
+    assert len(in_flight.places) == 1
+    newcomer.cancel()
+    await asyncio.gather(newcomer, return_exceptions=True)
+    assert not failed
+
+
 async def test_a_message_that_never_comes_ends_its_call(monkeypatch):
     monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.05)
     with pytest.raises(errors.DeadlineExceeded, match="did not come within"), bounded(250).call() as held:
