@@ -6,6 +6,9 @@
                               OLD_S at least, and is refused else
     it is there             its length is counted until its call has ended; above the bound it is refused
 
+A client may leave a stream of messages idle: what is on its way there has no time limit, and takes one of
+STREAMS places of its own, which are not within the bound.
+
 gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted
 as the largest one. Over HTTP a body is counted as its pieces come, and nothing else is.
 """
@@ -20,6 +23,7 @@ from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
 EARLY_S = 0.02  # a message that was sent with its call's head is there by then
 OLD_S = 1.0  # a message that is on its way may be read that long, whoever else comes
 SLOW_S = 60.0  # in which a message must have come, as an HTTP body must
+STREAMS = 16  # of messages, which may be idle at a time
 _RETRY_AFTER_S = 1.0
 _SHARE_ON_THE_WAY = 2  # half of the bound is for large messages that are on their way
 
@@ -39,6 +43,7 @@ class BytesInFlight:
             )
         num_places = max(1, most // _SHARE_ON_THE_WAY // largest)
         self.places = Places(num_places)
+        self.streams = Places(STREAMS)
         self._most = most - num_places * largest
         self._refused = refused
         self.held = 0
@@ -109,22 +114,28 @@ class HeldBytes:
         self._num_bytes = 0
 
     async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """What `read` returns, a message or what stands for the end of all. It is held in place of the one
-        before.
+        """What `read` returns, a message or what stands for the end of all.
 
         Raises:
             NoCapacity: there is no room for it; there was none to go on reading it.
             DeadlineExceeded: it did not come in SLOW_S.
         """
+        return self._counted(await self._read_at_a_place(read, self._in_flight.places, SLOW_S))
+
+    async def read_next(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        """The same of a stream of messages. One is held in place of the one before."""
         self.let_go()
-        message = await self._in_time(read)
+        return self._counted(await self._read_at_a_place(read, self._in_flight.streams, None))
+
+    def _counted(self, message: Any) -> Any:
         if isinstance(message, bytes):
             self.add(len(message))
         return message
 
-    async def _in_time(self, read: Callable[[], Awaitable[Any]]) -> Any:
+    async def _read_at_a_place(
+        self, read: Callable[[], Awaitable[Any]], places: Places, limit_s: float | None
+    ) -> Any:
         loop = asyncio.get_running_loop()
-        places = self._in_flight.places
         is_ended = False
 
         def end() -> None:
@@ -136,12 +147,12 @@ class HeldBytes:
 
         early = loop.call_later(EARLY_S, lambda: places.begin(self, end, loop.time()))
         try:
-            async with asyncio.timeout(SLOW_S) as limit:
+            async with asyncio.timeout(limit_s) as limit:
                 return await read()
         except TimeoutError:
             if is_ended:
                 raise self._in_flight.no_room() from None
-            raise DeadlineExceeded(f"the message did not come within {SLOW_S:g} s") from None
+            raise DeadlineExceeded(f"the message did not come within {limit_s:g} s") from None
         finally:
             early.cancel()
             places.end(self)

@@ -99,7 +99,7 @@ def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
     """One is held until the next one is asked for."""
 
     async def each(context: grpc.aio.ServicerContext, held: HeldBytes) -> AsyncGenerator[Any, None]:
-        while (raw := await held.read(context.read)) is not grpc.aio.EOF:
+        while (raw := await held.read_next(context.read)) is not grpc.aio.EOF:
             yield _parsed(parse, raw)
 
     async def receive(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:

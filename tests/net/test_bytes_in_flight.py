@@ -2,6 +2,7 @@ import asyncio
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from net.echo import NAMES, Service, stub_of
 from services.net import bytes_in_flight, channels, servers
@@ -49,7 +50,7 @@ async def test_a_message_is_held_in_place_of_the_one_before_it():
     with in_flight.call() as held:
         sizes = []
         for _ in range(3):
-            await held.read(read)
+            await held.read_next(read)
             sizes.append(in_flight.held)
     assert sizes == [100, 40, 0]
 
@@ -146,6 +147,58 @@ async def test_a_message_that_never_comes_ends_its_call(monkeypatch):
     monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.05)
     with pytest.raises(errors.DeadlineExceeded, match="did not come within"), bounded(250).call() as held:
         await held.read(asyncio.Event().wait)
+
+
+async def test_a_stream_may_be_idle(monkeypatch):
+    """As that of a client of reflection is between its questions: it takes no place of a large message."""
+    monkeypatch.setattr(bytes_in_flight, "EARLY_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.05)
+    monkeypatch.setattr(bytes_in_flight, "OLD_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "STREAMS", 2)
+    in_flight, asked = BytesInFlight(2 * LARGEST, LARGEST), asyncio.Event()  # one place
+
+    async def question() -> bytes:
+        await asked.wait()
+        return b"a"
+
+    async def read_next() -> bytes:
+        with in_flight.call() as held:
+            return await held.read_next(question)
+
+    idle = [asyncio.create_task(read_next()) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    assert not any(stream.done() for stream in idle)
+    assert (len(in_flight.places), len(in_flight.streams)) == (0, 2)
+    one_more = asyncio.create_task(read_next())
+    with pytest.raises(errors.NoCapacity):
+        await idle[0]
+    asked.set()
+    assert [await idle[1], await one_more] == [b"a", b"a"]
+    assert (in_flight.held, len(in_flight.streams)) == (0, 0)
+
+
+async def test_reflection_is_left_idle_without_an_end(monkeypatch):
+    monkeypatch.setattr(bytes_in_flight, "EARLY_S", 0.0)
+    monkeypatch.setattr(bytes_in_flight, "SLOW_S", 0.05)
+    in_flight = BytesInFlight(2000, 1000)
+    bounds = servers.ClientBounds(1000, in_flight)
+
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(Service(), server)
+
+    server = await servers.open_server("localhost:0", register, NAMES, bounds=bounds)
+    try:
+        async with channels.open_channel(f"localhost:{server.port}") as channel, asyncio.timeout(10):
+            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            for _ in range(2):
+                await ask.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+                assert (await ask.read()).list_services_response.service
+                await asyncio.sleep(0.1)
+            assert (len(in_flight.places), len(in_flight.streams)) == (0, 1)
+            await ask.done_writing()
+            assert await ask.code() is grpc.StatusCode.OK
+    finally:
+        await server.stop()
 
 
 async def test_a_server_refuses_above_the_bound_and_serves_when_one_has_ended():
