@@ -1,7 +1,7 @@
 """A request's body off the wire, and the time that its client gives it.
 
 length that is stated, or has come, above the largest      413
-all bodies that are held are too many bytes                429
+all bodies that are held are too many bytes, unpacked      429
 longer than 64 KiB                                         waits for its turn: one at a time, in a thread
 a list of more items than the context has tokens           400, before anything is made of an item
 """
@@ -9,7 +9,8 @@ a list of more items than the context has tokens           400, before anything 
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -65,32 +66,37 @@ class BodyReader:
     ) -> _T:
         """What `read` makes of the body's fields and the headers; in a thread where the body is long. Raises
         InvalidRequest, ClientLeft, NoCapacity."""
-        body = await self._received(request)
+        held: HeldBytes | None = request.scope.get(_HELD)
+        body = await self._received(request, held)
         encoding = request.headers.get("content-encoding", "")
 
-        def read_fields() -> _T:
-            fields = _fields_of(decoded(body, encoding, self._max_body_bytes))
+        def read_fields(plain: bytes | bytearray) -> _T:
+            fields = _fields_of(plain)
             self._check_lists(fields)
             return read(without_images(fields) if self._leaves_images_out else fields, request.headers)
 
         if len(body) < _LONG_BODY and not encoding:
-            return read_fields()
-        return await self._in_turn(read_fields)
+            return read_fields(body)
+        async with self._turn():
+            plain = await asyncio.to_thread(decoded, body, encoding, self._max_body_bytes)
+            if held is not None:
+                held.add(len(plain) - len(body))
+            return await asyncio.to_thread(read_fields, plain)
 
-    async def _in_turn(self, read_fields: Callable[[], _T]) -> _T:
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         """One at a time: two threads would both keep the loop from running. JSON is read without ever letting
         it run, so the next one waits for as long as this one took."""
         await self._long_bodies.acquire()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            return await asyncio.to_thread(read_fields)
+            yield
         finally:
             loop.call_later(loop.time() - began_s, self._long_bodies.release)
 
-    async def _received(self, request: Request) -> bytearray:
+    async def _received(self, request: Request, held: HeldBytes | None) -> bytearray:
         body = bytearray()
-        held: HeldBytes | None = request.scope.get(_HELD)
         stated = request.headers.get("content-length", "")
         if stated.isdecimal():
             self._check_length(int(stated))

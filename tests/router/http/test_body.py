@@ -12,8 +12,11 @@ import zstandard
 
 from router.http.backend import FakeBackend, client, complete
 from services.net.bytes_in_flight import BytesInFlight
+from services.router.dialects.errors import BodyTooLong
 from services.router.http import body as http_body
+from services.router.http import encodings
 from services.router.http.routes import http_app
+from services.values.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
@@ -105,6 +108,17 @@ async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
         assert answer.status_code == 413, encoding
 
 
+def test_gzip_may_have_a_few_members_and_no_more() -> None:
+    members = gzip.compress(b"Hi") + bytes(9) + gzip.compress(b"") + gzip.compress(b" you")
+    assert encodings.decoded(bytearray(members), "gzip", 100) == b"Hi you"
+    assert encodings.decoded(bytearray(members), "gzip", 6) == b"Hi you"
+    with pytest.raises(BodyTooLong):
+        encodings.decoded(bytearray(members), "gzip", 5)
+    for wrong in (members[:-1], members + b"a", gzip.compress(b"") * 1000):
+        with pytest.raises(InvalidRequest, match="as gzip"):
+            encodings.decoded(bytearray(wrong), "gzip", 100)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
 async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
     backend = FakeBackend()
@@ -160,6 +174,22 @@ async def test_bodies_are_held_until_they_are_answered_and_no_more_than_may_be()
         assert in_flight.held == 0
         backend.script = FakeBackend().script
         assert (await http.post("/v1/completions", content=body)).status_code == 200
+    assert in_flight.held == 0
+
+
+async def test_of_a_compressed_body_is_counted_what_it_unpacks_to() -> None:
+    backend = FakeBackend("wait")
+    in_flight = BytesInFlight(50_000, 20_000)  # 30,000 beside those on their way
+    plain = json.dumps({"prompt": "a" * 18_000}).encode()
+    async with client(backend, in_flight=in_flight) as http:
+        post = {"url": "/v1/completions", "content": gzip.compress(plain)}
+        first = asyncio.create_task(http.post(**post, headers={"content-encoding": "gzip"}))
+        await backend.waiting.wait()
+        assert in_flight.held == len(plain)
+        assert (await http.post(**post, headers={"content-encoding": "gzip"})).status_code == 429
+        assert in_flight.held == len(plain)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
     assert in_flight.held == 0
 
 
