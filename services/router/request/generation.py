@@ -276,7 +276,7 @@ class Generator:
         if checked.sampling.bad_words:
             checked = await asyncio.to_thread(self._banned, checked)
         checked.sampling.check_vocabulary(self._tokenizer.vocab_size)
-        return checked
+        return replace(checked, runs_few=self._runs_few(checked.tenant))
 
     def _banned(self, checked: Checked) -> Checked:
         """With its bad words as ids."""
@@ -328,11 +328,11 @@ class Generator:
     def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
         """One of a higher priority than usual does not wait behind the others, however many there are. Nor
         does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
-        passes = checked.priority > 0 or self._runs_few(checked.tenant)
+        passes = checked.priority > 0 or checked.runs_few
         return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _runs_few(self, tenant: str) -> bool:
-        """At most half of its share here."""
+        """At most half of its share here, with one more that is not counted yet."""
         num_tenants = len(self._tenants.keys() | {tenant})
         return num_tenants > 1 and 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
 

@@ -24,6 +24,7 @@ class Checked:
     conversation_id: str
     tenant: str
     priority: int
+    runs_few: bool = False  # beside a crowd of other tenants', as it was when this request came
     operation: str = "text_completion"  # or chat
     tools: ChatTools = field(default_factory=ChatTools)
     answers: int = 1  # that are generated, and

@@ -110,22 +110,30 @@ def test_two_tenants_may_have_a_request_of_one_id(generator):
     assert generator.num_running == 0
 
 
-def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(generator):
-    """It takes turns with the others; a crowd of one tenant waits for itself."""
+async def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(character_tokenizer):
+    """It takes turns with the others; a crowd of one tenant waits for itself. What was said at the door is
+    said at the placement, too."""
+    cluster = LosingCluster(0)
+    generator = Generator(
+        "m", character_tokenizer, cluster, MagicMock(), max_attempts=1, max_wait_s=1.0, request_timeout_s=60.0
+    )
 
-    def allowed_s(tenant):
-        return generator._allowed_wait_s(Checked("x", SamplingParams(), "", tenant, 0), 1.0)
+    async def allowed_s(tenant):
+        cluster.allowed_s.clear()
+        with pytest.raises((DecodeRankLost, InvalidRequest)):
+            await anext(generator.generate(generation_pb2.GenerateRequest(text="a", tenant=tenant)))
+        assert len(cluster.allowed_s) == 2 and len(set(cluster.allowed_s)) == 1
+        return cluster.allowed_s[0]
 
     with ExitStack() as stack:
-        for number in range(12):
+        for number in range(4):
             crowd = Checked(f"r{number}", SamplingParams(), "", "crowd", 0)
             stack.enter_context(generator._track(crowd, INVALID_SPAN, None))
-        assert (allowed_s("crowd"), allowed_s("quiet")) == (0.5, math.inf)
-        for number in range(3):
-            quiet = Checked(f"q{number}", SamplingParams(), "", "quiet", 0)
-            stack.enter_context(generator._track(quiet, INVALID_SPAN, None))
-        assert (allowed_s("crowd"), allowed_s("quiet")) == (0.5, 0.5)
-    assert (allowed_s("quiet"), generator._tenants) == (0.5, {})
+        assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, math.inf)
+        quiet = Checked("q", SamplingParams(), "", "quiet", 0)
+        stack.enter_context(generator._track(quiet, INVALID_SPAN, None))
+        assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, 1.0)
+    assert (await allowed_s("quiet"), generator._tenants) == (1.0, {})
 
 
 def test_who_listens_is_told_how_requests_end_until_it_stops(generator):
@@ -146,9 +154,10 @@ class LosingCluster:
         self._num_tokens = num_tokens
         self._moves_penalties = moves_penalties
         self.excluded = []
+        self.allowed_s = []
 
     def check_room(self, max_wait_s, answers=1):
-        pass
+        self.allowed_s.append(max_wait_s)
 
     def max_context_tokens(self):
         return 100
@@ -160,6 +169,7 @@ class LosingCluster:
         return ranks  # each is a worker of its own
 
     def place(self, prompt, conversation_id, excluded, max_wait_s):
+        self.allowed_s.append(max_wait_s)
         self.excluded.append({rank.worker for rank in excluded})
         if len(self.excluded) == 6:
             raise InvalidRequest("enough")
