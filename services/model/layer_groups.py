@@ -13,7 +13,7 @@ from typing import Any
 
 from services.model.layer_kinds import LayerKinds, layer_kinds
 from services.model.recurrent_state import LayerState, layer_state
-from services.model.sizing import ITEM_BYTES
+from services.model.sizing import ITEM_BYTES, text_part
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup
 
@@ -90,8 +90,8 @@ class LayerGroups:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that is about text, with what its class knows and it leaves out."""
-    text = config.get("text_config") or config
+    """The part that is about text, with what its class knows and it leaves out. Raises ConfigError."""
+    text = text_part(config)
     return {**_UNSAID.get(str(text.get("model_type")), {}), **text}
 
 
@@ -99,7 +99,7 @@ def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
     """Of a checkpoint's config.json. Raises ConfigError when it says too little, or what is not known."""
     try:
         return _groups(text_config(config))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"config.json does not tell what its layers keep: {said}") from error
 

@@ -9,13 +9,21 @@ from services.values.errors import ConfigError
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about text: all of it, where it names none. Raises ConfigError."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise ConfigError(f"config.json's text_config is no object: {text!r}")
+    return text or config
+
+
 def kv_dtype(config: Mapping[str, Any]) -> str:
     """The type of the weights, which KV has too unless told otherwise. Raises ConfigError."""
-    text = config.get("text_config", {})
-    name = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), None)
-    if name not in ITEM_BYTES:
+    parts = (config, text_part(config))
+    name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    if not isinstance(name, str) or name not in ITEM_BYTES:
         raise ConfigError(f"config.json names dtype {name!r}; say --dtype={'|'.join(ITEM_BYTES)}")
-    return str(name)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,10 @@ def weights(config: Mapping[str, Any]) -> WeightsMemory:
         tables = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings") else 2)
         attention = sum(_mixers(text, hidden, own) for own in kinds)
         feed_forward = sum(_feed_forward(text, hidden, layer) for layer in _with_feed_forward(text, kinds))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"config.json does not tell the size of the weights: {error!r}") from error
+    if not hidden:
+        raise ConfigError("config.json does not tell the size of the weights: its hidden_size is 0")
     if text.get("hidden_size_per_layer_input"):
         raise ConfigError("embeddings of each layer are not counted here; say --weights-gib")
     norms = (2 * layers + 1) * hidden
@@ -128,8 +130,7 @@ def _quantized_bytes(quantization: Any, item_bytes: float) -> float:
     """Of a linear layer's parameter, without its share of the scales (of 128 x 128: 1 in 4,000)."""
     if not quantization:
         return item_bytes
-    if quantization.get("quant_method") == "fp8":
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method == "fp8":
         return 1.0
-    raise ConfigError(
-        f"weights quantized by {quantization.get('quant_method')!r} are not known here; say --weights-gib"
-    )
+    raise ConfigError(f"weights quantized by {method!r} are not known here; say --weights-gib")

@@ -56,6 +56,23 @@ def test_of_others_nothing_is_said(change, config):
     assert ranks_memory(replace(SETTINGS, **change), config) is None
 
 
+def test_of_a_config_with_other_types_nothing_is_said():
+    """Whoever loads such a checkpoint says why it does not."""
+    for wrong in (
+        {"text_config": []},
+        {"text_config": "x"},
+        {"text_config": 3},
+        {"dtype": ["float32"]},
+        {"quantization_config": "x"},
+        {"hidden_size": 0},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": float("inf")},
+        {"vocab_size": float("inf")},
+    ):
+        assert ranks_memory(SETTINGS, {**SMALL, **wrong}) is None, wrong
+    assert ranks_memory(SETTINGS, {**SMALL, "text_config": None}) == RANKS
+
+
 def test_an_unreadable_config_is_for_others_to_refuse(tmp_path):
     assert read_config("") == read_config(str(tmp_path)) == {}
     (tmp_path / "config.json").write_text("[1]")
