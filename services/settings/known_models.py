@@ -89,9 +89,9 @@ def is_whole(directory: Path) -> bool:
         length = int.from_bytes(head, "little")
         try:
             stated = json.loads(weights.read(min(length, file.stat().st_size)))
-        except ValueError:
-            return False
-    ends: list[int] = [entry["data_offsets"][1] for name, entry in stated.items() if name != "__metadata__"]
+            ends = [int(entry["data_offsets"][1]) for name, entry in stated.items() if name != "__metadata__"]
+        except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError):
+            return False  # it is no object of tensors
     return file.stat().st_size == 8 + length + max(ends, default=0)
 
 

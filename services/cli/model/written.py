@@ -43,13 +43,16 @@ def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[
     partial = directory.parent / f".{directory.name}.partial"
     with _writing(directory), _alone_in(partial, wait):
         _clear(partial)
+        is_moved = False
         try:
             yield partial
             if not is_there():
                 shutil.rmtree(directory, ignore_errors=True)
                 partial.rename(directory)
+                is_moved = True
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not is_moved:  # else the next one has begun there
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import threading
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,20 @@ def test_a_half_made_one_is_told_and_made_again(tiny):
     assert not is_whole(tiny.cached)
 
 
+def test_a_header_that_is_no_object_of_tensors_is_not_whole(tiny):
+    ensure()
+    for head in (
+        "[1, 2]",
+        '"x"',
+        '{"a": []}',
+        '{"a": {}}',
+        '{"a": {"data_offsets": [0]}}',
+        '{"a": {"data_offsets": 5}}',
+    ):
+        (tiny.cached / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head.encode())
+        assert not is_whole(tiny.cached), head
+
+
 def test_a_file_that_is_not_the_known_one_leaves_nothing(tiny, monkeypatch):
     monkeypatch.setitem(KNOWN, "tiny", replace(tiny, sha256="0" * 64))
     with pytest.raises(ConfigError, match="is not the file that is known: its SHA-256 is"):
@@ -174,6 +189,22 @@ def test_of_two_writers_the_second_waits_and_finds_it_done(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
     with pytest.raises(ConfigError, match=r"d is not empty \(file\); hint"):
         require_empty(directory, "hint")
+
+
+def test_what_the_next_writer_begins_stays(tmp_path, monkeypatch):
+    """It may begin as soon as the directory is in its place."""
+    partial = tmp_path / ".d.partial"
+    rename = Path.rename
+
+    def renamed(path, target):
+        rename(path, target)
+        partial.mkdir()
+        (partial / "file").write_text("the next one's")
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with written_whole(tmp_path / "d", lambda: False, lambda: None):
+        pass
+    assert (partial / "file").read_text() == "the next one's"
 
 
 def test_a_gguf_file_given_as_a_model_says_how_to_convert_it(gguf, tmp_path):
