@@ -129,7 +129,7 @@ class TemplateTurns:
         if "description" in (self._filled or ()):
             function.setdefault("description", "")
         if "properties" in (self._filled or ()):
-            parameters = {"properties": {}, **parameters}
+            parameters = {**parameters, "properties": parameters.get("properties", {})}
         return {**tool, "function": {**function, "parameters": parameters}}
 
     def with_own_ids(self, turns: Sequence[Turn]) -> list[Turn]:

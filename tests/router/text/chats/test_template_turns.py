@@ -127,6 +127,18 @@ def test_a_tool_has_what_its_template_cannot_do_without(needs: str, filled: dict
     assert {**function.pop("parameters"), **function} == {"name": "f", "type": "object", **filled}
 
 
+def test_what_is_filled_in_leaves_the_order_of_a_tools_parameters() -> None:
+    turns = turns_of(
+        "{% for t in tools %}{{ t.function.name }}{% for p in t.function.parameters.properties.items() %}"
+        "{% endfor %}{% endfor %}{{ messages[0].content }}"
+    )
+    parameters = {"type": "object", "properties": {"x": {}}, "required": ["x"]}
+    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    assert [*tool["function"]["parameters"].items()] == [*parameters.items()]
+    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})
+    assert [*tool["function"]["parameters"].items()] == [("type", "object"), ("properties", {})]
+
+
 def test_quotes_that_a_template_escapes_are_none_of_its_own() -> None:
     """As mistral-common's do, which take arguments as an object and write HTML around them."""
     escaping = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}&#34;"
