@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 Bytes = NDArray[np.uint8]
 
 _KEPT_S = 7 * 24 * 3600.0  # after which nobody has asked for a file
+_UNFINISHED = "unfinished-"  # a file that is being written; whoever writes it may be killed
+_WRITTEN_S = 3600.0  # after which nobody writes any more
 _LEFT_FREE_BYTES = 2 << 30  # of the disk
 _FEWEST_BYTES = 1 << 20  # of a tensor that is no linear layer's: less is copied
 
@@ -36,15 +38,17 @@ class SharedWeights:
     """A folder of such files."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Files that nobody has asked for in a week are removed. None: below the user's cache."""
+        """Files that nobody has asked for in a week are removed, and those that nobody finished in an hour.
+        None: below the user's cache."""
         self._usable = True
         try:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
             self._folder = folder or cache.expanduser() / "isthmus" / "weights"
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path in self._folder.iterdir():
+                kept_s = _WRITTEN_S if path.name.startswith(_UNFINISHED) else _KEPT_S
                 with suppress(FileNotFoundError):  # others make and remove some meanwhile
-                    if path.stat().st_mtime < time.time() - _KEPT_S:
+                    if path.stat().st_mtime < time.time() - kept_s:
                         path.unlink()
         except (OSError, RuntimeError) as error:  # there may be no home
             self._give_up(error)
@@ -74,7 +78,7 @@ class SharedWeights:
     def _made(self, path: Path, content: Bytes) -> Bytes:
         if shutil.disk_usage(self._folder).free - content.size < _LEFT_FREE_BYTES:
             raise OSError(f"the disk of {self._folder} is nearly full")
-        with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_UNFINISHED) as file:
             content.tofile(file)
             file.flush()
             with suppress(FileExistsError):  # of ranks that start at once the first one's is everybody's

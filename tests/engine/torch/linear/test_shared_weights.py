@@ -1,7 +1,9 @@
 """Weights in files: the same numbers, held once."""
 
 import os
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,26 @@ def test_what_nobody_asks_for_goes(tmp_path):
     SharedWeights(tmp_path)
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000]
     assert np.array_equal(left, CONTENT[:2000]) and np.array_equal(kept, CONTENT[:1000])
+
+
+def test_what_nobody_finished_goes_after_an_hour(tmp_path, monkeypatch):
+    def killed(*names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", killed)
+    kept = partial(tempfile.NamedTemporaryFile, delete=False)  # as of a process that is gone
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", kept)
+    with pytest.raises(KeyboardInterrupt):
+        SharedWeights(tmp_path).shared(CONTENT)
+    monkeypatch.undo()
+    (left,) = tmp_path.iterdir()
+    SharedWeights(tmp_path).shared(CONTENT)
+    for age_s, num_files in ((1800, 2), (2 * 3600, 1)):
+        for path in tmp_path.iterdir():
+            os.utime(path, times=(time.time() - age_s,) * 2)
+        SharedWeights(tmp_path)
+        assert len([*tmp_path.iterdir()]) == num_files
+    assert not left.exists()
 
 
 def test_a_model_computes_the_same_bits_with_shared_weights(tmp_path, monkeypatch):
