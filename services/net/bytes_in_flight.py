@@ -6,6 +6,9 @@
                               OLD_S at least, and is refused else
     it is there             its length is counted until its call has ended; above the bound it is refused
 
+Where calls have owners, above half of what may be held only those are refused who would hold more than an
+equal share, of which one is kept for who comes next: nobody alone can fill it. One message each may have.
+
 A client may leave a stream of messages idle: what is on its way there has no time limit, and takes one of
 STREAMS places of its own, which are not within the bound.
 
@@ -14,6 +17,7 @@ as the largest one. Over HTTP a body is counted as its pieces come, and nothing 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +35,15 @@ _SHARE_ON_THE_WAY = 2  # half of the bound is for large messages that are on the
 class BytesInFlight:
     """Of one process."""
 
-    def __init__(self, most: int, largest: int, refused: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        most: int,
+        largest: int,
+        refused: Callable[[], None] = lambda: None,
+        owner: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """`largest`: that a message may have. `refused` is called for each for which there was no room.
+        `owner` tells whose the call is that begins; None: nobody's, and no share bounds it.
 
         Raises ConfigError when `most` cannot hold two of the largest.
         """
@@ -45,23 +56,37 @@ class BytesInFlight:
         self.places = Places(num_places)
         self.streams = Places(STREAMS)
         self._most = most - num_places * largest
+        self._largest = largest
         self._refused = refused
+        self._owner = owner
+        self._held_by = Counter[str]()  # by owner; above 0 each
         self.held = 0
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:
         """What is held within it is let go at its end."""
-        held = HeldBytes(self)
+        held = HeldBytes(self, self._owner())
         try:
             yield held
         finally:
             held.let_go()
 
-    def take(self, num_bytes: int) -> None:
+    def take(self, num_bytes: int, owner: str | None = None) -> None:
         """Raises NoCapacity, and takes nothing then."""
-        if num_bytes > 0 and self.held + num_bytes > self._most:
+        if num_bytes > 0 and not self._has_room(num_bytes, owner):
             raise self.no_room()
         self.held += num_bytes
+        if owner is not None:
+            self._held_by[owner] += num_bytes
+            if not self._held_by[owner]:
+                del self._held_by[owner]
+
+    def _has_room(self, num_bytes: int, owner: str | None) -> bool:
+        held = self.held + num_bytes
+        if owner is None or 2 * held <= self._most:
+            return held <= self._most
+        share = self._most // (len(self._held_by.keys() | {owner}) + 1)
+        return held <= self._most and self._held_by[owner] + num_bytes <= max(share, self._largest)
 
     def no_room(self) -> NoCapacity:
         self._refused()
@@ -100,17 +125,18 @@ class Places:
 class HeldBytes:
     """What one call holds."""
 
-    def __init__(self, in_flight: BytesInFlight) -> None:
+    def __init__(self, in_flight: BytesInFlight, owner: str | None) -> None:
         self._in_flight = in_flight
+        self._owner = owner
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Raises NoCapacity."""
-        self._in_flight.take(num_bytes)
+        self._in_flight.take(num_bytes, self._owner)
         self._num_bytes += num_bytes
 
     def let_go(self) -> None:
-        self._in_flight.take(-self._num_bytes)
+        self._in_flight.take(-self._num_bytes, self._owner)
         self._num_bytes = 0
 
     async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:

@@ -38,6 +38,7 @@ from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults,
 from services.router.http.door.connection import BoundedConnection, HttpBounds, HttpMetrics
 from services.router.http.door.http_tls import HttpTls
 from services.router.http.routes import http_app
+from services.router.keys import callers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
@@ -162,7 +163,9 @@ async def open_router(
         largest = config.max_message_bytes or most_message_bytes(
             tokenizer.context_tokens, tokenizer.vocab_size
         )
-        in_flight = BytesInFlight(config.max_bytes_in_flight, largest, metrics.message_refused)
+        in_flight = BytesInFlight(
+            config.max_bytes_in_flight, largest, metrics.message_refused, callers.tenant_by_key
+        )
         metrics.message_bytes.set_function(lambda: in_flight.held)
         log_lines.event(
             log, "message_bounds", largest_bytes=largest, in_flight_bytes=config.max_bytes_in_flight

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import grpc
 import pytest
@@ -38,6 +39,32 @@ def test_what_a_call_holds_is_let_go_at_its_end_however_it_ends():
 def test_a_bound_that_cannot_hold_two_messages_is_refused():
     with pytest.raises(errors.ConfigError, match="--max-bytes-in-flight must hold two"):
         BytesInFlight(2 * LARGEST - 1, LARGEST)
+
+
+def test_nobody_alone_fills_the_bound_where_calls_have_owners():
+    owner = None
+    in_flight = BytesInFlight(1000 + 10 * 100, 100, owner=lambda: owner)  # 1000 beside ten places
+
+    def holds(num_messages: int) -> int:
+        for done in range(num_messages):
+            held = stack.enter_context(in_flight.call())
+            try:
+                held.add(100)
+            except errors.NoCapacity:
+                return done
+        return num_messages
+
+    with contextlib.ExitStack() as stack:
+        told = []
+        for owner in ("a", "b", "c", "a", "d", "e"):
+            told.append((owner, holds(20)))
+        assert told == [("a", 5), ("b", 3), ("c", 2), ("a", 0), ("d", 0), ("e", 0)]
+    assert (in_flight.held, in_flight._held_by) == (0, {})
+    with contextlib.ExitStack() as stack:
+        owner = None
+        assert holds(20) == 10
+    with BytesInFlight(200, 100, owner=lambda: "a").call() as held:
+        held.add(100)  # one message, though it is more than a share
 
 
 async def test_a_message_is_held_in_place_of_the_one_before_it():

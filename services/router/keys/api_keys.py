@@ -21,7 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health
 
 from services.observe import log_lines
-from services.router.keys.callers import Caller, calling
+from services.router.keys.callers import Caller, calling, enter
 from services.router.keys.key_file import digest, num_unbound, read_keys
 from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.values.errors import ConfigError, Unauthenticated
@@ -127,6 +127,7 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             caller = self._keys.check(shown)
         except Unauthenticated as error:
             return _refusing(error, self._keys.refusals)
+        enter(caller)  # before the message is read, by what stands around this door, in this task
         handler = await continuation(handler_call_details)
         return None if handler is None else _as(caller, partial(self._keys.is_good, shown, caller), handler)
 

@@ -34,6 +34,17 @@ def current() -> Caller:
     return _CALLER.get()
 
 
+def tenant_by_key() -> str | None:
+    """Of the call that is being served; None: its key names none, and others may share the name that it
+    gives."""
+    return current().tenant
+
+
+def enter(caller: Caller) -> None:
+    """In what is left of this task `current` is the caller."""
+    _CALLER.set(caller)
+
+
 def still_good() -> Callable[[], bool]:
     """Tells, whenever it is called, whether the key that was shown for this call is still good for the same:
     a call without an end has to ask."""

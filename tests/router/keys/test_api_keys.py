@@ -19,11 +19,13 @@ from router.http.backend import FakeBackend, client, complete
 from router.http.test_leaving import PROMPTS
 from services.cli.client import key_metadata
 from services.net import channels, grpc_errors, servers
+from services.net.bytes_in_flight import BytesInFlight
 from services.router.http.routes import http_app
+from services.router.keys import callers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
 from services.router.request.telemetry.metrics import RouterMetrics
-from services.router.server import GenerationService, add_to_server
+from services.router.server import GENERATE, GenerationService, add_to_server, generate_handler
 from services.values.errors import ConfigError, Forbidden, Unauthenticated
 from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
@@ -358,13 +360,15 @@ def service_of(player, told):
 
 
 @asynccontextmanager
-async def serving(keys, player, told=told_of):
+async def serving(keys, player, told=told_of, bounds=None):
     service = service_of(player, told)
     server = await servers.open_server(
         "127.0.0.1:0",
         partial(add_to_server, service),
         [],
         interceptors=[GrpcDoor(keys)],
+        busy={GENERATE: generate_handler(service)},
+        bounds=bounds or servers.ClientBounds(),
     )
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
@@ -530,3 +534,17 @@ async def test_health_checks_show_no_key(channel):
 
     answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_what_a_call_holds_is_its_keys_tenants(of_tenants):
+    """What reads the message stands around the door, and asks for each call on a connection anew."""
+    owners = []
+    in_flight = BytesInFlight(2000, 1000, owner=lambda: owners.append(callers.tenant_by_key()))
+    named = ("acme", "acme"), ("ours", None), ("b", "b"), ("bare", None)
+    async with serving(of_tenants, Player(), bounds=servers.ClientBounds(in_flight=in_flight)) as channel:
+        for key, _ in named:
+            await generate(channel, tuple(bearer(key).items()))
+    async with client(FakeBackend(), keys=of_tenants, in_flight=in_flight) as http:
+        for key, _ in named:
+            await http.get("/v1/models", headers=bearer(key))
+    assert owners == 2 * [tenant for _, tenant in named]
