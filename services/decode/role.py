@@ -11,7 +11,13 @@ from services.engine.choose import decode_engines
 from services.rank.config import RankConfig
 from services.rank.main import RankRole, Services
 from services.values.rank import Plan, RankId, Role
-from services.values.registration import NO_CACHE, NO_MOVED_PENALTIES, NO_RESUME_POINTS, REMOTE_ONLY
+from services.values.registration import (
+    NO_CACHE,
+    NO_MOVED_PENALTIES,
+    NO_RESUME_POINTS,
+    NO_TENANT_TURNS,
+    REMOTE_ONLY,
+)
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
 
 
@@ -37,5 +43,6 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
         NO_CACHE: config.decode_cache == "off",
         NO_MOVED_PENALTIES: not engine.moves_penalties,
         NO_RESUME_POINTS: not engine.tells_resume_points,
+        NO_TENANT_TURNS: not engine.takes_turns,
     }
     return RankRole(Role.DECODE, engine, make_services, tuple(name for name in lacks if lacks[name]))

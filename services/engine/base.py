@@ -82,6 +82,10 @@ class Engine(Protocol):
         """Whether `cache_events` say which blocks are resumable, where the layout carries tails or states."""
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether a tenant that asks for little does not wait behind another's crowd."""
+
+    @property
     def tells_pairs(self) -> bool:
         """Whether `cache_events` name blocks of pairs of tokens (kv/block_hash.py); known once it has
         started."""

@@ -12,7 +12,7 @@ from services.prefill.server import PrefillService
 from services.rank.config import RankConfig
 from services.rank.main import RankRole, Services
 from services.values.rank import RankId, Role
-from services.values.registration import NO_CACHE, NO_RESUME_POINTS
+from services.values.registration import NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 
@@ -37,7 +37,11 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
         ]
         return Services(register, names, service.intake, _nothing_to_close)
 
-    lacks = {NO_CACHE: config.prefill_cache == "off", NO_RESUME_POINTS: not engine.tells_resume_points}
+    lacks = {
+        NO_CACHE: config.prefill_cache == "off",
+        NO_RESUME_POINTS: not engine.tells_resume_points,
+        NO_TENANT_TURNS: not engine.takes_turns,
+    }
     return RankRole(Role.PREFILL, engine, make_services, tuple(name for name in lacks if lacks[name]))
 
 

@@ -29,7 +29,7 @@ from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import NO_MOVED_PENALTIES, REMOTE_ONLY, Registration
+from services.values.registration import NO_MOVED_PENALTIES, NO_TENANT_TURNS, REMOTE_ONLY, Registration
 from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class Cluster:
         self._max_context_tokens = 0
         self._model_context_tokens = 0
         self._known_plans = settings.plans
+        self._takes_turns = True
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
         self._outdated = False
         self._stop_listening: Callable[[], None] | None = None
@@ -213,6 +214,12 @@ class Cluster:
         if not self.ranks(Role.DECODE):
             raise Unavailable("no decode rank is registered")
         return self._max_context_tokens
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a tenant that asks for little does not wait behind another's crowd, at whatever rank."""
+        self._refresh()
+        return self._takes_turns
 
     def length_means(
         self, num_tokens: int, output_tokens: int, max_tokens: int | None
@@ -449,6 +456,7 @@ class Cluster:
         if decodes:  # else it is as it was
             self._model_context_tokens = max(map(_model_context_tokens, decodes))
         decodes, prefills = _staying(decodes), _staying(prefills)
+        self._takes_turns = not any(NO_TENANT_TURNS in rank.capabilities for rank in (*decodes, *prefills))
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
         self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
         self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)

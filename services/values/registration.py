@@ -15,6 +15,9 @@ NO_CACHE = "no-cache"
 # Of a rank of either role whose layout carries tails or states, and whose engine does not tell where it keeps
 # them: wherever it holds a prefix counts as resumable, until its answers say otherwise.
 NO_RESUME_POINTS = "no-resume-points"
+# Of a rank of either role whose engine lets no tenants take turns: who asks for little beside another's crowd
+# waits for the crowd.
+NO_TENANT_TURNS = "no-tenant-turns"
 # Of a rank of either role whose radix tree has pairs of tokens for keys: its blocks are named by the chain of
 # pairs (kv/block_hash.py).
 PAIR_BLOCKS = "pair-blocks"

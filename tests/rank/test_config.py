@@ -18,6 +18,7 @@ from services.values.registration import (
     NO_CACHE,
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,
+    NO_TENANT_TURNS,
     PAIR_BLOCKS,
     REMOTE_ONLY,
 )
@@ -115,6 +116,13 @@ def test_a_rank_whose_engine_does_not_say_where_it_can_go_on_says_that(monkeypat
     for make_roles in (decode_roles, prefill_roles):
         (role,) = make_roles(config_of(), [own_rank_id(config_of())])
         assert role.capabilities == (NO_RESUME_POINTS,)
+
+
+def test_a_rank_whose_engine_lets_no_tenants_take_turns_says_that(monkeypatch):
+    monkeypatch.setattr(PagedEngine, "takes_turns", False)
+    for make_roles in (decode_roles, prefill_roles):
+        (role,) = make_roles(config_of(), [own_rank_id(config_of())])
+        assert role.capabilities == (NO_TENANT_TURNS,)
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -334,7 +334,9 @@ class Generator:
     def _runs_few(self, tenant: str) -> bool:
         """At most half of its share here, with one more that is not counted yet."""
         num_tenants = len(self._tenants.keys() | {tenant})
-        return num_tenants > 1 and 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
+        runs_few = 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
+        # Where ranks let no tenants take turns, it would wait for the crowd like any other.
+        return num_tenants > 1 and runs_few and self._cluster.takes_turns
 
     def _encoder(self, max_tokens: int | None = None) -> PromptEncoder:
         return PromptEncoder(

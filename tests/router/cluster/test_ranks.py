@@ -17,7 +17,7 @@ from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import Unavailable
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey, Role
-from services.values.registration import NO_MOVED_PENALTIES
+from services.values.registration import NO_MOVED_PENALTIES, NO_TENANT_TURNS
 
 
 async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(cluster, mirror, monkeypatch):
@@ -125,6 +125,18 @@ async def test_whether_an_answer_with_penalties_may_move_is_the_ranks_word(two_d
             )
         )
         assert two_decodes.place(prompt, "", frozenset({D1.registration.id})).moves_penalties is moves
+
+
+async def test_tenants_take_turns_where_every_rank_that_stays_lets_them(cluster, mirror):
+    without = {"capabilities": (NO_TENANT_TURNS,)}
+    for ranks, takes_turns in (
+        ([D0, D1, P0], True),
+        ([D0, view(Role.DECODE, 1, **without), P0], False),
+        ([D0, D1, view(Role.PREFILL, 0, **without)], False),
+        ([D0, view(Role.DECODE, 1, draining=True, **without), P0], True),
+    ):
+        mirror.set(*ranks)
+        assert cluster.takes_turns is takes_turns
 
 
 async def test_a_rank_that_failed_a_request_may_have_it_again_once_it_has_started_anew(two_decodes):

@@ -130,6 +130,9 @@ async def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(cha
             crowd = Checked(f"r{number}", SamplingParams(), "", "crowd", 0)
             stack.enter_context(generator._track(crowd, INVALID_SPAN, None))
         assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, math.inf)
+        cluster.takes_turns = False
+        assert await allowed_s("quiet") == 1.0
+        cluster.takes_turns = True
         quiet = Checked("q", SamplingParams(), "", "quiet", 0)
         stack.enter_context(generator._track(quiet, INVALID_SPAN, None))
         assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, 1.0)
@@ -155,6 +158,7 @@ class LosingCluster:
         self._moves_penalties = moves_penalties
         self.excluded = []
         self.allowed_s = []
+        self.takes_turns = True
 
     def check_room(self, max_wait_s, answers=1):
         self.allowed_s.append(max_wait_s)

@@ -114,6 +114,7 @@ class PagedEngine:
     """Starts and stops the thread, routes its events to the requests' mailboxes."""
 
     tells_resume_points = True
+    takes_turns = True
     tells_pairs = False
 
     def __init__(

@@ -43,6 +43,7 @@ class SglangRank:
     """What both roles have in common; implements services.engine.base.Engine."""
 
     tells_resume_points = False  # SGLang's events are of full attention alone
+    takes_turns = False  # SGLang's queue knows no tenants
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker
