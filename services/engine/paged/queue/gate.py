@@ -42,6 +42,8 @@ class Gate:
             True,
             True,
         )  # the news by which nobody could be let in, and who might have been
+        # The news by which an exchange of these two would not have been enough.
+        self._no_exchange: tuple[int, Sequence, Sequence] | None = None
         self.reserved_pages = 0  # for the growth of those that run, when last looked at
         self.overtakes = 0
 
@@ -126,12 +128,15 @@ class Gate:
         if victim is None:
             return None
         others = [each for each in active if each is not victim]
-        fits = has_place(seq, others) and self._would_fit(seq, others, victim)
-        return (seq, victim) if fits else None
+        if self._no_exchange == (self._news, seq, victim) or not has_place(seq, others):
+            return None
+        if not self._would_fit(seq, others, victim):
+            self._no_exchange = (self._news, seq, victim)
+            return None
+        return seq, victim
 
     def _order(self, active: Collection[Sequence]) -> None:
-        if not self._queue.is_of_one_tenant:
-            self._queue.order(_running(active))
+        self._queue.order(_running(active))
 
     def _are_of_others(self, active: Collection[Sequence]) -> bool:
         """Whether one that waits and one that runs are of two tenants."""

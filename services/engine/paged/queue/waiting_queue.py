@@ -10,6 +10,7 @@ The order is by priority, then by turns of the tenants, then by arrival. A tenan
 So among one tenant's it is arrival alone, and nobody waits for more of another's than of its own.
 """
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
@@ -26,6 +27,8 @@ class WaitingQueue:
         self._patience = patience
         self._sequences: list[Sequence] = []
         self._tenants = Counter[str]()  # how many wait, of each
+        # How many of each ran by whom `_sequences` are in order; empty: one tenant's, None: they are in none.
+        self._ordered_by: dict[str, int] | None = {}
 
     @property
     def is_of_one_tenant(self) -> bool:
@@ -39,17 +42,26 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         seq.overtaken, seq.overtaken_since_s, seq.lookup = 0, None, None
-        self._sequences.append(seq)
-        self._sequences.sort(key=place_in_line)
         self._tenants[tenant_of(seq)] += 1
+        if self.is_of_one_tenant and self._ordered_by == {}:
+            insort(self._sequences, seq, key=place_in_line)
+        else:
+            self._sequences.append(seq)
+            self._ordered_by = None
 
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
         self._leave(seq)
+        if self._ordered_by:
+            self._ordered_by = None
 
     def order(self, running: Mapping[str, int]) -> None:
-        """By turns, of which each tenant has had as many as it has running."""
-        self._sequences = in_turn(self._sequences, running)
+        """By turns, of which each tenant has had as many as it has running. To be called before the order
+        matters; it costs next to nothing where that is as it was."""
+        ordered_by = {} if self.is_of_one_tenant else {tenant: running[tenant] for tenant in self._tenants}
+        if ordered_by != self._ordered_by:
+            self._sequences = in_turn(self._sequences, running)
+            self._ordered_by = ordered_by
 
     def next(
         self,
@@ -82,6 +94,7 @@ class WaitingQueue:
     def take(self, seq: Sequence, now_s: float) -> int:
         """It comes in; returns how many it has overtaken."""
         index = self._sequences.index(seq)
+        self._note_turn_taken(seq, index)
         for passed in self._sequences[:index]:
             passed.overtaken += 1
             if passed.overtaken_since_s is None:
@@ -89,6 +102,18 @@ class WaitingQueue:
         del self._sequences[index]
         self._leave(seq)
         return index
+
+    def _note_turn_taken(self, seq: Sequence, index: int) -> None:
+        """The turns of those behind are what they were, if it is the first of its tenant: one fewer waits
+        before them, and one more runs."""
+        if self._ordered_by:
+            tenant = tenant_of(seq)
+            if any(tenant_of(passed) == tenant for passed in self._sequences[:index]):
+                self._ordered_by = None
+            elif self._tenants[tenant] > 1:
+                self._ordered_by[tenant] += 1
+            else:
+                del self._ordered_by[tenant]
 
     def _leave(self, seq: Sequence) -> None:
         tenant = tenant_of(seq)

@@ -1,10 +1,15 @@
 """Tenants take turns: whoever asks for little beside another's crowd does not wait for the crowd."""
 
+import random
+from collections import Counter
+
 import pytest
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
-from services.engine.paged.queue.waiting_queue import in_turn
+from services.engine.paged.queue import waiting_queue
+from services.engine.paged.queue.admission import Patience
+from services.engine.paged.queue.waiting_queue import WaitingQueue, in_turn
 from services.engine.paged.sequence import Phase, Sequence
 from services.values.request import GenerationRequest, SamplingParams
 
@@ -37,6 +42,48 @@ def test_tenants_take_turns_and_each_ones_own_come_as_they_arrived(had, served_a
 def test_one_tenants_line_is_that_of_arrival():
     sequences = [waiting(n, "a", priority=n % 2) for n in range(8)]
     assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
+
+
+def test_the_line_is_in_turn_whoever_comes_and_goes():
+    chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience())
+    for number in range(2000):
+        queue.order(running)
+        line = list(queue)
+        assert line == in_turn(line, running)
+        match chance.randrange(6 if line else 2):
+            case 0 | 1:
+                # It becomes empty, or of one tenant, now and then.
+                if len(line) < 12 * (number // 100 % 2):
+                    queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1))))
+            case 2:
+                queue.remove(chance.choice(line))
+            case 3:
+                running = Counter(chance.choices("aab", k=chance.randrange(4)))
+            case choice:
+                seq = line[0] if choice == 4 else chance.choice(line)
+                queue.take(seq, 0.0)
+                running[seq.request.cache_salt] += 1
+
+
+def test_a_step_at_which_nothing_happens_sorts_no_line_and_weighs_nobody(monkeypatch):
+    rank = Rank(num_pages=16, page_size=4, max_running=4)
+    crowd = [rank.submit([number, 1, 2], 12, cache_salt="crowd") for number in range(3)]
+    rank.step()
+    others = [rank.submit(range(100, 155), 2, cache_salt=salt) for salt in ("quiet", "crowd", "quiet")]
+    rank.step()  # which finds that no exchange would be enough
+    looked_at = []
+
+    def watch(owner, name, size_of):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: looked_at.append(size_of(*args)) or inner(*args))
+
+    watch(waiting_queue, "in_turn", lambda sequences, *args: {seq.phase for seq in sequences})
+    watch(rank.core._gate, "_would_fit", lambda seq, *args: {seq.phase})
+    for _ in range(4):
+        rank.step()
+    assert all(seq.phase is Phase.DECODING for seq in crowd)
+    assert looked_at and not any(Phase.WAITING in phases for phases in looked_at)
+    rank.run([*crowd, *others])
 
 
 def test_a_short_request_beside_a_crowd_comes_in_at_the_next_step_and_the_crowd_loses_nothing():
