@@ -33,13 +33,16 @@ class Trailed:
 
 class Unlined:
     """Without a line's end at its beginning, where that is `led` by one, and without one at its end, which is
-    `held`."""
+    `held`. `begins_line`: what came last was a line's end."""
 
     def __init__(self, sink: Callable[[str], object], led: bool = True) -> None:
         self.held = ""
+        self.begins_line = False
         self._begins, self._sink = led, sink
 
     def __call__(self, text: str) -> None:
+        if text:
+            self.begins_line = text.endswith("\n")
         if self._begins and text:
             text, self._begins = text.removeprefix("\n"), False
         text = self.held + text

@@ -132,6 +132,8 @@ class TextArguments:
         self._arguments.add(text_of(value))
 
     def _begin(self, key: str) -> None:
+        if key in self._given:
+            raise Unreadable
         self._arguments.add(f"{', ' if self._given else '{'}{text_of(key)}: ")
         self._given.add(key)
 
@@ -272,15 +274,22 @@ _MINIMAX = _Tags(
 _KEY = re.compile(r"[^\n<>]*")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tagged:
     """The arguments of a call, between tags. Models leave closing tags out at times. A value without one ends
-    where an argument begins that the tool may have and that was not written yet, and where tags close the
-    call with nothing but a call behind them. All else between two tags is the value's text."""
+
+    - where a line begins with the tag of an argument that the tool may have and that was not written yet,
+      unless that argument comes right behind the next end of a value: then the tag is only mentioned;
+    - where tags close the call with nothing behind them;
+    - where a line begins with tags that close the call, and a call follows. None does where a value ends
+      before any other tag comes.
+
+    All else between two tags is the value's text. An argument that is given twice makes a call unreadable."""
 
     reader: Reader
     tags: _Tags
     arguments: TextArguments
+    follows: str | None = None  # the argument behind the next end of a value; None: nobody looked yet
 
     def read(self) -> Reading[None]:
         """What closes the call, or opens the next one, is not taken. Raises Unreadable where none comes."""
@@ -303,18 +312,19 @@ class _Tagged:
             marker = yield from self.reader.upto((tags.ends, tags.begins, *tags.closes), text)
             if marker is None:
                 raise Unreadable
-            if marker == tags.ends:
-                sink("" if tags.on_lines else text.held)
-                return ""
+            taken = ""
             if marker == tags.begins:
                 key, taken = yield from self._key()
-                if self.arguments.misses(key):
+                if text.begins_line and self.arguments.misses(key) and key != (yield from self._behind_end()):
                     return key
+            elif marker == tags.ends:
+                self.follows = None
+                sink("" if tags.on_lines else text.held)
+                return ""
             else:
-                behind = yield from self._behind(marker)
-                if behind is None:
+                self.follows = None
+                if (yield from self._ends_call(marker, text.begins_line)):
                     return ""
-                taken = behind
             text(marker + taken)
 
     def _key(self) -> Reading[tuple[str, str]]:
@@ -330,18 +340,35 @@ class _Tagged:
             between = between[between.index(found) + 1 :]
         return texts[1].strip("\"' "), "".join(texts)
 
-    def _behind(self, closing: str) -> Reading[str | None]:
-        """The text behind a tag that closes a call, as far as it was taken. None: the call ends there, and
-        the tag is not taken either."""
-        reader, tags = self.reader, self.tags
-        texts = []
+    def _behind_end(self) -> Reading[str]:
+        """The name of the argument behind the next end of a value, "" for none. Nothing is taken."""
+        if self.follows is None:
+            reader, tags, texts = self.reader, self.tags, list[str]()
+            end = yield from reader.upto((tags.ends, *tags.closes), texts.append)
+            texts.append(end or "")
+            self.follows = ""
+            if end == tags.ends:
+                texts += [(yield from reader.blank()), (yield from reader.either(tags.begins))]
+                if texts[-1]:
+                    self.follows, taken = yield from self._key()
+                    texts.append(taken)
+            reader.put_back("".join(texts))
+        return self.follows
+
+    def _ends_call(self, closing: str, begins_line: bool) -> Reading[bool]:
+        """Whether the call ends with the tag, which is not taken then. Nothing behind it is."""
+        reader, tags, texts = self.reader, self.tags, list[str]()
         for closes in tags.closes[tags.closes.index(closing) + 1 :]:
             texts += [(yield from reader.blank()), (yield from reader.either(closes))]
         texts += [(yield from reader.blank()), (yield from reader.either(*tags.opens))]
-        if texts[-1] or not reader.has_more:
-            reader.put_back(closing + "".join(texts))
-            return None
-        return "".join(texts)
+        if texts[-1] and begins_line:
+            found = yield from reader.upto((tags.ends, tags.begins, *tags.closes), texts.append)
+            texts.append(found or "")
+            is_end = found != tags.ends
+        else:
+            is_end = not texts[-1] and not reader.has_more
+        reader.put_back((closing if is_end else "") + "".join(texts))
+        return is_end
 
 
 def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:

@@ -329,6 +329,46 @@ def test_a_value_may_hold_tags_that_end_no_argument(inner):
         assert got.calls == (("f", dumps({"s": f"A {inner}"})),) and got.content == ""
 
 
+FILES = {"write": {"properties": {key: {"type": "string"} for key in ("content", "path", "mode")}}}
+BEGINNINGS = {
+    "qwen3_coder": "<parameter={}>",
+    "glm45": "<arg_key>{}</arg_key>\n<arg_value>",
+    "minimax_m2": '<parameter name="{}">',
+}
+MENTIONS = (  # {} is the tag that begins the next argument
+    "See {} tag",
+    "{}",
+    "See\n{} tag",
+    "See\n{} and\n{}",
+    "doc: </function>\n</tool_call>\n<tool_call> more",
+    "doc:\n</invoke>\n<invoke name= more",
+    "doc:\n</tool_call>\n<tool_call>\n<function=write>",
+)
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_a_value_that_mentions_tags_is_whole(name):
+    begin = BEGINNINGS[name]
+    [writer] = (each[1] for each in WRITERS if each[0] == name)
+    for mention in MENTIONS:
+        given = {"content": mention.replace("{}", begin.format("path")), "path": "x", "mode": "a"}
+        text = writer(Answer(calls=(("write", given), ("write", given))))
+        for pieces in ([text], text):
+            got = read(choice_of(name, "none"), pieces, FILES)
+            assert [arguments for _, arguments in got.calls] == [dumps(given)] * 2, mention
+            assert (got.content, got.broken) == ("", 0)
+
+
+def test_an_argument_that_is_given_twice_makes_no_call():
+    for name, begin in BEGINNINGS.items():
+        [writer] = (each[1] for each in WRITERS if each[0] == name)
+        text = writer(Answer(calls=(("write", {"path": "x", "mode": "a"}),)))
+        twice = text.replace(begin.format("mode"), begin.format("path"))
+        for pieces in ([twice], twice):
+            got = read(choice_of(name, "none"), pieces, FILES)
+            assert (got.content, got.calls, got.broken) == (twice, (), 1)
+
+
 OBJECTS = ('{"name": "f", "parameters": {"s": "}{"}}', '{"name": "f", "arguments": {}}')
 
 
