@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.router.parsing.blanks import Trailed
@@ -107,7 +108,7 @@ class TemplateParser:
         if self._field == _CALLS and self._has_calls:
             try:
                 for call in _calls_of(value):
-                    self._sink.call(CallPiece(call.name, call.arguments, ends=True))
+                    self._sink.call(CallPiece(call.name, call.arguments, ends=True, id=call.id))
             except Unreadable:
                 self._sink.broken(self._raw)
         self._field, self._is_first = "", False
@@ -121,8 +122,9 @@ def _call_of(value: Any) -> Call:
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Unreadable
-    arguments = function.get("arguments", {})
-    return call_of(function["name"], arguments if isinstance(arguments, str) else text_of(arguments))
+    arguments, id_ = function.get("arguments", {}), value.get("id")
+    call = call_of(function["name"], arguments if isinstance(arguments, str) else text_of(arguments))
+    return replace(call, id=id_) if isinstance(id_, str) else call
 
 
 def _lenient(parser: Any) -> Any:

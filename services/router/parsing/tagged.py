@@ -125,7 +125,7 @@ def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
         id_ = _KIMI_ID.fullmatch((yield from reader.line(KIMI_ARGUMENTS)).strip())
         if id_ is None:
             raise Unreadable
-        yield from json_arguments(calls, id_[1])
+        yield from json_arguments(calls, id_[1], id_[0])
         yield from reader.optional(KIMI_CALL_ENDS)
         yield from reader.blank()
         marker = yield from reader.either(KIMI_CALL, KIMI_SECTION_ENDS)

@@ -152,22 +152,45 @@ def test_a_message_does_not_change_with_what_it_was_told_in():
 LONG = '{"a": "' + "x" * 300 + '"}'
 
 
+KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+OWN = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"},
+        "content": {"optional": False},
+    },
+}
+
+
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize(
-    ("text", "ids"),
+    ("format_", "text", "ids"),
     [
-        ('[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{"a": 1}', ["c0x0abcde"]),
-        (f"[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{LONG}", ["c0x0abcde"]),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]', ["D681PevKs"]),
-        ('[TOOL_CALLS]f[CALL_ID]twice[ARGS]{}[TOOL_CALLS]f[CALL_ID]twice[ARGS]{"a": 1}', ["twice", None]),
-        ("[TOOL_CALLS]f[CALL_ID]of_before[ARGS]{}", [None]),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', [None]),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', [None]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{"a": 1}', ["c0x0abcde"]),
+        ("mistral", f"[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{LONG}", ["c0x0abcde"]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]', ["D681PevKs"]),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[CALL_ID]twice[ARGS]{}[TOOL_CALLS]f[CALL_ID]twice[ARGS]{"a": 1}',
+            ["twice", None],
+        ),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]of_before[ARGS]{}", [None]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', [None]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', [None]),
+        (
+            "kimi_k2",
+            KIMI.format("functions.f:3", "{}") + KIMI.format(" f:4 ", LONG),
+            ["functions.f:3", "f:4"],
+        ),
+        ("template", '<call>{"name": "f", "arguments": {}, "id": "functions.f:3"}</call>', ["functions.f:3"]),
+        ("template", '<call>{"id": "x1", "function": {"name": "f", "arguments": {}}}</call>', ["x1"]),
+        ("template", '<call>{"name": "f", "arguments": {}, "id": 7}</call>', [None]),
     ],
 )
-def test_the_models_own_id_of_a_call_stays_where_it_tells_the_call(text, ids, step):
+def test_the_models_own_id_of_a_call_stays_where_it_tells_the_call(format_, text, ids, step):
     """Its template writes it in the call, so that results must have it, too."""
-    parser = choose("mistral", "none", "", None).parser({"f": {}}, "")
+    own = OWN if format_ == "template" else None
+    parser = choose(format_, format_ if own else "none", "", own).parser({"f": {}}, "")
     answer = AnswerText(Characters(), (), parser, past_ids=frozenset({"of_before"}))
     for begin in range(0, len(text), step):
         answer.push(ids_of(text[begin : begin + step]))
