@@ -134,20 +134,7 @@ class TemplateTurns:
 
     def with_own_ids(self, turns: Sequence[Turn]) -> list[Turn]:
         """Where a call's id is its text, calls are numbered through the chat, and results keep to it."""
-        if self._ids is not CallIds.TEXT:
-            return list(turns)
-        ids: dict[str, str] = {}
-        named = []
-        number = 0
-        for turn in turns:
-            calls = []
-            for call in turn.calls:
-                ids[call.id] = call.id if _is_text(call.id) else f"functions.{call.name}:{number}"
-                calls.append(replace(call, id=ids[call.id]))
-                number += 1
-            id_ = ids.get(turn.tool_call_id, turn.tool_call_id)
-            named.append(replace(turn, calls=tuple(calls), tool_call_id=id_))
-        return named
+        return _numbered(turns) if self._ids is CallIds.TEXT else list(turns)
 
     def _set_reasoning(self, message: Message, turn: Turn) -> None:
         reasoning = turn.reasoning
@@ -281,6 +268,33 @@ class TemplateTurns:
 
 def _is_text(id_: str) -> bool:
     return _TEXT_ID.fullmatch(id_) is not None
+
+
+def _numbered(turns: Sequence[Turn]) -> list[Turn]:
+    """No number makes an id that the chat has already. A result without an id is the first call's before it
+    which has none yet, of its name if it has one."""
+    own = {call.id for turn in turns for call in turn.calls if _is_text(call.id)}
+    ids: dict[str, str] = {}
+    open_calls: list[AnswerCall] = []
+    named, number = [], 0
+    for turn in turns:
+        calls = []
+        for call in turn.calls:
+            id_ = call.id
+            if not _is_text(id_):
+                while (id_ := f"functions.{call.name}:{number}") in own:
+                    number += 1
+            number += 1
+            if call.id:
+                ids[call.id] = id_
+            calls.append(replace(call, id=id_))
+        open_calls = calls or open_calls
+        id_ = ids.get(turn.tool_call_id, turn.tool_call_id)
+        if turn.role == "tool":
+            id_ = id_ or next((call.id for call in open_calls if turn.name in ("", call.name)), "")
+            open_calls = [call for call in open_calls if call.id != id_]
+        named.append(replace(turn, calls=tuple(calls), tool_call_id=id_))
+    return named
 
 
 def _short(id_: str) -> str:

@@ -159,11 +159,15 @@ def test_short_ids_are_nine_letters_where_they_are_refused() -> None:
     assert turns.shows_ids and not turns_of(HEAD + CALLS).shows_ids
 
 
-def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
+def turns_whose_ids_are_text() -> TemplateTurns:
     each = "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
-    turns = turns_of(
+    return turns_of(
         HEAD + each + "{{ m.name }}{{ m.tool_call_id }}{% endfor %}"
     )  # a result has its tool's name
+
+
+def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
+    turns = turns_whose_ids_are_text()
     calls = [
         replace(CALL, id=id_, name=name) for id_, name in (("a", "f"), ("functions.g:1", "g"), ("c", "f"))
     ]
@@ -180,6 +184,32 @@ def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
     assert [call.id for turn in named for call in turn.calls] == ids
     assert [turn.tool_call_id for turn in named if turn.role == "tool"] == ids
     assert turns_of(HEAD + CALLS).with_own_ids(named) == named
+
+
+# Calls as (name, id), results as (name, id) behind each turn of calls; and what becomes of the ids.
+NUMBERED = (
+    ([("f", "functions.f:1")], [("", "functions.f:1")], ["functions.f:1"], ["functions.f:1"]),
+    ([("f", "call_abc"), ("f", "x")], [("", "x"), ("", "")], ["functions.f:2", "functions.f:3"], [1, 0]),
+    ([("f", ""), ("g", "")], [("", ""), ("", "")], ["functions.f:4", "functions.g:5"], [0, 1]),
+    ([("f", ""), ("g", "")], [("g", ""), ("f", "")], ["functions.f:6", "functions.g:7"], [1, 0]),
+    ([("f", "functions.f:9"), ("f", ""), ("f", "")], [("h", "")], [9, 10, 11], [""]),
+)
+
+
+def test_no_two_calls_of_a_chat_get_one_id_and_results_without_one_go_by_order() -> None:
+    chat, called, answered = list[Turn](), list[str](), list[str]()
+    for calls, results, ids, expected in NUMBERED:
+        chat.append(Turn("assistant", calls=tuple(AnswerCall(id_, name, "{}") for name, id_ in calls)))
+        chat += [Turn("tool", "x", tool_call_id=id_, name=name) for name, id_ in results]
+        own = [f"functions.f:{each}" if isinstance(each, int) else each for each in ids]
+        called += own
+        answered += [own[each] if isinstance(each, int) else each for each in expected]
+    named = turns_whose_ids_are_text().with_own_ids(chat)
+    assert [call.id for turn in named for call in turn.calls] == called
+    assert [turn.tool_call_id for turn in named if turn.role == "tool"] == answered
+    later = [Turn("assistant", calls=(AnswerCall(id_, "f", "{}"),)) for id_ in ("a", "functions.f:0")]
+    own = [call.id for turn in turns_whose_ids_are_text().with_own_ids(later) for call in turn.calls]
+    assert own == ["functions.f:1", "functions.f:0"]
 
 
 def test_thinking_is_a_part_of_content_where_that_is_what_is_shown() -> None:
