@@ -73,7 +73,7 @@ class ModelShape:
             context = context_tokens(config)
             shape = cls(int(kv_heads), int(head_dim), context, int(vocab_size), int(stated))
             reasons = list(not_full_attention(config))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise start_fault(f"config.json of {model_path} cannot be used: {error!r}", error) from error
         if contradiction:
             raise ConfigError(f"{model_path}/config.json contradicts itself: {contradiction}")

@@ -102,7 +102,7 @@ class DraftShape:
             heads = int(config["num_attention_heads"])
             head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
             return cls(path, int(config.get("num_key_value_heads") or heads), int(head_dim), is_latent=False)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ConfigError(f"config.json of the draft {path} says too little: {error!r}") from error
 
     def fingerprint(self) -> int:

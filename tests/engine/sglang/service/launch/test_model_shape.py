@@ -145,7 +145,15 @@ def test_what_published_gemma_3_leaves_out_is_known(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [[], {}, {**PLAIN, "layer_types": 4}, {**PLAIN, "max_position_embeddings": None}]
+    "config",
+    [
+        [],
+        {},
+        {**PLAIN, "layer_types": 4},
+        {**PLAIN, "max_position_embeddings": None},
+        {**PLAIN, "num_attention_heads": 0},
+        {**PLAIN, "vocab_size": float("inf")},
+    ],
 )
 def test_a_config_that_cannot_be_used_is_refused(tmp_path, config):
     with pytest.raises(ConfigError, match="cannot be used"):

@@ -43,7 +43,16 @@ def test_a_layer_of_the_models_checkpoint_has_none():
     assert DraftShape.read({}) is None
 
 
-@pytest.mark.parametrize("config", [{}, {"num_attention_heads": 4}, [], {**EAGLE3, "hidden_size": None}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_attention_heads": 4},
+        [],
+        {**EAGLE3, "hidden_size": None},
+        {"num_attention_heads": 0, "hidden_size": 64},
+    ],
+)
 def test_one_that_says_too_little_is_refused(tmp_path, config):
     with pytest.raises(ConfigError, match="says too little"):
         DraftShape.read(values(draft(tmp_path, config)))
