@@ -1,6 +1,6 @@
 """How fast a queue gets shorter. Pure: the clock is the caller's.
 
-    someone waits --> taken, taken, ... --> nobody waits: forgotten
+    someone waits --> taken, taken, came back, ... --> nobody waits: forgotten
 
 What is measured is the time in which somebody waits all along, for only then is it the queue that limits
 how many come in.
@@ -16,6 +16,7 @@ class QueueRate:
     def __init__(self) -> None:
         self._since_s: float | None = None  # when the time that is measured began; None: nobody waits
         self._taken_s: deque[float] = deque()
+        self._came_back = 0  # that no other has come in for yet
 
     def waits(self, now_s: float) -> None:
         """Somebody waits, perhaps behind others."""
@@ -24,16 +25,24 @@ class QueueRate:
 
     def taken(self, now_s: float) -> None:
         """One came in; where nobody was known to wait, that says nothing."""
+        if self._came_back:
+            self._came_back -= 1
+            return
         if self._since_s is None:
             return
         self._taken_s.append(now_s)
         if len(self._taken_s) > _SAMPLES:
             self._since_s = self._taken_s.popleft()
 
+    def came_back(self) -> None:
+        """One that had come in waits again: with the next that comes in the queue is as long as before."""
+        self._came_back += 1
+
     def empty(self) -> None:
         """Nobody waits any more."""
         self._since_s = None
         self._taken_s.clear()
+        self._came_back = 0
 
     def per_s(self, now_s: float) -> float:
         """How many come in a second; 0: not known. It falls while nobody comes in."""

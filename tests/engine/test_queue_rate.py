@@ -22,14 +22,16 @@ def test_it_is_not_known_before_some_came_in():
 
 
 events = st.lists(
-    st.tuples(st.sampled_from(["waits", "taken", "taken", "taken", "empty"]), st.floats(0.01, 5.0)),
+    st.tuples(
+        st.sampled_from(["waits", "taken", "taken", "taken", "came_back", "empty"]), st.floats(0.01, 5.0)
+    ),
     max_size=200,
 )
 
 
 @given(events)
 def test_it_is_what_came_in_over_the_time_in_which_somebody_waited(story):
-    rate, now, since, taken = QueueRate(), 0.0, None, []
+    rate, now, since, taken, back = QueueRate(), 0.0, None, [], 0
     for event, pause in story:
         now += pause
         if event == "waits":
@@ -37,10 +39,14 @@ def test_it_is_what_came_in_over_the_time_in_which_somebody_waited(story):
             since = now if since is None else since
         elif event == "taken":
             rate.taken(now)
-            taken += [now] if since is not None else []
+            taken += [now] if since is not None and not back else []
+            back = max(0, back - 1)
+        elif event == "came_back":
+            rate.came_back()
+            back += 1
         else:
             rate.empty()
-            since, taken = None, []
+            since, taken, back = None, [], 0
         began = taken[-_SAMPLES - 1] if len(taken) > _SAMPLES else since
         recent = taken[-_SAMPLES:]
         expected = len(recent) / (now + 0.5 - began) if len(recent) >= _ENOUGH else 0.0

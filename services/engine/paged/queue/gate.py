@@ -66,6 +66,8 @@ class Gate:
 
     def add(self, seq: Sequence) -> None:
         self._queue.add(seq)
+        if seq.admitted_s is not None:
+            self._rate.came_back()
         self._rate.waits(self._clock())
         self._news += 1
 

@@ -179,6 +179,26 @@ def test_tenants_run_as_many_as_each_other_and_then_none_gives_way():
     rank.run([*crowd, *others])
 
 
+def test_the_queue_gets_no_shorter_by_an_exchange_nor_by_one_that_was_retracted():
+    rank = Rank(num_pages=200, max_running=12)
+    crowd = [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(12)]
+    rank.step()
+    crowd += [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(12, 24)]
+    others = [rank.submit([number, 8, 7], 60, cache_salt="other") for number in range(6)]
+    for _ in range(5):
+        rank.step()
+    assert all(seq.phase is Phase.DECODING for seq in others)
+    for seq in others:
+        rank.core._retract(seq)
+    rank.step()
+    assert all(seq.phase is not Phase.WAITING for seq in others)
+    load = rank.core.load()
+    assert (load.waiting, load.admitted_per_s) == (18, 0.0)
+    rank.run(crowd[:6])
+    assert rank.core.load().admitted_per_s > 0
+    rank.run([*crowd, *others])
+
+
 def test_a_third_tenants_request_of_a_lower_priority_keeps_nobody_from_giving_way():
     """It is the last in turn, but its tenant runs no other; that of a higher priority is left alone, too."""
     rank = Rank(num_pages=200, max_running=6)
