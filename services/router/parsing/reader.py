@@ -16,9 +16,11 @@ from typing import TypeVar
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
 
-_BLANKS = " \t\r\n"
+_BLANKS = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[^\s{\[<]*")
 _LITERAL = re.compile(r"[^\s,:\]}]*")
+# What was read of a text is cut off when it is so long, and half of all.
+_READ_CHARS = 4096
 
 
 def _nowhere(text: str) -> None:
@@ -33,12 +35,12 @@ class Reader:
     """`put` text while readings want more; after `end` they get none."""
 
     def __init__(self) -> None:
-        self._text = ""  # not read yet
+        self._text, self._at = "", 0  # not read yet from there on
         self._ended = False
         self._taken: list[str] = []
 
     def put(self, text: str) -> None:
-        self._text += text
+        self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self) -> None:
         self._ended = True
@@ -54,18 +56,19 @@ class Reader:
     @property
     def has_more(self) -> bool:
         """Whether text that was put is not read yet."""
-        return bool(self._text)
+        return self._at < len(self._text)
 
     def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
         """The first of the markers that comes, which is taken; None at the end. The text before it goes to
         `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""
         search = _search_of(markers)
         while True:
-            if found := search.pattern.search(self._text):
-                sink(self._take(found.start()))
+            if found := search.pattern.search(self._text, self._at):
+                sink(self._take(found.start() - self._at))
                 return self._take(len(found.group()))
-            held = 0 if self._ended else search.held(self._text)
-            sink(self._take(len(self._text) - held))
+            left = len(self._text) - self._at
+            held = 0 if self._ended else search.held(self._text, left)
+            sink(self._take(left - held))
             if self._ended:
                 return None
             yield
@@ -90,24 +93,20 @@ class Reader:
 
     def blank(self) -> Reading[str]:
         """White space, as far as it goes."""
-        blank = ""
-        while True:
-            blank += self._take(len(self._text) - len(self._text.lstrip(_BLANKS)))
-            if self._text or self._ended:
-                return blank
-            yield
+        return (yield from self.word(_BLANKS))
 
     def at_end(self) -> Reading[bool]:
-        while not self._text and not self._ended:
+        while not self.has_more and not self._ended:
             yield
-        return not self._text
+        return not self.has_more
 
     def word(self, pattern: re.Pattern[str] = _WORD) -> Reading[str]:
         """Up to white space or a bracket: as long as all of it matches."""
         word = ""
         while True:
-            word += self._take(pattern.match(self._text).end())  # type: ignore[union-attr]  # it matches ""
-            if self._text or self._ended:
+            end = pattern.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches ""
+            word += self._take(end - self._at)
+            if self.has_more or self._ended:
                 return word
             yield
 
@@ -115,9 +114,10 @@ class Reader:
         """The one of them that stands here, "" for none: nothing is taken then. Of two that do, the first."""
         while True:
             for literal in literals:
-                if self._text.startswith(literal):
+                here = self._text[self._at : self._at + len(literal)]
+                if here == literal:
                     return self._take(len(literal))
-                if literal.startswith(self._text) and not self._ended:
+                if literal.startswith(here) and not self._ended:
                     break  # it may yet
             else:
                 return ""
@@ -155,17 +155,17 @@ class Reader:
     def json_value(self) -> Reading[str]:
         """The same of any value. What stands in the place of a number or a word may be none."""
         yield from self.blank()
-        if self._text.startswith(("{", "[", '"')):
+        if self._text.startswith(("{", "[", '"'), self._at):
             return (yield from self._scanned(("{", "[", '"'), _nowhere))
         return (yield from self.word(_LITERAL))
 
     def _scanned(self, opens: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str]:
-        if not self._text.startswith(opens):
+        if not self._text.startswith(opens, self._at):
             raise Unreadable
         texts, scan = [], _JsonScan()
         while True:
-            end = scan.end_in(self._text)
-            texts.append(self._take(len(self._text) if end is None else end))
+            end = scan.end_in(self._text, self._at)
+            texts.append(self._take((len(self._text) if end is None else end) - self._at))
             sink(texts[-1])
             if end is not None:
                 return "".join(texts)
@@ -175,7 +175,7 @@ class Reader:
 
     def one(self) -> Reading[str]:
         """One character. Raises Unreadable at the end."""
-        while not self._text:
+        while not self.has_more:
             if self._ended:
                 raise Unreadable
             yield
@@ -183,14 +183,26 @@ class Reader:
 
     def put_back(self, text: str) -> None:
         """What was taken last."""
-        self._text = text + self._text
-        if self._taken:
-            self._taken = [self.taken.removesuffix(text)]
+        if self._at >= len(text) and self._text.startswith(text, self._at - len(text)):
+            self._at -= len(text)
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
+        num_chars = len(text)
+        while self._taken and num_chars:  # the last pieces alone: much may have been taken since the mark
+            last = self._taken.pop()
+            kept = last[: max(0, len(last) - num_chars)]
+            num_chars -= len(last) - len(kept)
+            if kept or not self._taken:
+                self._taken.append(kept)
+                break
 
     def _take(self, num_chars: int) -> str:
         if not num_chars:
             return ""
-        text, self._text = self._text[:num_chars], self._text[num_chars:]
+        text = self._text[self._at : self._at + num_chars]
+        self._at += num_chars
+        if self._at > _READ_CHARS and 2 * self._at > len(self._text):
+            self._text, self._at = self._text[self._at :], 0
         if self._taken:
             self._taken.append(text)
         return text
@@ -206,9 +218,9 @@ class _Search:
         self._beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
         self._longest = max(map(len, self._beginnings), default=0)
 
-    def held(self, text: str) -> int:
-        """Characters at its end with which a marker may begin."""
-        for length in range(min(len(text), self._longest), 0, -1):
+    def held(self, text: str, left: int) -> int:
+        """Characters at its end, of those `left`, with which a marker may begin."""
+        for length in range(min(left, self._longest), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
         return 0
@@ -227,9 +239,8 @@ class _JsonScan:
         self._depth = 0
         self._in_string = self._escaped = False
 
-    def end_in(self, text: str) -> int | None:
-        """Behind the last bracket, None if it is not in this piece."""
-        at = 0
+    def end_in(self, text: str, at: int) -> int | None:
+        """Behind the last bracket, None if it is not in the text from `at` on."""
         while at < len(text):
             if self._escaped:
                 self._escaped, at = False, at + 1

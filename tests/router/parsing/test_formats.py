@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.parsing.written import OWN, PLAIN, WHOLE, WRITERS, Answer, dumps, joined, mistral_old, read
 from services.router.parsing.choice import choose
 from services.router.parsing.formats import CALL_FORMATS
+from services.router.parsing.reader import Reader
 
 IDS = [name if writer.__name__ == "write" else writer.__name__ for name, writer, _ in WRITERS]
 # Markers of all formats, and what JSON and tags are made of.
@@ -136,6 +137,26 @@ def test_thinking_that_begins_calls_without_end_is_read_in_time():
     text = "<think>" + '<tool_call>{"name": ["f", ' * 20_000
     got = read(choice_of("hermes", "think"), [text], SCHEMAS)
     assert (got.reasoning, got.calls) == (text.removeprefix("<think>").rstrip(), ())
+
+
+def test_what_is_taken_and_put_back_costs_no_more_the_more_there_is():
+    """Where each step copied all that was taken, or is left, this took minutes."""
+    reader = Reader()
+    reader.put("a" * 12_000_000 + "{}" * 2_000_000)
+    reader.mark()
+    assert len(finished(reader.word())) == 12_000_000
+    for _ in range(200_000):
+        assert finished(reader.next_is("{"))
+        assert finished(reader.one()) + finished(reader.one()) == "{}"
+    assert reader.taken == "a" * 12_000_000 + "{}" * 200_000
+
+
+def finished(reading):
+    try:
+        next(reading)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it wants more text")
 
 
 LONG = 'He said: "a < b"\n\t{[<tool' + "äß👋 \\n </para </arg_ ,}" * 30 + "\nend"
