@@ -72,9 +72,9 @@ async def test_a_prefix_evicted_since_the_router_matched_it(
         owner, name = (core, "submit") if when == "before it is weighed" else (core._gate, "reserve")
         then = getattr(owner, name)
 
-        def evicted(seq):
+        def evicted(*asked):
             core.cache.clear()
-            return then(seq)
+            return then(*asked)
 
         monkeypatch.setattr(owner, name, evicted)
         finish = await cluster.exact([*PROMPT, 5])
