@@ -1,4 +1,4 @@
-"""What one client may do to a router and to another client: memory, and the time of a short request.
+"""This measures what one client may do to a router and to another client: its memory, and a request's time.
 
     python -m bench.router --only beside [--beside bodies messages crowd] [--engine fake|torch]
 

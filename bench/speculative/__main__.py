@@ -47,7 +47,7 @@ _PAIRED = next(case for case in CASES if case.name == "agrees")
 
 
 class Checkpoints:
-    """Those that are wanted, written once. `given`: the target, where it is not made here."""
+    """Each checkpoint that is wanted is written once. `given` is the target, where it is not made here."""
 
     def __init__(self, folder: Path, given: Path | None = None) -> None:
         self._folder = folder
@@ -197,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[list[Row], Row, list[Row]]:
-    """Of real text nothing is known beforehand but that drafts change neither texts nor hits."""
+    """All that is known of real text beforehand is that drafts change neither texts nor hits."""
     cases: Sequence[Case] = CASES
     talk: Talk = conversations
     if arguments.model is not None:

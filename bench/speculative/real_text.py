@@ -93,7 +93,7 @@ class RealText:
         ]
 
     def _turns(self, questions: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """What of the chat stands before each answer, from the answer before on."""
+        """Each piece is the chat from one answer to the next."""
         messages = []
         for question in questions:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _MARK}]

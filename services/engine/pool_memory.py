@@ -32,7 +32,7 @@ _FEWEST_TOKENS = 1024  # of a pool that nobody asked for
 
 @dataclass(frozen=True, slots=True)
 class RanksMemory:
-    """Of `count` ranks alike, each: what it takes beside pages, and what a page takes."""
+    """Each of `count` ranks takes the same, beside pages and for a page."""
 
     count: int
     weights_bytes: int

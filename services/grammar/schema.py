@@ -200,7 +200,7 @@ class Apart:
         return all(self._by_type(each, one, other, depth + 1) for each in types)
 
     def _looked_up(self, schema: Schema) -> Schema:
-        """What stands beside a reference is left out: it only makes fewer values valid."""
+        """Keywords beside a reference are left out: they only make fewer values valid."""
         for _ in range(_MOST_NESTED):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str):
@@ -219,7 +219,7 @@ class Apart:
         return bool(values) and all(self._is_invalid(value, other, depth) for value in values)
 
     def _is_invalid(self, value: Any, schema: Schema, depth: int) -> bool:
-        """By one of the keywords that are known here; a schema may have others."""
+        """Only the keywords that are known here are asked; a schema may have others."""
         self._left -= 1
         schema = self._looked_up(schema)
         if not isinstance(schema, dict) or self._left < 0 or depth > _MOST_NESTED:
@@ -266,7 +266,7 @@ class Apart:
         return False
 
     def _by_property(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """By one that `one` requires: of `other` it cannot be the same, or not be at all."""
+        """A property that `one` requires tells them apart where `other` has it otherwise, or not at all."""
         mine, theirs = _properties_of(one), _properties_of(other)
         is_closed = other.get("additionalProperties") is False and "patternProperties" not in other
         for name in filter(_is_text, _list_of(one, "required")):
@@ -279,7 +279,7 @@ class Apart:
 
 
 def _at(root: Schema, reference: str) -> Schema:
-    """What a reference into the schema itself (a JSON pointer, RFC 6901) names; True for all others."""
+    """This looks up a reference into the schema itself (a JSON pointer, RFC 6901); others give True."""
     if reference != "#" and not reference.startswith("#/"):
         return True
     place = root
@@ -327,7 +327,7 @@ def _type_of(value: Any) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """As JSON Schema compares: 1 is 1.0, but true is not 1."""
+    """They are compared as JSON Schema does: 1 is 1.0, but true is not 1."""
     if _type_of(one) != _type_of(other):
         return False
     if isinstance(one, list):

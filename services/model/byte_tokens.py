@@ -37,7 +37,7 @@ def bytes_of_piece(piece: str) -> bytes | None:
 
 
 def bytes_of_sentencepiece(token: str) -> bytes:
-    """Of a vocabulary with byte fallback: a space is U+2581, and the rest is text."""
+    """In a vocabulary with byte fallback a space is U+2581, and the rest is text."""
     if fallback := _FALLBACK.fullmatch(token):
         return bytes([int(fallback[1], 16)])
     return token.replace(SPACE, " ").encode()

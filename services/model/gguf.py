@@ -44,7 +44,7 @@ _UNREAD_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one lies. `shape`: as numpy and torch say it, which is GGUF's order turned round."""
+    """It says where a tensor lies. `shape` is in numpy's and torch's order, GGUF's turned round."""
 
     name: str
     shape: tuple[int, ...]

@@ -57,7 +57,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class LlamaGguf:
-    """What the files of its checkpoint hold; `configs` are by their names."""
+    """These are the contents of its checkpoint's files; `configs` are by their names."""
 
     weights: tuple[Weight, ...]
     tokenizer: str

@@ -64,7 +64,7 @@ class BytesInFlight:
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:
-        """What is held within it is let go at its end."""
+        """All that is held within it is let go at its end."""
         held = HeldBytes(self, self._owner())
         try:
             yield held
@@ -96,7 +96,7 @@ class BytesInFlight:
 
 
 class Places:
-    """What messages that are on their way take one each of."""
+    """Each message that is on its way takes one of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -123,7 +123,7 @@ class Places:
 
 
 class HeldBytes:
-    """What one call holds."""
+    """This counts the bytes that one call holds."""
 
     def __init__(self, in_flight: BytesInFlight, owner: str | None) -> None:
         self._in_flight = in_flight

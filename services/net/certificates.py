@@ -48,7 +48,7 @@ class Pem:
 
     @property
     def client_authorities(self) -> bytes | None:
-        """Those who vouch for a server's clients."""
+        """These authorities vouch for a server's clients."""
         known = [pem for pem in (self.ca, self.client_ca) if pem is not None]
         return b"\n".join(known) if known else None
 

@@ -37,7 +37,7 @@ class KnownModel:
 
     @property
     def cached(self) -> Path:
-        """Where its checkpoint is, or would be."""
+        """Its checkpoint is here, or would be."""
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return Path(home).expanduser() / "isthmus" / "models" / f"{self.name}-{self.version}"
 

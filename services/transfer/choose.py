@@ -13,7 +13,7 @@ _OTHER_CUDA = re.compile(r"detected CUDA (\d+) but (nixl-cu\d+) is not installed
 
 
 def _missing(said: str) -> str:
-    """What to do about an import of nixl that failed, as the end of a sentence."""
+    """The end of a sentence says what to do about an import of nixl that failed."""
     if (match := _OTHER_CUDA.search(said)) is None:
         return ""
     cuda, package = match.groups()

@@ -76,7 +76,7 @@ async def _open(config: ChatConfig) -> Session:
 
 
 def _sampling(config: ChatConfig) -> common_pb2.SamplingParams:
-    """What is None stays unset: the router then takes the model's own."""
+    """A value of None stays unset: the router then takes the model's own."""
     return common_pb2.SamplingParams(
         temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
     )

@@ -35,7 +35,7 @@ _RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What is said to a model, and `warning`, what is to be said of its answers."""
+    """The texts are said to a model; `warning` is said of its answers."""
 
     system: str
     questions: tuple[str, ...]

@@ -144,7 +144,7 @@ def _largest(folder: Path) -> int:
 
 
 def _said(log: str) -> str:
-    """What pip gave as its reason: of a connection that failed the system's, else its last line."""
+    """This is pip's reason: the system's where a connection failed, else its last line."""
     if failed := _SYSTEM_SAID.search(log):
         return failed[1]
     lines = [line for line in log.splitlines() if line.strip()] or ["pip said nothing"]

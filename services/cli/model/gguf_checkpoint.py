@@ -46,7 +46,7 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def _write_weights(path: Path, read: LlamaGguf, data: Any, follow: Follow) -> None:
-    """As safetensors: a header's length, the header in JSON, and the values, one tensor behind another."""
+    """The file is safetensors: a header's length, the header in JSON, and one tensor behind another."""
     stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in read.weights:

@@ -34,7 +34,7 @@ class Answer(Protocol):
 
     @property
     def ping(self) -> Event | None:
-        """What a stream says while there is nothing to tell; None: a comment."""
+        """A stream says this while there is nothing to tell; None stands for a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
         """Of each answer all responses in one, by their indexes. Raises Aborted for one that somebody

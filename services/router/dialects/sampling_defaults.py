@@ -1,4 +1,4 @@
-"""What a request samples by where it does not say."""
+"""A request samples by these defaults where it does not say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -58,7 +58,7 @@ class TypedText:
         return "array" in self._types(name)
 
     def empty(self, name: str) -> Any:
-        """What nothing stands for, where that is no string."""
+        """This is the value for nothing, where that is no string."""
         types = self._types(name)
         return [] if "array" in types else {} if "object" in types else None
 

@@ -292,7 +292,7 @@ class _Tagged:
     follows: str | None = None  # the argument behind the next end of a value; None: nobody looked yet
 
     def read(self) -> Reading[None]:
-        """What closes the call, or opens the next one, is not taken. Raises Unreadable where none comes."""
+        """A tag that ends the call, or opens another, is not taken. Raises Unreadable where none comes."""
         tags = self.tags
         found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
         while found == tags.begins:
@@ -465,7 +465,7 @@ def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _deepseek_goes_on(reader: Reader) -> Reading[bool]:
-    """Behind a call, whether another one begins, whose marker is taken."""
+    """It tells whether another call begins behind one; its marker is taken."""
     yield from reader.optional(_CALL_END)
     yield from reader.blank()
     more = yield from reader.either(_CALL, _CALLS_END)

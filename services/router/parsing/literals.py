@@ -103,7 +103,7 @@ class Literals:
 
 
 def _unescaped(text: str) -> str:
-    """What Python would make of it; an escape that is none stays. Two halves of a pair are one character."""
+    """Escapes are read as Python does; one that is none stays. Two halves of a pair are one character."""
     text = _ESCAPE.sub(_character, text)
     return text if is_text(text) else str(json.loads(json.dumps(text)))
 

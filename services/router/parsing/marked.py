@@ -189,7 +189,7 @@ class _Watched:
 
 
 class _Trial(Calls):
-    """Where a reading is only tried: nobody is told of a call."""
+    """A reading is only tried here: nobody is told of a call."""
 
     def tell(self, piece: CallPiece) -> None:
         pass

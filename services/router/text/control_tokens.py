@@ -58,7 +58,7 @@ class ControlTokens:
         return None if hidden == chat else hidden
 
     def show(self, text: str) -> str:
-        """With the control tokens that were hidden in it."""
+        """The text is returned with the control tokens that were hidden in it."""
         return self._hidden.sub(lambda match: self._texts[int(match[1])], text)
 
     def encode(self, rendered: str) -> list[int]:
@@ -189,7 +189,7 @@ def _overlapping(controls: Sequence[str], others: Sequence[str]) -> Iterator[str
 
 
 def _put(parts: list[list[str]], ends: Sequence[int], joined: str, first: int, behind: int) -> None:
-    """What `joined` holds from `first` on, into those of its parts that it is of."""
+    """The text of `joined` from `first` on goes into the parts that it is of."""
     while first < behind:
         index = bisect_right(ends, first)
         end = min(ends[index], behind)

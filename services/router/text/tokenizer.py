@@ -138,7 +138,7 @@ class Tokenizer:
 
     @property
     def controls(self) -> ControlTokens | None:
-        """What keeps control tokens in a message's text from being those; None: nothing does."""
+        """It keeps control tokens in a message's text from being those; None: nothing does."""
         return self._controls
 
     @property

@@ -66,7 +66,7 @@ class SharedWeights:
             return content
 
     def _found(self, path: Path, content: Bytes) -> Bytes | None:
-        """What is not what its name says is removed."""
+        """A file that is not what its name says is removed."""
         with suppress(FileNotFoundError):
             os.utime(path)
             if path.stat().st_size == content.size and np.array_equal(mapped := _mapped(path), content):

@@ -23,7 +23,7 @@ from services.values.errors import ConfigError
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """By which name its forward takes the cache: transformers 5.24 has renamed it."""
+    """This is the name by which its forward takes the cache: transformers 5.24 has renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -70,7 +70,7 @@ class Lark:
         return f"{self.rule(f'/(?s:.*){_escaped(before)}/{excluding}', 'TEXT')} {self.literal(behind)}"
 
     def _excluding(self, texts: tuple[str, ...]) -> str:
-        """What has a special token in it is in no ordinary text."""
+        """No ordinary text holds a special token."""
         return "".join(_excluded(each) for each in texts if each and not self._cuts.search(each))
 
 

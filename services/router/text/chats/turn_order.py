@@ -26,7 +26,7 @@ _BRIDGE = Turn("assistant", "Done.")
 
 
 class SystemPlace(Enum):
-    """Where the text of leading system turns stands."""
+    """It says where the text of leading system turns stands."""
 
     OWN = "in a turn of its own"
     FIRST_USER = "before the first user's text"
@@ -100,7 +100,7 @@ def _with_calls_apart(placed: Sequence[Placed]) -> list[Placed]:
 
 
 def _result_of(call_id: str, results: Sequence[Placed]) -> list[int]:
-    """Where the call's result is: by its id, else it is the next one that has none."""
+    """The call's result is found by its id, else it is the next one that has none."""
     for wanted in (call_id, ""):
         for index, result in enumerate(results):
             if result.turn.tool_call_id == wanted:
@@ -243,7 +243,7 @@ class _Trial:
         return bool(as_told) and as_told == self._render([first, answer, joined])
 
     def _places(self, chat: str) -> list[int]:
-        """Where the texts of the turns are found; -1 for one that is not, none for a chat that is refused."""
+        """These are the places of the turns' texts: -1 for a missing one, none for a chat that is refused."""
         turns = self._turns(chat)
         rendered = self._render(turns)
         texts = [turn.content for turn in turns if turn.content and turn is not _BRIDGE]

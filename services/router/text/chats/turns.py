@@ -45,7 +45,7 @@ class ChatTurns:
     may_call: bool = True
 
     def name_of(self, index: int) -> str:
-        """What a turn is called where it is told of."""
+        """Errors call a turn by this name."""
         return f"chat.messages[{self.origins[index][0]}]" if self.origins[index] else "chat.messages"
 
 
