@@ -79,8 +79,8 @@ def test_what_is_written_to_a_connection_waits_for_no_acknowledgement(host):
 
 @needs_ipv6
 def test_an_address_of_ipv6_is_that_one_alone():
-    with ports.listen("::1", 0) as listener:
-        port = listener.getsockname()[1]
+    # The port is held at IPv4's address, too: another process may listen there on what the kernel gives.
+    with ports.held_ports("127.0.0.1", 1) as (port,), ports.listen("::1", port):
         socket.create_connection(("::1", port), 5.0).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 5.0)
