@@ -4,6 +4,7 @@ The vocabulary of `bytes` can write any text; in `characters` an id is a charact
 """
 
 import asyncio
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -78,8 +79,15 @@ class Asking:
         return text_of(self.vocabulary, tokens[:-1])
 
 
-@pytest.mark.parametrize("engine", ["fake", "torch"])
-@pytest.mark.parametrize("plan", Plan)
+@pytest.mark.parametrize(
+    ("engine", "plan"),
+    [
+        ("fake", Plan.LOCAL),
+        ("fake", Plan.REMOTE),
+        pytest.param("torch", Plan.LOCAL, marks=pytest.mark.exact),
+        ("torch", Plan.REMOTE),
+    ],
+)
 async def test_what_stops_is_whole_with_drafts_as_without(engine, plan):
     async with Pair(settings_of(engine)) as pair:
         asking, plain = Asking(pair), {}
@@ -108,38 +116,35 @@ def right(answers, ids, count):
     return [7] * count
 
 
-@pytest.mark.parametrize("engine", ["fake", "torch"])
-async def test_an_answer_goes_on_where_another_rank_left_it(engine):
-    wanted, _ = CASES[0]
-    async with Pair(settings_of(engine)) as pair:
-        asking = Asking(pair)
-        whole = await asking.answer(wanted, Plan.REMOTE)
-        for plan in Plan:
-            for said in (1, 7, len(whole.tokens) - 1):
-                so_far = tuple(whole.tokens[:said])
-                rest = await asking.answer(wanted, plan, output_ids_so_far=so_far)
-                assert [*so_far, *rest.tokens] == whole.tokens
-                assert rest.finished is FinishReason.STOP
-        await pair.assert_nothing_held()
+async def test_an_answer_goes_on_after_it_was_left_or_retracted(subtests):
+    for engine in ["fake", "torch"]:
+        with subtests.test("an answer goes on where another rank left it", engine=engine):
+            wanted, _ = CASES[0]
+            async with Pair(settings_of(engine)) as pair:
+                asking = Asking(pair)
+                whole = await asking.answer(wanted, Plan.REMOTE)
+                for plan in Plan:
+                    for said in (1, 7, len(whole.tokens) - 1):
+                        so_far = tuple(whole.tokens[:said])
+                        rest = await asking.answer(wanted, plan, output_ids_so_far=so_far)
+                        assert [*so_far, *rest.tokens] == whole.tokens
+                        assert rest.finished is FinishReason.STOP
+                await pair.assert_nothing_held()
+    with subtests.test("an answer goes on after it has given its pages to others"):
+        wanted, is_valid = CASES[0]
+        async with Pair(eager(replace(settings_of("fake"), kv_pages=30))) as pair:
+            asking = Asking(pair)
+            seeds = range(6)
+            alone = [(await asking.answer(wanted, Plan.LOCAL, 70, seed)).tokens for seed in seeds]
+            before = pair.decode.load().retractions
+            asked = (asking.answer(wanted, Plan.LOCAL, 70, seed) for seed in seeds)
+            together = [answer.tokens for answer in await asyncio.gather(*asked)]
+            assert pair.decode.load().retractions > before
+            assert together == alone and all(is_valid(asking.text(tokens)) for tokens in together)
+            await pair.assert_nothing_held()
 
 
-async def test_an_answer_goes_on_after_it_has_given_its_pages_to_others():
-    wanted, is_valid = CASES[0]
-    async with Pair(eager(replace(settings_of("fake"), kv_pages=30))) as pair:
-        asking = Asking(pair)
-        seeds = range(6)
-        alone = [(await asking.answer(wanted, Plan.LOCAL, 70, seed)).tokens for seed in seeds]
-        before = pair.decode.load().retractions
-        asked = (asking.answer(wanted, Plan.LOCAL, 70, seed) for seed in seeds)
-        together = [answer.tokens for answer in await asyncio.gather(*asked)]
-        assert pair.decode.load().retractions > before
-        assert together == alone and all(is_valid(asking.text(tokens)) for tokens in together)
-        await pair.assert_nothing_held()
-
-
-@pytest.mark.parametrize("engine", ["fake", "torch"])
-@pytest.mark.parametrize("plan", Plan)
-async def test_without_an_id_for_it_an_answer_ends_where_nothing_may_follow(engine, plan):
+async def end_where_nothing_may_follow(engine, plan):
     wanted, is_valid = CASES[1]
     async with Pair(settings_of(engine)) as pair:
         asking = Asking(pair)
@@ -156,53 +161,57 @@ async def test_without_an_id_for_it_an_answer_ends_where_nothing_may_follow(engi
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("engine", ["fake", "torch"])
-@pytest.mark.parametrize("plan", Plan)
-async def test_where_no_token_can_go_on_the_request_ends_in_an_error(engine, plan):
-    """The vocabulary has no line break. What is nothing but a way there is refused when it is compiled."""
-    async with Pair(settings_of(engine, "characters")) as pair:
-        for pattern, num_tokens in ((r"[ab]\n", 1), (r"a[bc]\nb", 2), (r"[ab]b{4}\n", 5)):
-            said = []
-            with pytest.raises(InvalidRequest, match=r"^sampling\.constraint: "):
-                sampling = SamplingParams(constraint=constraint("regex", pattern))
-                async with pair.outputs(pair.request(PROMPT, 20, plan, sampling=sampling)) as outputs:
-                    async for output in outputs:
-                        said += output.token_ids
-            assert len(said) == num_tokens
-        await pair.assert_nothing_held()
+async def test_what_cannot_be_kept_to_is_refused_or_fails(subtests):
+    for plan in Plan:
+        with subtests.test("what cannot be kept to is refused before anything is held", plan=plan):
+            async with Pair(settings_of("fake")) as pair:
+                for wanted in (constraint("json_schema", '{"not": {}}'), constraint("regex", "(")):
+                    with pytest.raises(
+                        InvalidRequest, match=r"^sampling\.constraint\.[a-z_]+ is not supported: "
+                    ):
+                        await Asking(pair).answer(wanted, plan)
+                with pytest.raises(InvalidRequest, match=r"^sampling\.constraint: "):
+                    await Asking(pair).answer(CASES[2][0], plan, output_ids_so_far=(5,))
+                await pair.assert_nothing_held()
+    # The vocabulary has no line break. What is nothing but a way there is refused when it is compiled.
+    for plan, engine in itertools.product(Plan, ["fake", "torch"]):
+        with subtests.test("where no token can go on the request ends in an error", plan=plan, engine=engine):
+            async with Pair(settings_of(engine, "characters")) as pair:
+                for pattern, num_tokens in ((r"[ab]\n", 1), (r"a[bc]\nb", 2), (r"[ab]b{4}\n", 5)):
+                    said = []
+                    with pytest.raises(InvalidRequest, match=r"^sampling\.constraint: "):
+                        sampling = SamplingParams(constraint=constraint("regex", pattern))
+                        async with pair.outputs(pair.request(PROMPT, 20, plan, sampling=sampling)) as outputs:
+                            async for output in outputs:
+                                said += output.token_ids
+                    assert len(said) == num_tokens
+                await pair.assert_nothing_held()
+    with subtests.test("a first token that the constraint forbids is prefills failure"):
+        async with Pair(settings_of("fake")) as pair:
+            prefill = pair.prefill.prefill
+
+            async def wrong(request, rendezvous):
+                return replace(await prefill(request, rendezvous), first_token_id=7)
+
+            pair.prefill.prefill = wrong
+            with pytest.raises(PeerFailed, match="token 7, which the constraint does not allow"):
+                await Asking(pair).answer(CASES[2][0], Plan.REMOTE)
+            await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("plan", Plan)
-async def test_what_cannot_be_kept_to_is_refused_before_anything_is_held(plan):
-    async with Pair(settings_of("fake")) as pair:
-        for wanted in (constraint("json_schema", '{"not": {}}'), constraint("regex", "(")):
-            with pytest.raises(InvalidRequest, match=r"^sampling\.constraint\.[a-z_]+ is not supported: "):
-                await Asking(pair).answer(wanted, plan)
-        with pytest.raises(InvalidRequest, match=r"^sampling\.constraint: "):
-            await Asking(pair).answer(CASES[2][0], plan, output_ids_so_far=(5,))
-        await pair.assert_nothing_held()
-
-
-async def test_a_first_token_that_the_constraint_forbids_is_prefills_failure():
-    async with Pair(settings_of("fake")) as pair:
-        prefill = pair.prefill.prefill
-
-        async def wrong(request, rendezvous):
-            return replace(await prefill(request, rendezvous), first_token_id=7)
-
-        pair.prefill.prefill = wrong
-        with pytest.raises(PeerFailed, match="token 7, which the constraint does not allow"):
-            await Asking(pair).answer(CASES[2][0], Plan.REMOTE)
-        await pair.assert_nothing_held()
-
-
-@pytest.mark.parametrize("engine", ["fake", "torch"])
-async def test_an_answer_that_may_go_on_ends_by_its_length(engine):
-    async with Pair(settings_of(engine)) as pair:
-        asking = Asking(pair)
-        got = await asking.answer(constraint("regex", "a+b"), Plan.LOCAL, 1)
-        assert got.finished is FinishReason.LENGTH
-        assert text_of(asking.vocabulary, got.tokens) == "a"
+async def test_what_ends_an_answer(subtests):
+    for engine in ["fake", "torch"]:
+        with subtests.test("an answer that may go on ends by its length", engine=engine):
+            async with Pair(settings_of(engine)) as pair:
+                asking = Asking(pair)
+                got = await asking.answer(constraint("regex", "a+b"), Plan.LOCAL, 1)
+                assert got.finished is FinishReason.LENGTH
+                assert text_of(asking.vocabulary, got.tokens) == "a"
+    for plan, engine in itertools.product(Plan, ["fake", "torch"]):
+        with subtests.test(
+            "without an id for it an answer ends where nothing may follow", plan=plan, engine=engine
+        ):
+            await end_where_nothing_may_follow(engine, plan)
 
 
 async def test_the_raw_logits_are_what_is_told_of():

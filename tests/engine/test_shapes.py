@@ -42,9 +42,10 @@ async def check(shape, page_size, chunk_size, num_threads, lengths):
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("shape", FEW)
-async def test_a_shape_is_exact(shape):
-    await check(shape, 16, 24, 1, lengths=(17, 150))
+async def test_a_shape_is_exact(subtests):
+    for shape in FEW:
+        with subtests.test(shape=shape):
+            await check(shape, 16, 24, 1, lengths=(17, 150))
 
 
 @pytest.mark.exact

@@ -19,35 +19,32 @@ SOURCES = {
 DRAFTING = {"off": type(None), "lookup": Drafter, "tree": Drafter, "draft": ModelDrafter}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_what_cannot_draft_is_refused(subtests):
+    for changes, words in [
         ({"engine": "torch", "speculation": "draft"}, "--draft-model"),
         ({"engine": "sglang", "speculation": "lookup"}, "--engine-arg=--speculative-algorithm"),
         ({"engine": "sglang", "draft_model": "x"}, "--engine-arg=--speculative-draft-model-path"),
         ({"engine": "fake", "draft_model": "x"}, "--draft-model is for --engine=torch"),
         ({"speculation": "lookup", "draft_tokens": 0}, "--draft-tokens"),
         ({"speculation": "lookup", "draft_tokens": 65}, "--draft-tokens"),
-    ],
-)
-def test_what_cannot_draft_is_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        replace(FAKE, **changes)
+    ]:
+        with subtests.test(changes=changes), pytest.raises(ConfigError, match=words):
+            replace(FAKE, **changes)
 
 
-@pytest.mark.parametrize(("target_ms", "tokens"), [(None, 256), (40.0, 64)])
-async def test_beside_a_target_a_draft_catches_up_by_little(target_ms, tokens):
-    settings = replace(FAKE, fake_draft="agree:1", chunk_size=256, itl_target_ms=target_ms)
-    async with Pair(settings) as pair:
-        assert core_of(pair.decode).runner.draft._settings.catch_up_tokens == tokens
+async def test_beside_a_target_a_draft_catches_up_by_little(subtests):
+    for target_ms, tokens in [(None, 256), (40.0, 64)]:
+        with subtests.test(target_ms=target_ms):
+            settings = replace(FAKE, fake_draft="agree:1", chunk_size=256, itl_target_ms=target_ms)
+            async with Pair(settings) as pair:
+                assert core_of(pair.decode).runner.draft._settings.catch_up_tokens == tokens
 
 
 def helped_of(pair):
     return {count.source for count in pair.decode.load().drafts if count.accepted}
 
 
-@pytest.mark.parametrize("mode", DRAFTING)
-async def test_answers_are_the_same_whoever_drafts(mode):
+async def answer_the_same(mode):
     settings = replace(FAKE, speculation=mode, fake_draft="agree:0.8")
     async with Pair(settings) as pair:
         assert type(core_of(pair.decode)._drafting) is DRAFTING[mode]
@@ -69,3 +66,9 @@ async def test_answers_are_the_same_whoever_drafts(mode):
         # How much is up to those times, too.
         assert (load.tokens_per_step > 1.0) == bool(helped)
         await pair.assert_nothing_held()
+
+
+async def test_answers_are_the_same_whoever_drafts(subtests):
+    for mode in DRAFTING:
+        with subtests.test(mode=mode):
+            await answer_the_same(mode)

@@ -20,9 +20,8 @@ def from_origin(error, origin):
         return raised
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_what_may_pass_what_stays_and_what_is_named(subtests):
+    for error in [
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: uncorrectable ECC error encountered"),
@@ -34,17 +33,11 @@ def from_origin(error, origin):
         OSError(errno.EMFILE, "Too many open files"),
         TimeoutError(errno.ETIMEDOUT, "timed out"),
         from_origin(ValueError("unreadable"), OSError(errno.EIO, "Input/output error")),
-    ],
-    ids=repr,
-)
-def test_what_may_pass(error):
-    assert may_pass(error)
-    assert isinstance(start_fault("it cannot be", error), Unavailable)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    ]:
+        with subtests.test("what may pass", error=error):
+            assert may_pass(error)
+            assert isinstance(start_fault("it cannot be", error), Unavailable)
+    for error in [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         RuntimeError("CUDA error: no kernel image is available for execution on the device"),
         torch.AcceleratorError("CUDA error: invalid device function"),
@@ -54,18 +47,14 @@ def test_what_may_pass(error):
         PermissionError(errno.EACCES, "Permission denied"),
         OSError("model does not appear to have a file named config.json"),
         from_origin(ValueError("unreadable"), KeyError("dtype")),
-    ],
-    ids=repr,
-)
-def test_what_stays(error):
-    assert not may_pass(error)
-    assert isinstance(start_fault("it cannot be", error), ConfigError)
-
-
-@pytest.mark.parametrize(("number", "raised"), [(errno.EIO, Unavailable), (errno.ENOENT, ConfigError)])
-def test_what_cannot_be_read_is_named(number, raised):
-    with (
-        pytest.raises(raised, match=r"the checkpoint m cannot be read: .*no luck"),
-        reading("the checkpoint m"),
-    ):
-        raise OSError(number, "no luck")
+    ]:
+        with subtests.test("what stays", error=error):
+            assert not may_pass(error)
+            assert isinstance(start_fault("it cannot be", error), ConfigError)
+    for number, raised in [(errno.EIO, Unavailable), (errno.ENOENT, ConfigError)]:
+        with (
+            subtests.test("what cannot be read is named", number=number),
+            pytest.raises(raised, match=r"the checkpoint m cannot be read: .*no luck"),
+            reading("the checkpoint m"),
+        ):
+            raise OSError(number, "no luck")

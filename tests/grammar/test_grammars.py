@@ -33,9 +33,8 @@ def grammars() -> Grammars:
     return Grammars(tiny_checkpoint(tokenizer="bytes"), 259)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "whole", "wrong"),
-    [
+def test_what_fits(subtests, grammars, vocabulary):
+    for wanted, whole, wrong in [
         (JSON_OBJECT, '{"a":{"b":[null]}}', '{"a": 1}'),
         (JSON_OBJECT, "{}", "[]"),
         (constraint("json_schema", '{"type":"array","items":{"type":"integer"}}'), "[1,-2]", "[1.5]"),
@@ -47,21 +46,17 @@ def grammars() -> Grammars:
         (constraint("json_schema", '{"multipleOf": 0.05, "type": "number"}'), "0.15", "0.151"),
         (constraint("choice", *map(str, range(6000)), "37000"), "37000", "6000,"),
         (constraint("choice", "yes", 'no "/\\\n\tü', "yes"), 'no "/\\\n\tü', "no, "),
-    ],
-)
-def test_what_fits(
-    grammars: Grammars, vocabulary: Vocabulary, wanted: Constraint, whole: str, wrong: str
-) -> None:
-    matcher, ids = grammars.matcher(wanted), ids_of_text(vocabulary, whole)
-    assert matcher.num_fitting(ids) == len(ids)
-    assert matcher.num_fitting(ids_of_text(vocabulary, wrong)) < len(wrong)
-    matcher.advance(ids)
-    assert matcher.inner.is_accepting()
+    ]:
+        with subtests.test(wanted=wanted):
+            matcher, ids = grammars.matcher(wanted), ids_of_text(vocabulary, whole)
+            assert matcher.num_fitting(ids) == len(ids)
+            assert matcher.num_fitting(ids_of_text(vocabulary, wrong)) < len(wrong)
+            matcher.advance(ids)
+            assert matcher.inner.is_accepting()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "problem"),
-    [
+def test_what_cannot_be_kept_to_is_refused_by_name(subtests, grammars):
+    for wanted, problem in [
         (constraint("json_schema", "{"), "json_schema is not JSON: "),
         (constraint("json_schema", "[1]"), "json_schema must be a JSON object$"),
         (constraint("json_schema", '{"const": "\\ud800"}'), "json_schema cannot be read: "),
@@ -89,15 +84,12 @@ def test_what_fits(
         (constraint("grammar", 'root ::= "a" x'), "grammar cannot be read as GBNF: .*'x'"),
         (constraint("grammar", 'start: "a" x'), 'grammar is not supported: .*"x"'),
         (constraint("grammar", "start: <|nothing|>"), "grammar is not supported: .*special token"),
-    ],
-)
-def test_what_cannot_be_kept_to_is_refused_by_name(
-    grammars: Grammars, wanted: Constraint, problem: str
-) -> None:
-    for _ in range(2):  # nor is it remembered
-        with pytest.raises(InvalidRequest, match=rf"^sampling\.constraint\.{problem}") as refused:
-            grammars.check(wanted)
-    assert "\n" not in str(refused.value)
+    ]:
+        with subtests.test(wanted=wanted):
+            for _ in range(2):  # nor is it remembered
+                with pytest.raises(InvalidRequest, match=rf"^sampling\.constraint\.{problem}") as refused:
+                    grammars.check(wanted)
+            assert "\n" not in str(refused.value)
 
 
 def test_a_matcher_goes_on_after_what_was_written_elsewhere(
@@ -113,22 +105,21 @@ def test_a_matcher_goes_on_after_what_was_written_elsewhere(
         grammars.matcher(wanted, ids[1:])
 
 
-def test_a_grammar_is_compiled_once_while_it_is_remembered() -> None:
-    grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept=2)
-    for pattern in ("a", "b", "a", "c", "a", "b"):
-        grammars.check(constraint("regex", pattern))
-    assert (grammars.counts.asked, grammars.counts.compiled) == (6, 4)
-    assert grammars.counts.compile_s > 0
-
-
-def test_long_ones_are_remembered_in_smaller_number() -> None:
-    grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept_bytes=10)
-    for pattern in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb", "bbbb"):
-        grammars.check(constraint("regex", pattern))
-    assert grammars.counts.compiled == 4
-    for pattern in ("longer than all may be", "longer than all may be", "a", "a"):
-        grammars.check(constraint("regex", pattern))
-    assert grammars.counts.compiled == 7
+def test_grammars_are_compiled_once_while_they_are_remembered(subtests):
+    with subtests.test("a grammar is compiled once while it is remembered"):
+        grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept=2)
+        for pattern in ("a", "b", "a", "c", "a", "b"):
+            grammars.check(constraint("regex", pattern))
+        assert (grammars.counts.asked, grammars.counts.compiled) == (6, 4)
+        assert grammars.counts.compile_s > 0
+    with subtests.test("long ones are remembered in smaller number"):
+        grammars = Grammars(tiny_checkpoint(tokenizer="bytes"), 259, kept_bytes=10)
+        for pattern in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb", "bbbb"):
+            grammars.check(constraint("regex", pattern))
+        assert grammars.counts.compiled == 4
+        for pattern in ("longer than all may be", "longer than all may be", "a", "a"):
+            grammars.check(constraint("regex", pattern))
+        assert grammars.counts.compiled == 7
 
 
 async def test_slow_ones_hold_up_no_other_thread() -> None:
@@ -140,17 +131,18 @@ async def test_slow_ones_hold_up_no_other_thread() -> None:
     assert all(await asyncio.gather(*slow))
 
 
-@pytest.mark.parametrize("directory", [None, Path("/nowhere")])
-def test_a_model_without_a_tokenizer_json(directory: Path | None) -> None:
-    with pytest.raises(InvalidRequest, match=r"^sampling\.constraint cannot be used"):
-        Grammars(directory, 10).check(JSON_OBJECT)
-
-
-def test_what_a_vocabulary_cannot_write_is_refused() -> None:
-    characters = Grammars(tiny_checkpoint(), 512)  # without a newline
-    with pytest.raises(InvalidRequest, match="grammar allows no text that this model can write"):
-        characters.check(constraint("grammar", 'start: "ab\\ncd"'))
-    characters.check(constraint("grammar", 'start: "ab\\ncd" | "abc"'))
+def test_what_a_model_cannot_write_is_refused(subtests):
+    for directory in [None, Path("/nowhere")]:
+        with (
+            subtests.test("a model without a tokenizer json", directory=directory),
+            pytest.raises(InvalidRequest, match=r"^sampling\.constraint cannot be used"),
+        ):
+            Grammars(directory, 10).check(JSON_OBJECT)
+    with subtests.test("what a vocabulary cannot write is refused"):
+        characters = Grammars(tiny_checkpoint(), 512)  # without a newline
+        with pytest.raises(InvalidRequest, match="grammar allows no text that this model can write"):
+            characters.check(constraint("grammar", 'start: "ab\\ncd"'))
+        characters.check(constraint("grammar", 'start: "ab\\ncd" | "abc"'))
 
 
 def test_blank_lines_are_no_work() -> None:

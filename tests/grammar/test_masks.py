@@ -97,14 +97,15 @@ def _walk(matcher: Matcher, num_tokens: int, chance: random.Random) -> list[int]
     return taken
 
 
-@pytest.mark.parametrize("ending", ["", "c"])
-def test_what_ends_an_answer_is_allowed_where_its_text_is_whole(grammars: Grammars, ending: str) -> None:
+def test_what_ends_an_answer_is_allowed_where_its_text_is_whole(subtests, grammars):
     """Also a stop token that the text could hold."""
-    ends = [EOS, *ending.encode()]
-    matcher = grammars.matcher(Constraint(ConstraintKind.REGEX, ("ac*b?",)), ending_ids=ends)
-    masks = MAKER.make([Asked(matcher, list(b"ab"))])
-    a, b, c = b"abc"
-    assert [allowed(masks, row) for row in range(3)] == [{a, AB}, {b, c, EOS}, {EOS, *ends}]
+    for ending in ["", "c"]:
+        with subtests.test(ending=ending):
+            ends = [EOS, *ending.encode()]
+            matcher = grammars.matcher(Constraint(ConstraintKind.REGEX, ("ac*b?",)), ending_ids=ends)
+            masks = MAKER.make([Asked(matcher, list(b"ab"))])
+            a, b, c = b"abc"
+            assert [allowed(masks, row) for row in range(3)] == [{a, AB}, {b, c, EOS}, {EOS, *ends}]
 
 
 def test_a_dead_end_behind_a_draft_harms_no_other_row() -> None:
@@ -123,23 +124,22 @@ def test_a_dead_end_behind_a_draft_harms_no_other_row() -> None:
     assert matcher.problem
 
 
-def test_what_is_dictated_is_written_in_long_tokens(grammars: Grammars) -> None:
-    """Byte by byte a model would write what it has never seen, and take a step for each."""
-    schema = '{"type":"object","properties":{"yes":{}},"required":["yes"],"additionalProperties":false}'
-    matcher = grammars.matcher(Constraint(ConstraintKind.JSON_SCHEMA, (schema,)))
-    written = b""
-    for expected in (b'{"', b"yes", b'":'):
-        [ids] = _mask_of(matcher)
-        [token_id] = ids
-        written += expected
-        matcher.advance([token_id])
-        assert matcher.inner.validate_tokens(list(b"1")) == (written == b'{"yes":')
-    assert len(written) == 7
-
-
-def test_rows_and_their_time_are_counted(grammars: Grammars) -> None:
-    ticks = iter([1.0, 1.5])
-    maker = MaskMaker(VOCAB_SIZE, lambda: next(ticks))
-    matcher = grammars.matcher(CONSTRAINTS[0])
-    maker.make([Asked(matcher), Asked(matcher, list(b"{"))])
-    assert (maker.counts.rows, maker.counts.seconds) == (3, 0.5)
+def test_what_is_dictated_is_written_in_long_tokens_and_rows_are_counted(subtests, grammars):
+    with subtests.test("what is dictated is written in long tokens"):
+        # Byte by byte a model would write what it has never seen, and take a step for each.
+        schema = '{"type":"object","properties":{"yes":{}},"required":["yes"],"additionalProperties":false}'
+        matcher = grammars.matcher(Constraint(ConstraintKind.JSON_SCHEMA, (schema,)))
+        written = b""
+        for expected in (b'{"', b"yes", b'":'):
+            [ids] = _mask_of(matcher)
+            [token_id] = ids
+            written += expected
+            matcher.advance([token_id])
+            assert matcher.inner.validate_tokens(list(b"1")) == (written == b'{"yes":')
+        assert len(written) == 7
+    with subtests.test("rows and their time are counted"):
+        ticks = iter([1.0, 1.5])
+        maker = MaskMaker(VOCAB_SIZE, lambda: next(ticks))
+        matcher = grammars.matcher(CONSTRAINTS[0])
+        maker.make([Asked(matcher), Asked(matcher, list(b"{"))])
+        assert (maker.counts.rows, maker.counts.seconds) == (3, 0.5)

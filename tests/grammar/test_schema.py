@@ -42,52 +42,59 @@ def is_allowed(schema: Any, text: str, in_grammar: bool = False) -> bool:
     return bool(matcher.inner.is_accepting())
 
 
-@pytest.mark.parametrize("in_grammar", [False, True])
-def test_a_number_that_no_double_is_is_refused_where_it_counts(in_grammar: bool) -> None:
-    deep = {"type": "object", "properties": {"id": {"anyOf": [{"const": {"n": [BIG]}}]}}}
-    for schema in ({"enum": [1, BIG]}, {"type": "integer", "minimum": BIG}, {"maximum": -BIG}, deep):
-        with pytest.raises(
-            InvalidRequest, match=r"has a number at #.*(enum|minimum|maximum|const).*a string"
-        ):
-            is_allowed(schema, "1", in_grammar)
-    with pytest.raises(InvalidRequest, match="has a number"):
-        wanted = '{"const": 0.12345678901234567890}'
-        made()[0].check(Constraint(ConstraintKind.JSON_SCHEMA, (wanted,)))
-    assert is_allowed({"const": 2**60}, str(2**60), in_grammar)
-    assert is_allowed({"type": "integer", "default": BIG}, "5", in_grammar)
-    named = {"type": "object", "properties": {"const": {"type": "integer", "examples": [BIG]}}}
-    assert is_allowed(named, '{"const":5}', in_grammar)
+def test_numbers_that_no_double_is_are_refused(subtests):
+    for in_grammar in [False, True]:
+        with subtests.test("a number that no double is is refused where it counts", in_grammar=in_grammar):
+            deep = {"type": "object", "properties": {"id": {"anyOf": [{"const": {"n": [BIG]}}]}}}
+            for schema in ({"enum": [1, BIG]}, {"type": "integer", "minimum": BIG}, {"maximum": -BIG}, deep):
+                with pytest.raises(
+                    InvalidRequest, match=r"has a number at #.*(enum|minimum|maximum|const).*a string"
+                ):
+                    is_allowed(schema, "1", in_grammar)
+            with pytest.raises(InvalidRequest, match="has a number"):
+                wanted = '{"const": 0.12345678901234567890}'
+                made()[0].check(Constraint(ConstraintKind.JSON_SCHEMA, (wanted,)))
+            assert is_allowed({"const": 2**60}, str(2**60), in_grammar)
+            assert is_allowed({"type": "integer", "default": BIG}, "5", in_grammar)
+            named = {"type": "object", "properties": {"const": {"type": "integer", "examples": [BIG]}}}
+            assert is_allowed(named, '{"const":5}', in_grammar)
+    with subtests.test("a number with an exponent beyond all numbers is refused"):
+        for number in ("1e99999999999999999999999", "1e-99999999999999999999999", "1e400"):
+            for kind, text in (
+                (ConstraintKind.JSON_SCHEMA, "{}"),
+                (ConstraintKind.GRAMMAR, "start: %json {}"),
+            ):
+                wanted = text.replace("{}", '{"const": NUMBER}').replace("NUMBER", number)
+                with pytest.raises(InvalidRequest, match="has a number at #/const"):
+                    made()[0].check(Constraint(kind, (wanted,)))
 
 
-@pytest.mark.parametrize("in_grammar", [False, True])
-def test_a_declared_key_comes_once_however_it_is_written(in_grammar: bool) -> None:
-    for schema in (A, A | {"additionalProperties": {}}, {"$ref": "#/$defs/x", "$defs": {"x": A}}):
-        assert not is_allowed(schema, '{"a":1,"\\u0061":"x"}', in_grammar)
-        assert not is_allowed(schema, '{"\\u0061":"x"}', in_grammar)
-        for text in ('{"a":1}', '{"a":1,"b":"x"}', '{"":[],"x\\ny":2}', '{"a":1,"\\"é":{}}', "{}"):
-            assert is_allowed(schema, text, in_grammar), text
-    closed = A | {"additionalProperties": False}
-    assert is_allowed(closed, '{"a":1}') and not is_allowed(closed, '{"a":1,"b":1}')
-    nested = {"type": "array", "items": A}
-    assert not is_allowed(nested, '[{"a":1,"\\u0061":"x"}]', in_grammar)
-
-
-def test_keys_of_schemas_that_are_put_together_are_those_of_each() -> None:
-    b = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
-    assert is_allowed({"allOf": [A, b]}, '{"a":1,"b":"x","c":[]}')
-    for text in ('{"a":1}', '{"a":"x","b":"x"}', '{"a":1,"b":2}', '{"b":"x","\\u0061":1}'):
-        assert not is_allowed({"allOf": [A, b]}, text), text
-    either = A | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
-    assert is_allowed(either, '{"a":1}') and is_allowed(either, '{"b":"x"}')
-    assert not is_allowed(either, '{"c":1}')
-
-
-def test_keys_that_may_come_twice_are_not_counted_on() -> None:
-    assert is_allowed({"type": "object", "minProperties": 1}, '{"b":1}')
-    required = A | {"required": ["a"], "minProperties": 2}
-    assert is_allowed(required, '{"a":1,"b":1}') and not is_allowed(required, '{"a":1}')
-    with pytest.raises(InvalidRequest, match="asks at # for minProperties 2"):
-        is_allowed({"type": "object", "minProperties": 2}, "{}")
+def test_declared_keys_come_once(subtests):
+    for in_grammar in [False, True]:
+        with subtests.test("a declared key comes once however it is written", in_grammar=in_grammar):
+            for schema in (A, A | {"additionalProperties": {}}, {"$ref": "#/$defs/x", "$defs": {"x": A}}):
+                assert not is_allowed(schema, '{"a":1,"\\u0061":"x"}', in_grammar)
+                assert not is_allowed(schema, '{"\\u0061":"x"}', in_grammar)
+                for text in ('{"a":1}', '{"a":1,"b":"x"}', '{"":[],"x\\ny":2}', '{"a":1,"\\"é":{}}', "{}"):
+                    assert is_allowed(schema, text, in_grammar), text
+            closed = A | {"additionalProperties": False}
+            assert is_allowed(closed, '{"a":1}') and not is_allowed(closed, '{"a":1,"b":1}')
+            nested = {"type": "array", "items": A}
+            assert not is_allowed(nested, '[{"a":1,"\\u0061":"x"}]', in_grammar)
+    with subtests.test("keys of schemas that are put together are those of each"):
+        b = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
+        assert is_allowed({"allOf": [A, b]}, '{"a":1,"b":"x","c":[]}')
+        for text in ('{"a":1}', '{"a":"x","b":"x"}', '{"a":1,"b":2}', '{"b":"x","\\u0061":1}'):
+            assert not is_allowed({"allOf": [A, b]}, text), text
+        either = A | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+        assert is_allowed(either, '{"a":1}') and is_allowed(either, '{"b":"x"}')
+        assert not is_allowed(either, '{"c":1}')
+    with subtests.test("keys that may come twice are not counted on"):
+        assert is_allowed({"type": "object", "minProperties": 1}, '{"b":1}')
+        required = A | {"required": ["a"], "minProperties": 2}
+        assert is_allowed(required, '{"a":1,"b":1}') and not is_allowed(required, '{"a":1}')
+        with pytest.raises(InvalidRequest, match="asks at # for minProperties 2"):
+            is_allowed({"type": "object", "minProperties": 2}, "{}")
 
 
 ALL_OR_NUMBER = {"oneOf": [{"enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]}
@@ -106,9 +113,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("schema", "allowed", "wrong"),
-    [
+def test_branches_that_cannot_both_hold_work(subtests):
+    for schema, allowed, wrong in [
         (ALL_OR_NUMBER, ['"all"', '"17"'], ['"any"', '"07"']),
         (KINDS, ['{"kind":"dot"}', '{"kind":"arrow","to":3}'], ['{"kind":"square"}', '{"to":3}']),
         (
@@ -128,11 +134,10 @@ KINDS = {
             ['{"a":1}', "{}"],
             ['{"b":1}'],
         ),
-    ],
-)
-def test_branches_that_cannot_both_hold_work(schema: Any, allowed: list[str], wrong: list[str]) -> None:
-    assert [text for text in allowed if not is_allowed(schema, text)] == []
-    assert [text for text in wrong if is_allowed(schema, text)] == []
+    ]:
+        with subtests.test(schema=schema):
+            assert [text for text in allowed if not is_allowed(schema, text)] == []
+            assert [text for text in wrong if is_allowed(schema, text)] == []
 
 
 def test_branches_that_may_both_hold_are_refused_in_words_of_the_schema() -> None:
@@ -148,33 +153,30 @@ def test_branches_that_may_both_hold_are_refused_in_words_of_the_schema() -> Non
         assert "coerce" not in str(refused.value)
 
 
-def test_a_pattern_that_backs_up_is_not_tried() -> None:
-    """It would hold the interpreter for hours; that the branches are apart is then not found out."""
-    text = "a" * 40 + "b"
-    for pattern in ("^(a+)+$", "^(a|aa)+$", "a*a*a*a*a*$", "^(?:a?){40}a{40}$", "a{99999999999999999999}"):
-        branches = [{"const": text}, {"type": "string", "pattern": pattern}]
-        assert "oneOf" in fitted({"oneOf": branches}), pattern
-    for pattern in ("^b", "^[1-9][0-9]*$", r"^\d+$", "^.b", "c"):
-        branches = [{"const": text}, {"type": "string", "pattern": pattern}]
-        assert "anyOf" in fitted({"oneOf": branches}), pattern
-
-
-def test_a_number_with_an_exponent_beyond_all_numbers_is_refused() -> None:
-    for number in ("1e99999999999999999999999", "1e-99999999999999999999999", "1e400"):
-        for kind, text in ((ConstraintKind.JSON_SCHEMA, "{}"), (ConstraintKind.GRAMMAR, "start: %json {}")):
-            wanted = text.replace("{}", '{"const": NUMBER}').replace("NUMBER", number)
-            with pytest.raises(InvalidRequest, match="has a number at #/const"):
-                made()[0].check(Constraint(kind, (wanted,)))
-
-
-def test_a_schema_that_is_made_to_be_long_work_is_answered() -> None:
-    listed = {"oneOf": [{"enum": [*range(3000)]}, {"enum": [*range(10_000, 16_000)]}]}
-    assert "oneOf" in fitted(listed)  # more values than are compared
-    loop = {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 50}}}
-    many = {"oneOf": [{"anyOf": [{"minLength": n}] * 60} for n in range(60)]}
-    assert fitted({"oneOf": [loop, loop], **loop}) is not None
-    assert "oneOf" in fitted(many)
-    assert fitted({"$ref": "#"}) == {"$ref": "#"}
+def test_schemas_that_are_made_to_be_long_work_are_answered(subtests):
+    with subtests.test("a pattern that backs up is not tried"):
+        # It would hold the interpreter for hours; that the branches are apart is then not found out.
+        text = "a" * 40 + "b"
+        for pattern in (
+            "^(a+)+$",
+            "^(a|aa)+$",
+            "a*a*a*a*a*$",
+            "^(?:a?){40}a{40}$",
+            "a{99999999999999999999}",
+        ):
+            branches = [{"const": text}, {"type": "string", "pattern": pattern}]
+            assert "oneOf" in fitted({"oneOf": branches}), pattern
+        for pattern in ("^b", "^[1-9][0-9]*$", r"^\d+$", "^.b", "c"):
+            branches = [{"const": text}, {"type": "string", "pattern": pattern}]
+            assert "anyOf" in fitted({"oneOf": branches}), pattern
+    with subtests.test("a schema that is made to be long work is answered"):
+        listed = {"oneOf": [{"enum": [*range(3000)]}, {"enum": [*range(10_000, 16_000)]}]}
+        assert "oneOf" in fitted(listed)  # more values than are compared
+        loop = {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 50}}}
+        many = {"oneOf": [{"anyOf": [{"minLength": n}] * 60} for n in range(60)]}
+        assert fitted({"oneOf": [loop, loop], **loop}) is not None
+        assert "oneOf" in fitted(many)
+        assert fitted({"$ref": "#"}) == {"$ref": "#"}
 
 
 # -- a dumb oracle: a validator that knows the same keywords, over all small values --------------------

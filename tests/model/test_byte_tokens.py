@@ -1,5 +1,3 @@
-import pytest
-
 from router.conftest import byte_backend
 from services.model.byte_tokens import bytes_of_byte_level, bytes_of_piece
 
@@ -10,30 +8,23 @@ def test_every_byte_of_a_byte_level_vocabulary() -> None:
     assert all(bytes_of_piece(piece) == bytes([byte]) for piece, byte in vocabulary.items())
 
 
-@pytest.mark.parametrize(
-    ("piece", "expected"),
-    [
+def test_a_token_is_its_bytes(subtests):
+    for piece, expected in [
         ("<0xE2>", b"\xe2"),
         ("<0xe2>", b"<0xe2>"),  # small letters: a text
         ("ĠâĤ", b" \xe2\x82"),
         ("ï¿½", "\ufffd".encode()),  # the character itself
         ("▁a", None),
         ("語", None),
-    ],
-)
-def test_pieces_of_both_families(piece: str, expected: bytes | None) -> None:
-    assert bytes_of_piece(piece) == expected
-
-
-@pytest.mark.parametrize(
-    ("token", "expected"),
-    [
+    ]:
+        with subtests.test("pieces of both families", piece=piece):
+            assert bytes_of_piece(piece) == expected
+    for token, expected in [
         ("ĠâĤ", b" \xe2\x82"),
         ("<0xE2>", b"<0xE2>"),
         ("a b", b"a b"),
         ("語", "語".encode()),
         ("\xad", b"\xc2\xad"),
-    ],
-)
-def test_a_byte_level_token_is_its_bytes_or_its_own_text(token: str, expected: bytes) -> None:
-    assert bytes_of_byte_level(token) == expected
+    ]:
+        with subtests.test("a byte level token is its bytes or its own text", token=token):
+            assert bytes_of_byte_level(token) == expected

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 
 from services.model.context_length import context_tokens
@@ -38,23 +40,26 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("stated,rope,expected", FORMS.values(), ids=FORMS)
-def test_the_context_is_what_the_angles_are_made_for(stated, rope, expected, key):
-    config = {"max_position_embeddings": stated, key: rope}
-    assert context_tokens(config) == context_tokens({"text_config": config}) == expected
+def test_the_context_is_what_the_angles_are_made_for(subtests):
+    for (name, (stated, rope, expected)), key in product(FORMS.items(), ("rope_parameters", "rope_scaling")):
+        with subtests.test(name, key=key):
+            config = {"max_position_embeddings": stated, key: rope}
+            assert context_tokens(config) == context_tokens({"text_config": config}) == expected
 
 
-def test_gemma_3_states_the_stretched_length():
-    config = {"model_type": "gemma3_text", "max_position_embeddings": 131072}
-    linear = {"rope_type": "linear", "factor": 8.0}
-    for rope in ({"rope_scaling": linear}, {"rope_parameters": {"full_attention": linear}}):
-        assert context_tokens(config | rope) == 131072
-
-
-@pytest.mark.parametrize(
-    "config", [{}, {"max_position_embeddings": None}, {"max_position_embeddings": 9, "rope_scaling": "yarn"}]
-)
-def test_what_says_nothing_is_an_error(config):
-    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
-        context_tokens(config)
+def test_lengths_that_are_stretched_already_or_not_stated(subtests):
+    with subtests.test("gemma 3 states the stretched length"):
+        config = {"model_type": "gemma3_text", "max_position_embeddings": 131072}
+        linear = {"rope_type": "linear", "factor": 8.0}
+        for rope in ({"rope_scaling": linear}, {"rope_parameters": {"full_attention": linear}}):
+            assert context_tokens(config | rope) == 131072
+    for config in [
+        {},
+        {"max_position_embeddings": None},
+        {"max_position_embeddings": 9, "rope_scaling": "yarn"},
+    ]:
+        with (
+            subtests.test("what says nothing is an error", config=config),
+            pytest.raises((KeyError, TypeError, ValueError, AttributeError)),
+        ):
+            context_tokens(config)

@@ -120,9 +120,8 @@ def test_metadata_is_read_and_a_file_that_is_cut_anywhere_is_refused():
             read_gguf(file[:length])
 
 
-@pytest.mark.parametrize(
-    "file,why",
-    [
+def test_what_is_not_read_is_named(subtests):
+    for file, why in [
         (b"PK\3\4" + bytes(60), "not a GGUF file"),
         (gguf_bytes([], {}, version=1), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
@@ -134,8 +133,6 @@ def test_metadata_is_read_and_a_file_that_is_cut_anywhere_is_refused():
         ),
         (gguf_bytes([], {"w": ((1, 32), 99, bytes(144))}), "type number 99"),
         (gguf_bytes([], {"w": ((1, 33), 8, bytes(68))}), "no whole blocks"),
-    ],
-)
-def test_what_is_not_read_is_named(file, why):
-    with pytest.raises(ConfigError, match=why):
-        read_gguf(file)
+    ]:
+        with subtests.test(why=why), pytest.raises(ConfigError, match=why):
+            read_gguf(file)

@@ -31,75 +31,72 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize(("config", "token", "windowed", "state_mib"), FIGURES.values(), ids=FIGURES)
-def test_known_models_take_what_is_known_of_them(config, token, windowed, state_mib):
-    groups = layer_groups(config)
-    assert groups.full.token_bytes("bfloat16") == token
-    assert sum(window.token_bytes("bfloat16") for window in groups.windows) == windowed
-    state = groups.recurrent.state_bytes("bfloat16") if groups.recurrent else 0
-    assert state / MIB == pytest.approx(state_mib, abs=0.05)
+def test_known_models_take_what_is_known_of_them(subtests):
+    for name, (config, token, windowed, state_mib) in FIGURES.items():
+        with subtests.test(name):
+            groups = layer_groups(config)
+            assert groups.full.token_bytes("bfloat16") == token
+            assert sum(window.token_bytes("bfloat16") for window in groups.windows) == windowed
+            state = groups.recurrent.state_bytes("bfloat16") if groups.recurrent else 0
+            assert state / MIB == pytest.approx(state_mib, abs=0.05)
 
 
-def test_windows_are_those_that_config_json_says():
-    assert [(group.kind, group.window) for group in layer_groups(known.GPT_OSS_120B).windows] == [
-        (SLIDING, 128)
-    ]
-    assert [(group.kind, group.window) for group in layer_groups(known.LLAMA_4_SCOUT).windows] == [
-        (CHUNKED, 8192)
-    ]
-    assert layer_groups(known.GEMMA_3_4B).full.layer_ids == (5, 11, 17, 23, 29)
+def test_windows(subtests):
+    with subtests.test("windows are those that config json says"):
+        assert [(group.kind, group.window) for group in layer_groups(known.GPT_OSS_120B).windows] == [
+            (SLIDING, 128)
+        ]
+        assert [(group.kind, group.window) for group in layer_groups(known.LLAMA_4_SCOUT).windows] == [
+            (CHUNKED, 8192)
+        ]
+        assert layer_groups(known.GEMMA_3_4B).full.layer_ids == (5, 11, 17, 23, 29)
+    with subtests.test("where no layer sees all the windowed ones are kept whole"):
+        groups = layer_groups(known.MISTRAL_7B)
+        assert groups.full == AttentionGroup(FULL, 8, 128, 128, 0, tuple(range(32)))
+        assert (groups.masked_window, groups.carries) == (4096, False)
 
 
-def test_where_no_layer_sees_all_the_windowed_ones_are_kept_whole():
-    groups = layer_groups(known.MISTRAL_7B)
-    assert groups.full == AttentionGroup(FULL, 8, 128, 128, 0, tuple(range(32)))
-    assert (groups.masked_window, groups.carries) == (4096, False)
+def test_groups_have_sizes(subtests):
+    with subtests.test("gpus share heads and never less than one and states"):
+        full = layer_groups(known.LLAMA_3_1_8B).full
+        assert full.token_bytes("bfloat16", tp_size=4) == 131_072 // 4
+        assert full.token_bytes("fp8", tp_size=16) == 131_072 // 2 // 8
+        latent = layer_groups(known.DEEPSEEK_V3).full
+        assert latent.token_bytes("bfloat16", tp_size=8) == latent.token_bytes("bfloat16")
+        recurrent = layer_groups(known.QWEN3_NEXT).recurrent
+        assert recurrent.state_bytes("bfloat16", tp_size=4) == recurrent.state_bytes("bfloat16") // 4
+    with subtests.test("a convolution has the models type and the rest float32"):
+        recurrent = layer_groups(known.QWEN3_5_35B_A3B).recurrent
+        half, whole = (recurrent.state_bytes(dtype) for dtype in ("bfloat16", "float32"))
+        assert whole - half == 30 * 8192 * 4 * 2
+    for dtype in ["float32", "bfloat16"]:
+        with subtests.test("a group is a layouts", dtype=dtype):
+            (window,) = layer_groups(known.GPT_OSS_120B).windows
+            group = window.in_layout(dtype, 64)
+            assert (group.kind, group.window, group.dtype, group.v_head_dim) == (SLIDING, 128, dtype, None)
+            assert group.unit_bytes == 64 * window.token_bytes(dtype)
+            assert layer_groups(known.DEEPSEEK_V3).full.in_layout(dtype, 64).v_head_dim == 0
 
 
-def test_gpus_share_heads_and_never_less_than_one_and_states():
-    full = layer_groups(known.LLAMA_3_1_8B).full
-    assert full.token_bytes("bfloat16", tp_size=4) == 131_072 // 4
-    assert full.token_bytes("fp8", tp_size=16) == 131_072 // 2 // 8
-    latent = layer_groups(known.DEEPSEEK_V3).full
-    assert latent.token_bytes("bfloat16", tp_size=8) == latent.token_bytes("bfloat16")
-    recurrent = layer_groups(known.QWEN3_NEXT).recurrent
-    assert recurrent.state_bytes("bfloat16", tp_size=4) == recurrent.state_bytes("bfloat16") // 4
-
-
-def test_a_convolution_has_the_models_type_and_the_rest_float32():
-    recurrent = layer_groups(known.QWEN3_5_35B_A3B).recurrent
-    half, whole = (recurrent.state_bytes(dtype) for dtype in ("bfloat16", "float32"))
-    assert whole - half == 30 * 8192 * 4 * 2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_group_is_a_layouts(dtype):
-    (window,) = layer_groups(known.GPT_OSS_120B).windows
-    group = window.in_layout(dtype, 64)
-    assert (group.kind, group.window, group.dtype, group.v_head_dim) == (SLIDING, 128, dtype, None)
-    assert group.unit_bytes == 64 * window.token_bytes(dtype)
-    assert layer_groups(known.DEEPSEEK_V3).full.in_layout(dtype, 64).v_head_dim == 0
-
-
-@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-def test_a_config_that_says_too_little_is_refused(missing):
-    with pytest.raises(ConfigError, match=missing):
-        layer_groups({key: value for key, value in known.LLAMA_3_1_8B.items() if key != missing})
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_is_unknown_or_missing_is_refused(subtests):
+    for missing in ["num_hidden_layers", "num_attention_heads", "hidden_size"]:
+        with (
+            subtests.test("a config that says too little is refused", missing=missing),
+            pytest.raises(ConfigError, match=missing),
+        ):
+            layer_groups({key: value for key, value in known.LLAMA_3_1_8B.items() if key != missing})
+    for changes, said in [
         ({"layer_types": ["full_attention", "telepathy"]}, "'telepathy' is no kind of layer"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "no sliding_window"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "size of a recurrent layer's state"),
         ({"layer_types": ["linear_attention"], "conv_L_cache": 3}, "and are: none"),
         ({"layer_types": ["full_attention"] * 2, "per_layer_config": {"1": {"head_dim": 8}}}, "be alike"),
-    ],
-)
-def test_what_is_not_known_is_refused(changes, said):
-    with pytest.raises(ConfigError, match=said):
-        layer_groups(known.LLAMA_3_1_8B | changes)
+    ]:
+        with (
+            subtests.test("what is not known is refused", changes=changes),
+            pytest.raises(ConfigError, match=said),
+        ):
+            layer_groups(known.LLAMA_3_1_8B | changes)
 
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -162,10 +159,9 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=TINY, ids=TINY.keys())
-def family(request):
+def made(family):
     """What was said, the config that transformers makes of it, and its cache after some tokens."""
-    name, said = TINY[request.param]
+    name, said = TINY[family]
     config = getattr(transformers, name)(**said)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -174,8 +170,23 @@ def family(request):
     return said | {"model_type": config.model_type}, config, cache
 
 
-def test_groups_are_what_transformers_keeps(family):
-    said, config, cache = family
+QUICK = ("qwen3_5", "falcon_h1", "gpt_oss", "gemma3", "qwen2, a window from a layer on", "deepseek_v3")
+
+
+def test_groups_are_what_transformers_keeps(subtests):
+    for family in QUICK:
+        with subtests.test(family):
+            check_groups(family)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", sorted(TINY.keys() - set(QUICK)))
+def test_groups_of_every_family_are_what_transformers_keeps(family):
+    check_groups(family)
+
+
+def check_groups(family):
+    said, config, cache = made(family)
     groups = layer_groups(said)
     assert groups == layer_groups(config.to_dict())  # as a checkpoint that transformers saved has it
     attention = {layer: group for group in (groups.full, *groups.windows) for layer in group.layer_ids}

@@ -8,16 +8,15 @@ from services.model.sizing import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 
-def test_the_type_is_the_whole_models_or_its_texts():
-    assert kv_dtype({"text_config": {}, "dtype": "float16"}) == "float16"
-    assert kv_dtype({"text_config": {"torch_dtype": "bfloat16"}}) == "bfloat16"
-
-
-def test_a_type_nobody_knows_is_refused():
-    with pytest.raises(ConfigError, match="int4"):
-        kv_dtype({"dtype": "int4"})
-    with pytest.raises(ConfigError, match="None"):
-        kv_dtype({})
+def test_the_type_is_the_whole_models_or_its_texts_or_refused(subtests):
+    with subtests.test("the type is the whole models or its texts"):
+        assert kv_dtype({"text_config": {}, "dtype": "float16"}) == "float16"
+        assert kv_dtype({"text_config": {"torch_dtype": "bfloat16"}}) == "bfloat16"
+    with subtests.test("a type nobody knows is refused"):
+        with pytest.raises(ConfigError, match="int4"):
+            kv_dtype({"dtype": "int4"})
+        with pytest.raises(ConfigError, match="None"):
+            kv_dtype({})
 
 
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(1, 50), st.integers(1, 8), st.integers(0, 2000))
