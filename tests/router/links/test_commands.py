@@ -39,12 +39,8 @@ async def written(rounds, joins):
 
 
 @given(ROUNDS)
-def test_those_of_a_moment_go_in_one_in_their_order(rounds):
+def test_those_of_a_moment_go_in_one_in_their_order_to_a_rank_that_reads_that(rounds):
     assert asyncio.run(written(rounds, joins=True)) == rounds
-
-
-@given(ROUNDS)
-def test_a_rank_that_does_not_know_better_is_told_one_by_one(rounds):
     assert asyncio.run(written(rounds, joins=False)) == [[name] for names in rounds for name in names]
 
 

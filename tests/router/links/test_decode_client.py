@@ -114,27 +114,28 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
         await client.connected.wait()
 
 
-@pytest.mark.parametrize("lost", [False, True])
-async def test_who_is_retired_lets_what_runs_end(soon_silent, lost):
-    rank = Reporter()
-    async with client_of(rank) as (client, _):
-        streams = [client.start(COMMAND) for _ in range(2)]
-        retiring = asyncio.create_task(client.retire())
-        if lost:
-            rank.silent = True
-            for stream in streams:
-                with pytest.raises(DecodeRankLost, match="silent"):
-                    await stream.next()
-        else:
-            streams[0].close()
-            step = rank.step
-            while rank.step < step + 5:
-                await asyncio.sleep(0.01)
-            assert client.connected.is_set() and not retiring.done()
-            streams[1].close()
-        async with asyncio.timeout(20):
-            await retiring
-        assert not client.connected.is_set()
+async def test_who_is_retired_lets_what_runs_end(soon_silent, subtests):
+    for lost in [False, True]:
+        with subtests.test(lost=lost):
+            rank = Reporter()
+            async with client_of(rank) as (client, _):
+                streams = [client.start(COMMAND) for _ in range(2)]
+                retiring = asyncio.create_task(client.retire())
+                if lost:
+                    rank.silent = True
+                    for stream in streams:
+                        with pytest.raises(DecodeRankLost, match="silent"):
+                            await stream.next()
+                else:
+                    streams[0].close()
+                    step = rank.step
+                    while rank.step < step + 5:
+                        await asyncio.sleep(0.01)
+                    assert client.connected.is_set() and not retiring.done()
+                    streams[1].close()
+                async with asyncio.timeout(20):
+                    await retiring
+                assert not client.connected.is_set()
 
 
 async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
@@ -207,15 +208,16 @@ class Batches(decode_pb2_grpc.DecodeServicer):
             self.starts.append([each.start.request_id for each in (command, *command.further)])
 
 
-@pytest.mark.parametrize("takes_further", [True, False])
-async def test_requests_of_a_moment_go_in_a_message_if_the_rank_reads_them(takes_further):
-    rank = Batches(takes_further)
-    async with client_of(rank) as (client, _):
-        names = [f"request-{number}" for number in range(20)]
-        for name in names:
-            client.start(replace(COMMAND, request=replace(COMMAND.request, request_id=name)))
-        rank.release.set()
-        while sum(map(len, rank.starts)) < len(names):
-            await asyncio.sleep(0.01)
-    assert [name.partition("#")[0] for names in rank.starts for name in names] == names
-    assert len(rank.starts) == (1 if takes_further else len(names))
+async def test_requests_of_a_moment_go_in_a_message_if_the_rank_reads_them(subtests):
+    for takes_further in [True, False]:
+        with subtests.test(takes_further=takes_further):
+            rank = Batches(takes_further)
+            async with client_of(rank) as (client, _):
+                names = [f"request-{number}" for number in range(20)]
+                for name in names:
+                    client.start(replace(COMMAND, request=replace(COMMAND.request, request_id=name)))
+                rank.release.set()
+                while sum(map(len, rank.starts)) < len(names):
+                    await asyncio.sleep(0.01)
+            assert [name.partition("#")[0] for names in rank.starts for name in names] == names
+            assert len(rank.starts) == (1 if takes_further else len(names))

@@ -70,24 +70,23 @@ def test_it_opens_while_the_thread_is_short_of_time_and_closes_after():
     assert window.now_s == 0
 
 
-async def test_an_idle_router_holds_nothing():
-    times = Times()
-    gathering = times.gathering()
-    for _ in range(20):
-        times.spend(0.3, 0.5)
-        assert not times.is_held(gathering)
-
-
-async def test_tokens_further_apart_than_they_would_wait_do_not():
-    times, gathering = busy_gathering(3)
-    window_s = gathering.window_s
-    assert times.is_held(gathering, 0.9 * window_s) and not times.is_held(gathering, 1.1 * window_s)
-    stream = OutputStream(MagicMock(), "r", None, gathering)
-    for token in (1, 2, 3):
-        times.spend(1.1 * window_s, 1.0)
-        stream.put(Output((token,)))
-        assert stream._came.is_set()
-        await stream.next(all_at_once=True)
+async def test_an_idle_router_and_tokens_far_apart(subtests):
+    with subtests.test("an idle router holds nothing"):
+        times = Times()
+        gathering = times.gathering()
+        for _ in range(20):
+            times.spend(0.3, 0.5)
+            assert not times.is_held(gathering)
+    with subtests.test("tokens further apart than they would wait do not"):
+        times, gathering = busy_gathering(3)
+        window_s = gathering.window_s
+        assert times.is_held(gathering, 0.9 * window_s) and not times.is_held(gathering, 1.1 * window_s)
+        stream = OutputStream(MagicMock(), "r", None, gathering)
+        for token in (1, 2, 3):
+            times.spend(1.1 * window_s, 1.0)
+            stream.put(Output((token,)))
+            assert stream._came.is_set()
+            await stream.next(all_at_once=True)
 
 
 async def test_of_a_router_that_is_late_all_wait():
@@ -102,34 +101,33 @@ async def test_of_a_router_that_is_late_all_wait():
     assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (1, 2, 3)
 
 
-async def test_tokens_of_a_moment_come_in_one_and_the_first_and_the_last_at_once():
-    _, gathering = busy_gathering()
-    stream = OutputStream(MagicMock(), "r", None, gathering)
-    stream.put(FIRST)
-    assert await asyncio.wait_for(stream.next(all_at_once=True), 1) is FIRST
-    for token in (2, 3, 4):
-        stream.put(Output((token,)))
-    assert not stream._came.is_set()
-    assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (2, 3, 4)
-    stream.put(Output((5,)))
-    stream.put(Output((6,), finished=FinishReason.STOP))
-    assert stream._came.is_set()
-    last = await stream.next(all_at_once=True)
-    assert (last.token_ids, last.finished) == ((5, 6), FinishReason.STOP)
-    await asyncio.sleep(2 * MOST_S)  # it is released, and has nothing
-    assert not stream._came.is_set()
-
-
-async def test_a_failure_does_not_wait():
-    _, gathering = busy_gathering()
-    stream = OutputStream(MagicMock(), "r", None, gathering)
-    stream.put(FIRST)
-    await stream.next()
-    stream.put(Output((2,)))
-    assert not stream._came.is_set()
-    stream.put(PeerFailed("lost"))
-    assert stream._came.is_set()
-    assert (await stream.next(all_at_once=True)).token_ids == (2,)
+async def test_what_does_not_wait(subtests):
+    with subtests.test("tokens of a moment come in one and the first and the last at once"):
+        _, gathering = busy_gathering()
+        stream = OutputStream(MagicMock(), "r", None, gathering)
+        stream.put(FIRST)
+        assert await asyncio.wait_for(stream.next(all_at_once=True), 1) is FIRST
+        for token in (2, 3, 4):
+            stream.put(Output((token,)))
+        assert not stream._came.is_set()
+        assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (2, 3, 4)
+        stream.put(Output((5,)))
+        stream.put(Output((6,), finished=FinishReason.STOP))
+        assert stream._came.is_set()
+        last = await stream.next(all_at_once=True)
+        assert (last.token_ids, last.finished) == ((5, 6), FinishReason.STOP)
+        await asyncio.sleep(2 * MOST_S)  # it is released, and has nothing
+        assert not stream._came.is_set()
+    with subtests.test("a failure does not wait"):
+        _, gathering = busy_gathering()
+        stream = OutputStream(MagicMock(), "r", None, gathering)
+        stream.put(FIRST)
+        await stream.next()
+        stream.put(Output((2,)))
+        assert not stream._came.is_set()
+        stream.put(PeerFailed("lost"))
+        assert stream._came.is_set()
+        assert (await stream.next(all_at_once=True)).token_ids == (2,)
 
 
 async def test_streams_are_released_together_and_each_once():

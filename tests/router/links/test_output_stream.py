@@ -40,25 +40,24 @@ async def test_what_has_come_meanwhile_is_read_at_once_and_an_error_after_it():
     assert (await waiting).token_ids == (6,)
 
 
-async def test_the_deadline_ends_the_stream_behind_what_has_come_and_the_request_at_the_rank():
-    aborted, forgotten = [], []
-    client = SimpleNamespace(send_abort=aborted.append, forget=forgotten.append)
-    stream = OutputStream(client, "a", timeout_s=0.0)
-    stream.put(output(1))
-    assert (await stream.next()).token_ids == (1,)
-    async with asyncio.timeout(20):
-        with pytest.raises(DeadlineExceeded):
-            await stream.next(all_at_once=True)
-    assert aborted == []
-    stream.close()
-    assert aborted == forgotten == ["a"]
-
-
-async def test_who_is_closed_has_no_deadline():
-    stream = OutputStream(SimpleNamespace(send_abort=print, forget=print), "a", timeout_s=0.0)
-    stream.close()
-    await asyncio.sleep(0)
-    assert not stream._items
+async def test_a_deadline_ends_the_stream_unless_it_is_closed(subtests):
+    with subtests.test("the deadline ends the stream behind what has come and the request at the rank"):
+        aborted, forgotten = [], []
+        client = SimpleNamespace(send_abort=aborted.append, forget=forgotten.append)
+        stream = OutputStream(client, "a", timeout_s=0.0)
+        stream.put(output(1))
+        assert (await stream.next()).token_ids == (1,)
+        async with asyncio.timeout(20):
+            with pytest.raises(DeadlineExceeded):
+                await stream.next(all_at_once=True)
+        assert aborted == []
+        stream.close()
+        assert aborted == forgotten == ["a"]
+    with subtests.test("who is closed has no deadline"):
+        stream = OutputStream(SimpleNamespace(send_abort=print, forget=print), "a", timeout_s=0.0)
+        stream.close()
+        await asyncio.sleep(0)
+        assert not stream._items
 
 
 class Closed:
@@ -69,31 +68,30 @@ class Closed:
         pass
 
 
-async def test_tokens_that_came_alone_are_one_output_before_what_came_behind_them():
-    stream = OutputStream(Closed(), "a")
-    for token_id in (1, 2):
-        stream.put_token(token_id, 0.0)
-    stream.put(output(3))
-    for token_id in (4, 5):
-        stream.put_token(token_id, 0.0)
-    read = [await stream.next() for _ in range(3)]
-    assert [each.token_ids for each in read] == [(1, 2), (3,), (4, 5)]
-    waiting = asyncio.create_task(stream.next())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    stream.put_token(6, 0.0)
-    assert (await waiting).token_ids == (6,)
-    stream.put_token(7, 0.0)
-    stream.put(PeerFailed("lost"))
-    assert (await stream.next(all_at_once=True)).token_ids == (7,)
-    with pytest.raises(PeerFailed):
-        await stream.next()
-
-
-async def test_the_first_output_is_read_alone_though_tokens_have_come_behind_it():
-    stream = OutputStream(Closed(), "a")
-    first = output(1, admitted=object())
-    stream.put(first)
-    stream.put_token(2, 0.0)
-    assert await stream.next(all_at_once=True) is first
-    assert (await stream.next(all_at_once=True)).token_ids == (2,)
+async def test_tokens_that_came_alone(subtests):
+    with subtests.test("tokens that came alone are one output before what came behind them"):
+        stream = OutputStream(Closed(), "a")
+        for token_id in (1, 2):
+            stream.put_token(token_id, 0.0)
+        stream.put(output(3))
+        for token_id in (4, 5):
+            stream.put_token(token_id, 0.0)
+        read = [await stream.next() for _ in range(3)]
+        assert [each.token_ids for each in read] == [(1, 2), (3,), (4, 5)]
+        waiting = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stream.put_token(6, 0.0)
+        assert (await waiting).token_ids == (6,)
+        stream.put_token(7, 0.0)
+        stream.put(PeerFailed("lost"))
+        assert (await stream.next(all_at_once=True)).token_ids == (7,)
+        with pytest.raises(PeerFailed):
+            await stream.next()
+    with subtests.test("the first output is read alone though tokens have come behind it"):
+        stream = OutputStream(Closed(), "a")
+        first = output(1, admitted=object())
+        stream.put(first)
+        stream.put_token(2, 0.0)
+        assert await stream.next(all_at_once=True) is first
+        assert (await stream.next(all_at_once=True)).token_ids == (2,)

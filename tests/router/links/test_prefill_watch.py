@@ -152,10 +152,15 @@ async def test_a_rank_that_falls_silent_is_told_of_once_until_it_speaks_again(so
     assert "prefill_rank_silent rank=prefill/0" in caplog.text
 
 
-async def test_a_rank_that_never_spoke_is_not_called_silent(soon_silent):
-    async with watched(Muted()) as (heard, _):
-        await heard.until(lambda: heard.losses >= 2)
-        assert (heard.loads, heard.silences) == ([], 0)
+async def test_who_never_speaks_is_not_called_silent(soon_silent, subtests):
+    with subtests.test("a rank that never spoke is not called silent"):
+        async with watched(Muted()) as (heard, _):
+            await heard.until(lambda: heard.losses >= 2)
+            assert (heard.loads, heard.silences) == ([], 0)
+    with subtests.test("an older rank that does not know the call is no error"):
+        async with watched(None) as (heard, _):
+            await heard.until(lambda: heard.losses >= 2)
+            assert heard.loads == []
 
 
 async def test_a_router_that_did_not_run_has_not_listened(soon_silent):
@@ -165,9 +170,3 @@ async def test_a_router_that_did_not_run_has_not_listened(soon_silent):
         heard.loads.clear()
         await heard.until(lambda: heard.loads)
         assert (heard.losses, heard.silences) == (0, 0)
-
-
-async def test_an_older_rank_that_does_not_know_the_call_is_no_error():
-    async with watched(None) as (heard, _):
-        await heard.until(lambda: heard.losses >= 2)
-        assert heard.loads == []

@@ -1,9 +1,9 @@
 """Who is let in, by what he would wait; whether anybody is in time, against a look at all of them."""
 
 from collections import Counter
+from itertools import product
 from math import inf
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,38 +68,37 @@ def test_somebody_in_time_is_found_and_else_how_long_it_takes(decodes, prefills,
             assert shortest_s == exact_s  # else the first sender in time is reckoned with
 
 
-@pytest.mark.parametrize("plans", [LOCAL, REMOTE, BOTH])
-@pytest.mark.parametrize("room_s", [0.0, 9.0])
-def test_of_a_thousand_that_are_full_few_are_looked_at(plans, room_s):
-    full = Ranks([(True, room_s, 9.0)] * 800, [(True, 0.0, 8.0)] * 200, plans)
-    assert full.shortest_s(5.0) == {LOCAL: 9.0, REMOTE: 8.0 + room_s, BOTH: 8.0 if not room_s else 9.0}[plans]
-    assert len(full.looked_at) <= 128
+def test_few_are_looked_at_where_all_are_full(subtests):
+    with subtests.test("of a thousand that are full few are looked at"):
+        for plans, room_s in product([LOCAL, REMOTE, BOTH], [0.0, 9.0]):
+            with subtests.test(plans=plans, room_s=room_s):
+                full = Ranks([(True, room_s, 9.0)] * 800, [(True, 0.0, 8.0)] * 200, plans)
+                assert (
+                    full.shortest_s(5.0)
+                    == {LOCAL: 9.0, REMOTE: 8.0 + room_s, BOTH: 8.0 if not room_s else 9.0}[plans]
+                )
+                assert len(full.looked_at) <= 128
+    with subtests.test("room is found wherever it is"):
+        for plans in [LOCAL, REMOTE, BOTH]:
+            with subtests.test(plans=plans):
+                decodes = [(True, 9.0, 0.0)] * 700 + [(True, 1.0, 0.5)]
+                assert Ranks(decodes, [(True, 0.0, 0.5)], plans).shortest_s(5.0) == 0.0
+    with subtests.test("who is in time ends the search"):
+        idle = Ranks([(True, 0.0, 0.0)] * 800, [(True, 0.0, 0.0)] * 200, BOTH)
+        assert idle.shortest_s(5.0) == 0.0
+        assert len(idle.looked_at) <= 2
 
 
-@pytest.mark.parametrize("plans", [LOCAL, REMOTE, BOTH])
-def test_room_is_found_wherever_it_is(plans):
-    decodes = [(True, 9.0, 0.0)] * 700 + [(True, 1.0, 0.5)]
-    assert Ranks(decodes, [(True, 0.0, 0.5)], plans).shortest_s(5.0) == 0.0
-
-
-def test_who_is_in_time_ends_the_search():
-    idle = Ranks([(True, 0.0, 0.0)] * 800, [(True, 0.0, 0.0)] * 200, BOTH)
-    assert idle.shortest_s(5.0) == 0.0
-    assert len(idle.looked_at) <= 2
-
-
-@pytest.mark.parametrize(
-    ("remaining_s", "allowed_s"), [(inf, 30.0), (100.0, 30.0), (60.0, 30.0), (10.0, 5.0), (0.0, 0.0)]
-)
-def test_half_of_the_time_may_be_waited_and_never_longer_than_the_setting(remaining_s, allowed_s):
-    assert allowed_wait_s(30.0, remaining_s) == allowed_s
-
-
-def test_a_refusal_says_when_to_come_again():
-    error = refusal(12.25, 5.0)
-    assert error.retry_after_s == 7.25
-    assert "would wait 12.2 s for its turn, 5.0 s at most are allowed; try again in 7 s" in str(error)
-    assert refusal(5.1, 5.0).retry_after_s == 1.0  # not at once, with everybody else
+def test_how_long_one_may_wait_and_when_to_come_again(subtests):
+    with subtests.test("half of the time may be waited and never longer than the setting"):
+        for remaining_s, allowed_s in [(inf, 30.0), (100.0, 30.0), (60.0, 30.0), (10.0, 5.0), (0.0, 0.0)]:
+            with subtests.test(remaining_s=remaining_s, allowed_s=allowed_s):
+                assert allowed_wait_s(30.0, remaining_s) == allowed_s
+    with subtests.test("a refusal says when to come again"):
+        error = refusal(12.25, 5.0)
+        assert error.retry_after_s == 7.25
+        assert "would wait 12.2 s for its turn, 5.0 s at most are allowed; try again in 7 s" in str(error)
+        assert refusal(5.1, 5.0).retry_after_s == 1.0  # not at once, with everybody else
 
 
 @given(ranks, ranks, wait_s)

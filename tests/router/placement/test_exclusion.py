@@ -1,9 +1,7 @@
 """May a rank be chosen: each reason by itself, which comes first, and what the other ranks add."""
 
 from dataclasses import replace
-from itertools import combinations
-
-import pytest
+from itertools import combinations, product
 
 from router.placement.placement_ranks import LOCAL, REMOTE, decode, prefill, request
 from services.kv.block_hash import BlockChains
@@ -46,66 +44,62 @@ REASONS = {
 OF_DECODE_ALONE = {"not connected", TOO_SMALL}
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-@pytest.mark.parametrize("reasons", [(), *combinations(REASONS, 1), *combinations(REASONS, 2)])
-def test_the_first_reason_that_is_true_is_told(reasons, role):
-    rank, standing, asked = D if role is Role.DECODE else P, WELL, ASKED
-    for reason in reasons:
-        rank, standing, asked = REASONS[reason](rank, standing, asked)
-    true = [each for each in reasons if role is Role.DECODE or each not in OF_DECODE_ALONE]
-    assert of_rank(rank, standing, asked) == (true[0] if true else "")
+def test_may_a_rank_be_chosen_at_all(subtests):
+    with subtests.test("the first reason that is true is told"):
+        for role, reasons in product(
+            [Role.DECODE, Role.PREFILL], [(), *combinations(REASONS, 1), *combinations(REASONS, 2)]
+        ):
+            with subtests.test(role=role, reasons=reasons):
+                rank, standing, asked = D if role is Role.DECODE else P, WELL, ASKED
+                for reason in reasons:
+                    rank, standing, asked = REASONS[reason](rank, standing, asked)
+                true = [each for each in reasons if role is Role.DECODE or each not in OF_DECODE_ALONE]
+                assert of_rank(rank, standing, asked) == (true[0] if true else "")
+    with subtests.test("a rank that is not live says how"):
+        for liveness in [each for each in Liveness if each]:
+            with subtests.test(liveness=liveness):
+                assert of_rank(P, WELL._replace(liveness=liveness), ASKED) == liveness.value
 
 
-@pytest.mark.parametrize("liveness", [each for each in Liveness if each])
-def test_a_rank_that_is_not_live_says_how(liveness):
-    assert of_rank(P, WELL._replace(liveness=liveness), ASKED) == liveness.value
-
-
-def test_a_decode_rank_needs_room_for_one_more_token():
-    full = replace(ASKED, prompt_tokens=1_000)
-    assert of_rank(D, WELL, full) == "the prompt is longer than its context"
-    assert of_rank(P, WELL, full) == ""
-    assert of_rank(D, WELL, replace(ASKED, prompt_tokens=999)) == ""
-
-
-def test_a_decode_rank_of_another_layout_may_compute_by_itself():
-    other = WELL._replace(differs_in="page_size")
-    assert of_rank(D, other, ASKED) == ""
-    for rank, plans in ((D, REMOTE), (P, REMOTE | LOCAL)):
-        assert "differs" in of_rank(rank, other, replace(ASKED, plans=plans))
-
-
-def test_another_life_of_a_rank_has_failed_nothing():
-    earlier = RankId("d", 0, Generation(6))
-    assert of_rank(D, WELL, replace(ASKED, tried=frozenset({earlier}))) == ""
+def test_the_context_of_a_rank_and_its_layout_by_role(subtests):
+    with subtests.test("a decode rank needs room for one more token"):
+        full = replace(ASKED, prompt_tokens=1_000)
+        assert of_rank(D, WELL, full) == "the prompt is longer than its context"
+        assert of_rank(P, WELL, full) == ""
+        assert of_rank(D, WELL, replace(ASKED, prompt_tokens=999)) == ""
+    with subtests.test("a decode rank of another layout may compute by itself"):
+        other = WELL._replace(differs_in="page_size")
+        assert of_rank(D, other, ASKED) == ""
+        for rank, plans in ((D, REMOTE), (P, REMOTE | LOCAL)):
+            assert "differs" in of_rank(rank, other, replace(ASKED, plans=plans))
+    with subtests.test("another life of a rank has failed nothing"):
+        earlier = RankId("d", 0, Generation(6))
+        assert of_rank(D, WELL, replace(ASKED, tried=frozenset({earlier}))) == ""
 
 
 def reasons(asked, decodes, prefills):
     return tuple([rank.excluded for rank in side] for side in beside_others(asked, decodes, prefills))
 
 
-def test_a_queue_is_too_long_whichever_rank_one_is_paired_with():
-    asked = request(plans=REMOTE, max_wait_s=3.0)
-    decodes = [decode(0, queue_wait_s=1.0), decode(1, queue_wait_s=2.5)]
-    prefills = [prefill(0, compute_wait_s=1.0), prefill(1, compute_wait_s=2.5)]
-    assert shortest_wait_s(asked, decodes, prefills) == 2.0
-    assert reasons(asked, decodes, prefills) == (["", TOO_LONG], ["", TOO_LONG])
-    # Both could take it from the other side's idle rank, if that one were not gone.
-    idle = decodes[0]._replace(queue_wait_s=0.0)
-    assert reasons(asked, [idle, decodes[1]], prefills) == (["", TOO_LONG], ["", ""])
-    gone = idle._replace(excluded="draining")
-    assert reasons(asked, [gone, decodes[1]], prefills) == (["draining", TOO_LONG], [TOO_LONG, TOO_LONG])
-
-
-def test_under_plan_local_both_waits_pass_at_once():
-    asked = request(plans=LOCAL, max_wait_s=3.0)
-    ranks = [decode(0, queue_wait_s=3.0, compute_wait_s=2.0), decode(1, compute_wait_s=3.1)]
-    assert shortest_wait_s(asked, ranks, []) == 3.0
-    assert reasons(asked, ranks, []) == (["", TOO_LONG], [])
-
-
-def test_who_cannot_receive_waits_for_no_prefill_rank():
-    asked = request(plans=REMOTE | LOCAL, max_wait_s=1.0)
-    other = decode(0, receives=False, compute_wait_s=9.0)
-    assert shortest_wait_s(asked, [other], [prefill(0)]) == 9.0
-    assert reasons(asked, [other, decode(1)], [prefill(0)]) == ([TOO_LONG, ""], [""])
+def test_a_queue_is_too_long(subtests):
+    with subtests.test("a queue is too long whichever rank one is paired with"):
+        asked = request(plans=REMOTE, max_wait_s=3.0)
+        decodes = [decode(0, queue_wait_s=1.0), decode(1, queue_wait_s=2.5)]
+        prefills = [prefill(0, compute_wait_s=1.0), prefill(1, compute_wait_s=2.5)]
+        assert shortest_wait_s(asked, decodes, prefills) == 2.0
+        assert reasons(asked, decodes, prefills) == (["", TOO_LONG], ["", TOO_LONG])
+        # Both could take it from the other side's idle rank, if that one were not gone.
+        idle = decodes[0]._replace(queue_wait_s=0.0)
+        assert reasons(asked, [idle, decodes[1]], prefills) == (["", TOO_LONG], ["", ""])
+        gone = idle._replace(excluded="draining")
+        assert reasons(asked, [gone, decodes[1]], prefills) == (["draining", TOO_LONG], [TOO_LONG, TOO_LONG])
+    with subtests.test("under plan local both waits pass at once"):
+        asked = request(plans=LOCAL, max_wait_s=3.0)
+        ranks = [decode(0, queue_wait_s=3.0, compute_wait_s=2.0), decode(1, compute_wait_s=3.1)]
+        assert shortest_wait_s(asked, ranks, []) == 3.0
+        assert reasons(asked, ranks, []) == (["", TOO_LONG], [])
+    with subtests.test("who cannot receive waits for no prefill rank"):
+        asked = request(plans=REMOTE | LOCAL, max_wait_s=1.0)
+        other = decode(0, receives=False, compute_wait_s=9.0)
+        assert shortest_wait_s(asked, [other], [prefill(0)]) == 9.0
+        assert reasons(asked, [other, decode(1)], [prefill(0)]) == ([TOO_LONG, ""], [""])

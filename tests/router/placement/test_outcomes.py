@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted, chains
 from router.ranks.observed import predicted
 from services.values.rank import Plan
@@ -37,28 +35,27 @@ def run_one(router: Router, decode_prefix_len: int):
     yield
 
 
-def test_an_index_that_has_heard_nothing_since_is_corrected_at_once():
-    router = Router(1, 0)
-    rank = router.decodes[0]
-    router.holds(rank, 40)
-    request = run_one(router, 5 * BLOCK)
-    next(request)
-    next(request)
-    assert router.index.match(rank.id.key, HASHES[:20]) == 5
-    assert not router.index.match(rank.id.key, HASHES[19:20])
-    assert predicted(router.balance, rank.id.key, HASHES) == 20  # for it was computed since
-
-
-def test_an_index_that_was_told_meanwhile_is_left_alone():
-    router = Router(1, 0)
-    rank = router.decodes[0]
-    router.holds(rank, 40)
-    request = run_one(router, 5 * BLOCK)
-    next(request)
-    router.holds(rank, 20)  # evicted, and computed again for this request
-    router.records[rank.id.key] += 1
-    next(request)
-    assert router.index.match(rank.id.key, HASHES) == 20
+def test_the_index_is_corrected_where_it_has_heard_nothing_since(subtests):
+    with subtests.test("an index that has heard nothing since is corrected at once"):
+        router = Router(1, 0)
+        rank = router.decodes[0]
+        router.holds(rank, 40)
+        request = run_one(router, 5 * BLOCK)
+        next(request)
+        next(request)
+        assert router.index.match(rank.id.key, HASHES[:20]) == 5
+        assert not router.index.match(rank.id.key, HASHES[19:20])
+        assert predicted(router.balance, rank.id.key, HASHES) == 20  # for it was computed since
+    with subtests.test("an index that was told meanwhile is left alone"):
+        router = Router(1, 0)
+        rank = router.decodes[0]
+        router.holds(rank, 40)
+        request = run_one(router, 5 * BLOCK)
+        next(request)
+        router.holds(rank, 20)  # evicted, and computed again for this request
+        router.records[rank.id.key] += 1
+        next(request)
+        assert router.index.match(rank.id.key, HASHES) == 20
 
 
 def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows():
@@ -76,20 +73,25 @@ def test_what_was_sent_counts_where_it_will_be_computed_before_the_index_knows()
     assert predicted(router.balance, prefill.id.key, HASHES) == 0
 
 
-@pytest.mark.parametrize("plans", [REMOTE, frozenset({Plan.LOCAL})])
-def test_nothing_is_predicted_of_a_rank_without_a_cache(plans):
+def test_nothing_is_predicted_of_a_rank_without_a_cache(subtests):
     """Its siblings keep one, as in the middle of a roll-out."""
-    router, (plan,) = Router(2, 2), plans
-    cacheless = [replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)]
-    router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
-    for index in range(2):
-        others = router.all_but(router.decodes[index], router.prefills[index])
-        decision = router.place(plans=plans, tried=others)
-        router.placer.sent("a", chains(), 2_567, decision)
-        router.placer.outcomes.admitted("a", chains(), decision.chosen, admitted(0, 0, plan))
-        router.placer.outcomes.finished(chains(), decision.chosen, range(42 * BLOCK), 0)
-        router.placer.outcomes.ended("a")
-        used = [rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None]
-        depths = {predicted(router.balance, rank.id.key, HASHES) for rank in used}
-        assert depths == {40 if index else 0}
-    assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK
+    for plans in [REMOTE, frozenset({Plan.LOCAL})]:
+        with subtests.test(plans=plans):
+            router, (plan,) = Router(2, 2), plans
+            cacheless = [
+                replace(side[0], capabilities=(NO_CACHE,)) for side in (router.decodes, router.prefills)
+            ]
+            router.placer.set_ranks([cacheless[0], router.decodes[1]], [cacheless[1], router.prefills[1]])
+            for index in range(2):
+                others = router.all_but(router.decodes[index], router.prefills[index])
+                decision = router.place(plans=plans, tried=others)
+                router.placer.sent("a", chains(), 2_567, decision)
+                router.placer.outcomes.admitted("a", chains(), decision.chosen, admitted(0, 0, plan))
+                router.placer.outcomes.finished(chains(), decision.chosen, range(42 * BLOCK), 0)
+                router.placer.outcomes.ended("a")
+                used = [
+                    rank for rank in (decision.chosen.decode, decision.chosen.prefill) if rank is not None
+                ]
+                depths = {predicted(router.balance, rank.id.key, HASHES) for rank in used}
+                assert depths == {40 if index else 0}
+            assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK

@@ -1,7 +1,5 @@
 """Where requests go that come at once, by one router or by two."""
 
-import pytest
-
 from router.placement.known_cluster import BLOCK, Router, chains
 from services.router.placement.price import PriceWeights
 from services.router.ranks.shares import Share
@@ -21,19 +19,20 @@ def test_requests_that_come_at_once_spread_over_many_idle_ranks():
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {0}
 
 
-@pytest.mark.parametrize(("decodes", "prefills"), [(8, 4), (60, 40)])
-def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(decodes, prefills):
-    for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):
-        chosen: list[RankKey] = []
-        for index in range(2):
-            router = Router(decodes, prefills, PriceWeights())
-            router.placer.set_share(Share(index, 2))
-            for number in range(2):
-                asked = router.asked(1, chains=chains(0), plans=frozenset({plan}))
-                decision = router.placer.place(asked, 0.5)
-                router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
-                chosen.append(getattr(decision.chosen, side).id.key)
-        assert len(set(chosen)) == 4, plan
+def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(subtests):
+    for decodes, prefills in [(8, 4), (60, 40)]:
+        with subtests.test(decodes=decodes, prefills=prefills):
+            for plan, side in ((Plan.LOCAL, "decode"), (Plan.REMOTE, "prefill")):
+                chosen: list[RankKey] = []
+                for index in range(2):
+                    router = Router(decodes, prefills, PriceWeights())
+                    router.placer.set_share(Share(index, 2))
+                    for number in range(2):
+                        asked = router.asked(1, chains=chains(0), plans=frozenset({plan}))
+                        decision = router.placer.place(asked, 0.5)
+                        router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
+                        chosen.append(getattr(decision.chosen, side).id.key)
+                assert len(set(chosen)) == 4, plan
 
 
 def test_a_hot_prefix_spreads_when_its_rank_is_busy():

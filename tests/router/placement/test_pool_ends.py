@@ -17,54 +17,57 @@ from services.values.request import FinishReason
 SMALL, LARGE = decode(0, holds_tokens=5_000), decode(1, holds_tokens=20_000)
 
 
-@pytest.mark.parametrize("plans", [REMOTE, LOCAL, REMOTE | LOCAL])
-def test_who_cannot_hold_all_of_it_is_left_out(plans):
+def test_who_cannot_hold_all_of_it_is_left_out(subtests):
     """However busy the other one is."""
-    busy = LARGE._replace(pending_tokens=50_000)
-    asked = request(4_000, plans=plans, most_tokens=5_001, longest_tokens=20_000)
-    decision = choose(asked, [SMALL, busy], [prefill(0)])
-    assert decision.chosen.decode is busy
-    assert [(rank.id, rank.excluded) for rank in decision.excluded] == [(SMALL.id, TOO_SMALL)]
-    asked = replace(asked, most_tokens=5_000)
-    assert choose(asked, [SMALL, busy], [prefill(0)]).chosen.decode is SMALL
+    for plans in [REMOTE, LOCAL, REMOTE | LOCAL]:
+        with subtests.test(plans=plans):
+            busy = LARGE._replace(pending_tokens=50_000)
+            asked = request(4_000, plans=plans, most_tokens=5_001, longest_tokens=20_000)
+            decision = choose(asked, [SMALL, busy], [prefill(0)])
+            assert decision.chosen.decode is busy
+            assert [(rank.id, rank.excluded) for rank in decision.excluded] == [(SMALL.id, TOO_SMALL)]
+            asked = replace(asked, most_tokens=5_000)
+            assert choose(asked, [SMALL, busy], [prefill(0)]).chosen.decode is SMALL
 
 
-@pytest.mark.parametrize("state", [{"excluded": "draining"}, {"queue_wait_s": 9.0, "compute_wait_s": 9.0}])
-def test_where_nobody_who_could_hold_it_can_be_chosen_the_others_serve(state):
+def test_where_nobody_who_could_hold_it_can_be_chosen_the_others_serve(subtests):
     """It will go on elsewhere, and that has its price."""
-    asked = request(4_000, plans=LOCAL, most_tokens=9_000, longest_tokens=20_000, max_wait_s=5.0)
-    decision = choose(asked, [SMALL, LARGE._replace(**state)])
-    assert decision.chosen.decode is SMALL
-    assert dict(decision.chosen.terms)["outgrow"] == pytest.approx(exp(-1_000 / 512) * 5_000 / 5_000)
+    for state in [{"excluded": "draining"}, {"queue_wait_s": 9.0, "compute_wait_s": 9.0}]:
+        with subtests.test(state=state):
+            asked = request(4_000, plans=LOCAL, most_tokens=9_000, longest_tokens=20_000, max_wait_s=5.0)
+            decision = choose(asked, [SMALL, LARGE._replace(**state)])
+            assert decision.chosen.decode is SMALL
+            assert dict(decision.chosen.terms)["outgrow"] == pytest.approx(exp(-1_000 / 512) * 5_000 / 5_000)
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "most_tokens", "longest_tokens", "price"),
-    [
+def test_the_price_of_outgrowing_a_rank(subtests):
+    for prompt_tokens, most_tokens, longest_tokens, price in [
         (4_000, None, 20_000, exp(-1_000 / 512)),  # nobody says how long the answer may be
         (4_990, None, 20_000, exp(-10 / 512)),
         (10, None, 20_000, pytest.approx(0.0, abs=1e-4)),
         (4_000, None, 5_000, 0.0),  # nobody holds more
         (4_000, None, 0, 0.0),
         (4_000, 4_500, 20_000, 0.0),
-    ],
-)
-def test_the_price_of_outgrowing_a_rank(prompt_tokens, most_tokens, longest_tokens, price):
-    asked = request(prompt_tokens, plans=LOCAL, most_tokens=most_tokens, longest_tokens=longest_tokens)
-    assert dict(choose(asked, [SMALL]).chosen.terms)["outgrow"] == pytest.approx(price)
+    ]:
+        with subtests.test(
+            prompt_tokens=prompt_tokens, most_tokens=most_tokens, longest_tokens=longest_tokens, price=price
+        ):
+            asked = request(
+                prompt_tokens, plans=LOCAL, most_tokens=most_tokens, longest_tokens=longest_tokens
+            )
+            assert dict(choose(asked, [SMALL]).chosen.terms)["outgrow"] == pytest.approx(price)
 
 
-def test_a_long_prompt_that_may_become_any_length_goes_to_the_larger_pool():
-    asked = request(4_990, plans=LOCAL, longest_tokens=20_000)
-    busy = LARGE._replace(pending_tokens=2_000)
-    assert choose(asked, [SMALL, busy]).chosen.decode is busy
-    assert choose(replace(asked, prompt_tokens=500), [SMALL, busy]).chosen.decode is SMALL
-
-
-def test_nothing_is_left_out_that_already_is():
-    gone = SMALL._replace(excluded="draining")
-    assert beside_others(request(most_tokens=6_000), [gone, LARGE], []) == ([gone, LARGE], [])
-    assert beside_others(request(), [SMALL, LARGE], []) == ([SMALL, LARGE], [])
+def test_pools_of_several_sizes(subtests):
+    with subtests.test("a long prompt that may become any length goes to the larger pool"):
+        asked = request(4_990, plans=LOCAL, longest_tokens=20_000)
+        busy = LARGE._replace(pending_tokens=2_000)
+        assert choose(asked, [SMALL, busy]).chosen.decode is busy
+        assert choose(replace(asked, prompt_tokens=500), [SMALL, busy]).chosen.decode is SMALL
+    with subtests.test("nothing is left out that already is"):
+        gone = SMALL._replace(excluded="draining")
+        assert beside_others(request(most_tokens=6_000), [gone, LARGE], []) == ([gone, LARGE], [])
+        assert beside_others(request(), [SMALL, LARGE], []) == ([SMALL, LARGE], [])
 
 
 def at_end(rank, num_tokens: int):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -76,62 +77,67 @@ def test_of_many_that_go_on_where_they_kept_a_state_the_best_are_looked_at(decod
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)
 
 
-@pytest.mark.parametrize("least_has_points", [True, False])
-def test_each_rank_is_looked_for_once_however_many_points_it_has(least_has_points, monkeypatch):
-    router = Router(40, 0, layout=HYBRID)
-    for number, rank in enumerate(router.decodes):
-        router.holds(rank, 40, *range(1, 41) if number or least_has_points else ())
-        router.waits(rank, 100 * number)
-    looked_at = []
+def test_each_rank_is_looked_for_once_however_many_points_it_has(subtests, monkeypatch):
+    ascending, looked_at = LoadOrder.ascending, []
 
     def counting(order, ranks, before=None):
         looked_at.append(len(ranks))
         return ascending(order, ranks, before)
 
-    ascending = LoadOrder.ascending
     monkeypatch.setattr(LoadOrder, "ascending", counting)
     monkeypatch.setattr(Placer, "_holding", lambda *_: iter(()))
-    assert router.place().chosen.decode.id.rank == (0 if least_has_points else 1)
-    assert looked_at == ([40] if least_has_points else [39] + 39 * [0])
+    for least_has_points in [True, False]:
+        with subtests.test(least_has_points=least_has_points):
+            router = Router(40, 0, layout=HYBRID)
+            for number, rank in enumerate(router.decodes):
+                router.holds(rank, 40, *range(1, 41) if number or least_has_points else ())
+                router.waits(rank, 100 * number)
+            looked_at.clear()
+            assert router.place().chosen.decode.id.rank == (0 if least_has_points else 1)
+            assert looked_at == ([40] if least_has_points else [39] + 39 * [0])
 
 
-@pytest.mark.parametrize("blocks", [[3], [0, 3], [1, 3, 5]])
-def test_a_rank_whose_records_are_half_applied_keeps_nobody_waiting(blocks):
+def test_a_rank_whose_records_are_half_applied_keeps_nobody_waiting(subtests):
     """It holds what comes after the other's, and a match of it is shorter."""
-    router = Router(20, 0)
-    router.holds(router.decodes[0], 3)
-    router.index.apply_snapshot(router.decodes[1].id, [HASHES[block] for block in blocks])
-    assert router.place(8).chosen.decode.id.rank == 0
+    for blocks in [[3], [0, 3], [1, 3, 5]]:
+        with subtests.test(blocks=blocks):
+            router = Router(20, 0)
+            router.holds(router.decodes[0], 3)
+            router.index.apply_snapshot(router.decodes[1].id, [HASHES[block] for block in blocks])
+            assert router.place(8).chosen.decode.id.rank == 0
 
 
-def test_a_few_of_a_thousand_ranks_are_priced():
-    router = Router(800, 200)
-    for rank in router.decodes:
-        router.holds(rank, 1)
-    router.holds(router.decodes[700], 30)
-    router.waits(router.decodes[700], 100)
-    decision = router.place()
-    assert decision.chosen.decode.id.rank == 700
-    assert len(decision._compared) < 100
-    assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
-
-
-def test_excluded_ranks_among_many_are_passed_over():
-    router = Router(40, 40)
-    for rank in router.decodes:
-        router.holds(rank, 40)
-    only = router.decodes[33].id
-    others = router.all_but(router.decodes[33], *router.prefills)
-    assert router.place(tried=others).chosen.decode.id == only
-    with pytest.raises(Unavailable, match="40 it failed this request"):
-        router.place(tried=others | {only})
-
-
-def test_the_pinned_rank_is_looked_at_however_busy():
-    router = Router(40, 1, PriceWeights())
-    pinned = router.decodes[20]
-    router.waits(pinned, 100)
-    assert router.place(pinned=pinned.id.key).reason == "pinned"
+def test_of_many_a_few_are_priced_and_those_that_must_be(subtests):
+    with subtests.test("a few of a thousand ranks are priced"):
+        router = Router(800, 200)
+        for rank in router.decodes:
+            router.holds(rank, 1)
+        router.holds(router.decodes[700], 30)
+        router.waits(router.decodes[700], 100)
+        decision = router.place()
+        assert decision.chosen.decode.id.rank == 700
+        assert len(decision._compared) < 100
+        assert len(router.placer.explain(router.asked(), 0.5)._compared) >= 800
+    with subtests.test("excluded ranks among many are passed over"):
+        router = Router(40, 40)
+        for rank in router.decodes:
+            router.holds(rank, 40)
+        only = router.decodes[33].id
+        others = router.all_but(router.decodes[33], *router.prefills)
+        assert router.place(tried=others).chosen.decode.id == only
+        with pytest.raises(Unavailable, match="40 it failed this request"):
+            router.place(tried=others | {only})
+    with subtests.test("the pinned rank is looked at however busy"):
+        router = Router(40, 1, PriceWeights())
+        pinned = router.decodes[20]
+        router.waits(pinned, 100)
+        assert router.place(pinned=pinned.id.key).reason == "pinned"
+    with subtests.test("of many ranks the roomiest are looked at where nobody says how long it becomes"):
+        router = Router(40, 0)
+        with_pools(router, range(1, 40))
+        router.waits(router.decodes[0], 100)
+        assert router.place(prompt_tokens=4_999).chosen.decode.id.rank == 0
+        assert router.place(prompt_tokens=2_600).chosen.decode.id.rank != 0
 
 
 def with_pools(router: Router, small: range, large_tokens: int = 100_000) -> None:
@@ -143,28 +149,22 @@ def with_pools(router: Router, small: range, large_tokens: int = 100_000) -> Non
     router.placer.set_ranks(router.decodes, router.prefills)
 
 
-@pytest.mark.parametrize("decodes", [2, 40])
-@pytest.mark.parametrize("plans", [BOTH, REMOTE])
-def test_of_many_ranks_those_that_hold_all_of_it_are_looked_at(decodes, plans):
+def test_of_many_ranks_those_that_hold_all_of_it_are_looked_at(subtests):
     """Though it is the busiest of all, and alone."""
-    router = Router(decodes, 2)
-    with_pools(router, range(decodes - 1))
-    router.waits(router.decodes[-1], 50_000)
-    fits, outgrows, fits_nowhere = 5_000, 5_001, 100_001
-    assert router.place(plans=plans, most_tokens=fits).chosen.decode.id.rank < decodes - 1
-    decision = router.place(plans=plans, most_tokens=outgrows)
-    assert decision.chosen.decode.id.rank == decodes - 1
-    assert router.place(plans=plans, most_tokens=fits_nowhere).chosen.decode.id.rank < decodes - 1
-    excluded = {c.excluded for c in router.placer.explain(router.asked(most_tokens=outgrows), 0.5).excluded}
-    assert excluded == {TOO_SMALL}
-    large = frozenset({router.decodes[-1].id})
-    chosen = router.place(plans=plans, most_tokens=outgrows, tried=large).chosen
-    assert dict(chosen.terms)["outgrow"] > 0
-
-
-def test_of_many_ranks_the_roomiest_are_looked_at_where_nobody_says_how_long_it_becomes():
-    router = Router(40, 0)
-    with_pools(router, range(1, 40))
-    router.waits(router.decodes[0], 100)
-    assert router.place(prompt_tokens=4_999).chosen.decode.id.rank == 0
-    assert router.place(prompt_tokens=2_600).chosen.decode.id.rank != 0
+    for decodes, plans in product([2, 40], [BOTH, REMOTE]):
+        with subtests.test(decodes=decodes, plans=plans):
+            router = Router(decodes, 2)
+            with_pools(router, range(decodes - 1))
+            router.waits(router.decodes[-1], 50_000)
+            fits, outgrows, fits_nowhere = 5_000, 5_001, 100_001
+            assert router.place(plans=plans, most_tokens=fits).chosen.decode.id.rank < decodes - 1
+            decision = router.place(plans=plans, most_tokens=outgrows)
+            assert decision.chosen.decode.id.rank == decodes - 1
+            assert router.place(plans=plans, most_tokens=fits_nowhere).chosen.decode.id.rank < decodes - 1
+            excluded = {
+                c.excluded for c in router.placer.explain(router.asked(most_tokens=outgrows), 0.5).excluded
+            }
+            assert excluded == {TOO_SMALL}
+            large = frozenset({router.decodes[-1].id})
+            chosen = router.place(plans=plans, most_tokens=outgrows, tried=large).chosen
+            assert dict(chosen.terms)["outgrow"] > 0

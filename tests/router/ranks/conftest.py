@@ -2,15 +2,20 @@
 
 import pytest
 
-from router.ranks.observed import PRIOR_BANDWIDTH, PRIOR_RATE, Clock
+from router.ranks.observed import Clock, known
 from services.router.ranks.balance import Balance
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock_and_balance() -> tuple[Clock, Balance]:
+    return known()
 
 
 @pytest.fixture
-def balance(clock) -> Balance:
-    return Balance(clock, prior_tokens_per_s=PRIOR_RATE, prior_bandwidth=PRIOR_BANDWIDTH, chunk_tokens=1_000)
+def clock(clock_and_balance) -> Clock:
+    return clock_and_balance[0]
+
+
+@pytest.fixture
+def balance(clock_and_balance) -> Balance:
+    return clock_and_balance[1]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
 from services.values.request import Admitted
@@ -51,3 +52,12 @@ def hashes(*numbers: int) -> list[BlockHash]:
 def predicted(balance, rank: RankKey, blocks) -> int:
     """How many of them, from the first on, are guessed to be there."""
     return balance.predictions.of(blocks, balance.clock()).depth(rank)
+
+
+def known() -> tuple[Clock, Balance]:
+    """What a router knows that has seen nothing yet, and the clock that it goes by."""
+    clock = Clock()
+    balance = Balance(
+        clock, prior_tokens_per_s=PRIOR_RATE, prior_bandwidth=PRIOR_BANDWIDTH, chunk_tokens=1_000
+    )
+    return clock, balance

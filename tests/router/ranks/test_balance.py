@@ -1,11 +1,10 @@
 """What is in flight at which rank, and which ranks are well, under a clock of ours."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, moved, predicted, took
+from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, known, moved, predicted, took
 from services.router.ranks.balance import Balance, Liveness
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey
@@ -22,9 +21,25 @@ def test_a_remote_request_pends_on_prefill_until_admitted(balance):
     assert balance.now(D0).running == 0
 
 
-def test_a_local_request_pends_on_its_decode_rank(balance):
-    balance.sent("a", D0, None, 700)
-    assert (balance.now(D0).pending_tokens, balance.now(D0).running) == (700, 1)
+def test_whose_a_request_is_in_flight(subtests):
+    with subtests.test("a local request pends on its decode rank"):
+        _, balance = known()
+        balance.sent("a", D0, None, 700)
+        assert (balance.now(D0).pending_tokens, balance.now(D0).running) == (700, 1)
+    with subtests.test("a retry leaves the first ranks"):
+        _, balance = known()
+        balance.sent("a", D0, P0, 700)
+        balance.sent("a", D1, P1, 600)
+        assert [balance.now(rank).pending_tokens for rank in (P0, P1)] == [0, 600]
+        assert [balance.now(rank).running for rank in (D0, D1)] == [0, 1]
+    with subtests.test("steps of unknown requests do nothing"):
+        _, balance = known()
+        balance.admitted("who")
+        balance.ended("who")
+        assert "in_flight=0" in repr(balance)
+    with subtests.test("before a report the load is nil"):
+        _, balance = known()
+        assert balance.load(D0) == RankLoad()
 
 
 def test_a_report_counts_what_was_sent_well_before_it(balance, clock):
@@ -58,19 +73,6 @@ def test_what_cannot_have_been_computed_pends_though_the_rank_reports_nothing(ba
     for name in "bc":
         balance.ended(name)
     assert (balance.now(P0).pending_tokens, balance.now(P0).queued) == (0, 0)
-
-
-def test_a_retry_leaves_the_first_ranks(balance):
-    balance.sent("a", D0, P0, 700)
-    balance.sent("a", D1, P1, 600)
-    assert [balance.now(rank).pending_tokens for rank in (P0, P1)] == [0, 600]
-    assert [balance.now(rank).running for rank in (D0, D1)] == [0, 1]
-
-
-def test_steps_of_unknown_requests_do_nothing(balance):
-    balance.admitted("who")
-    balance.ended("who")
-    assert "in_flight=0" in repr(balance)
 
 
 class Flights(RuleBasedStateMachine):
@@ -120,39 +122,41 @@ Flights.TestCase.settings = settings(max_examples=50, stateful_step_count=20, de
 TestFlights = Flights.TestCase
 
 
-def test_penalties_double_up_to_half_a_minute(balance, clock):
-    for penalty_s in (1, 2, 4, 8, 16, 30, 30):
-        balance.failed(P0)
-        clock.now += penalty_s - 0.01
-        assert balance.liveness(P0) is Liveness.FAILED
-        clock.now += 0.01
+def test_what_a_failure_costs(subtests):
+    with subtests.test("penalties double up to half a minute"):
+        clock, balance = known()
+        for penalty_s in (1, 2, 4, 8, 16, 30, 30):
+            balance.failed(P0)
+            clock.now += penalty_s - 0.01
+            assert balance.liveness(P0) is Liveness.FAILED
+            clock.now += 0.01
+            assert balance.liveness(P0) is Liveness.LIVE
+        assert balance.liveness(P1) is Liveness.LIVE
+    with subtests.test("many failures at once are one"):
+        clock, balance = known()
+        for _ in range(10):
+            balance.failed(P0)
+        clock.now += 1
         assert balance.liveness(P0) is Liveness.LIVE
-    assert balance.liveness(P1) is Liveness.LIVE
-
-
-def test_many_failures_at_once_are_one(balance, clock):
-    for _ in range(10):
+    with subtests.test("a local success says nothing of a prefill rank"):
+        clock, balance = known()
         balance.failed(P0)
-    clock.now += 1
-    assert balance.liveness(P0) is Liveness.LIVE
+        balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))
+        assert balance.liveness(P0) is Liveness.FAILED
 
 
-@pytest.mark.parametrize("rank", [D0, P0])
-def test_a_success_ends_the_penalty_and_its_doubling(balance, clock, rank):
-    balance.failed(rank)
-    clock.now += 1
-    balance.failed(rank)
-    balance.observe_admitted(D0, P0, took())
-    assert balance.liveness(rank) is Liveness.LIVE
-    balance.failed(rank)
-    clock.now += 1
-    assert balance.liveness(rank) is Liveness.LIVE
-
-
-def test_a_local_success_says_nothing_of_a_prefill_rank(balance):
-    balance.failed(P0)
-    balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))
-    assert balance.liveness(P0) is Liveness.FAILED
+def test_a_success_ends_the_penalty_and_its_doubling(subtests):
+    for rank in [D0, P0]:
+        with subtests.test(rank=rank):
+            clock, balance = known()
+            balance.failed(rank)
+            clock.now += 1
+            balance.failed(rank)
+            balance.observe_admitted(D0, P0, took())
+            assert balance.liveness(rank) is Liveness.LIVE
+            balance.failed(rank)
+            clock.now += 1
+            assert balance.liveness(rank) is Liveness.LIVE
 
 
 def test_a_rank_that_drains_is_excluded(balance):
@@ -176,10 +180,6 @@ def test_a_rank_that_fell_silent_is_excluded_until_it_reports(balance, clock):
     balance.fell_silent(P0)
     balance.forget(P0)  # a new life may be one that never reports
     assert balance.liveness(P0) is Liveness.LIVE
-
-
-def test_before_a_report_the_load_is_nil(balance):
-    assert balance.load(D0) == RankLoad()
 
 
 def test_a_forgotten_rank_begins_anew(balance):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ranks.observed import D0, D1, hashes, predicted
+from router.ranks.observed import D0, D1, hashes, known, predicted
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
@@ -98,38 +98,37 @@ def test_a_rank_is_forgotten_that_was_guessed_of_twice():
     assert predictions._num_blocks == 0
 
 
-def test_a_prediction_matches_from_the_first_block_on(balance):
-    balance.predict(D0, hashes(1, 2, 3))
-    assert predicted(balance, D0, hashes(1, 2, 3, 4)) == 3
-    assert predicted(balance, D0, hashes(1, 2)) == 2
-    assert predicted(balance, D0, hashes(9, 2, 3)) == 0
-    assert predicted(balance, D1, hashes(1)) == 0
-
-
-def test_a_prediction_ends(balance, clock):
-    balance.predict(D0, hashes(1, 2), ttl_s=5)
-    clock.now += 3
-    balance.predict(D0, hashes(1), ttl_s=5)
-    clock.now += 2
-    assert predicted(balance, D0, hashes(1, 2)) == 1
-    clock.now += 3
-    assert predicted(balance, D0, hashes(1, 2)) == 0
-
-
-def test_a_renewed_prediction_outlives_the_first(balance, clock):
-    balance.predict(D0, hashes(1, 2), ttl_s=1)
-    balance.predict(D0, hashes(1, 2), ttl_s=9)
-    clock.now += 2
-    balance.predict(D1, hashes(7))
-    assert predicted(balance, D0, hashes(1, 2)) == 2
-
-
-def test_a_shorter_prediction_does_not_cut_a_longer_one(balance, clock):
-    balance.predict(D0, hashes(1, 2), ttl_s=9)
-    balance.predict(D0, hashes(1), ttl_s=1)
-    clock.now += 2
-    balance.predict(D1, hashes(7))
-    assert predicted(balance, D0, hashes(1, 2)) == 2
+def test_a_prediction_ends_with_the_last_of_its_guesses(subtests):
+    with subtests.test("a prediction matches from the first block on"):
+        clock, balance = known()
+        balance.predict(D0, hashes(1, 2, 3))
+        assert predicted(balance, D0, hashes(1, 2, 3, 4)) == 3
+        assert predicted(balance, D0, hashes(1, 2)) == 2
+        assert predicted(balance, D0, hashes(9, 2, 3)) == 0
+        assert predicted(balance, D1, hashes(1)) == 0
+    with subtests.test("a prediction ends"):
+        clock, balance = known()
+        balance.predict(D0, hashes(1, 2), ttl_s=5)
+        clock.now += 3
+        balance.predict(D0, hashes(1), ttl_s=5)
+        clock.now += 2
+        assert predicted(balance, D0, hashes(1, 2)) == 1
+        clock.now += 3
+        assert predicted(balance, D0, hashes(1, 2)) == 0
+    with subtests.test("a renewed prediction outlives the first"):
+        clock, balance = known()
+        balance.predict(D0, hashes(1, 2), ttl_s=1)
+        balance.predict(D0, hashes(1, 2), ttl_s=9)
+        clock.now += 2
+        balance.predict(D1, hashes(7))
+        assert predicted(balance, D0, hashes(1, 2)) == 2
+    with subtests.test("a shorter prediction does not cut a longer one"):
+        clock, balance = known()
+        balance.predict(D0, hashes(1, 2), ttl_s=9)
+        balance.predict(D0, hashes(1), ttl_s=1)
+        clock.now += 2
+        balance.predict(D1, hashes(7))
+        assert predicted(balance, D0, hashes(1, 2)) == 2
 
 
 def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):

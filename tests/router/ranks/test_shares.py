@@ -19,7 +19,7 @@ def test_every_rank_is_somebodys_and_all_have_about_as_many(num_ranks, routers):
         assert min(sizes) == 1
 
 
-@pytest.mark.parametrize("place", [(-1, 2), (2, 2), (0, 0)])
-def test_a_place_that_there_is_not(place):
-    with pytest.raises(ValueError, match="no share"):
-        Share(*place)
+def test_a_place_that_there_is_not(subtests):
+    for place in [(-1, 2), (2, 2), (0, 0)]:
+        with subtests.test(place=place), pytest.raises(ValueError, match="no share"):
+            Share(*place)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RATE, Clock, moved, took
+from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RATE, Clock, known, moved, took
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
@@ -16,22 +16,22 @@ from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey
 
 
-def test_before_anything_was_measured_the_priors_hold(balance):
-    assert balance.now(P0).tokens_per_s == PRIOR_RATE
-    assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
-
-
-def test_the_first_measurement_replaces_the_prior_for_all(balance):
-    balance.observe_admitted(D0, P0, took())
-    assert balance.now(P0).tokens_per_s == pytest.approx(4_000)
-    assert balance.now(P1).tokens_per_s == pytest.approx(4_000)
-
-
-def test_a_rate_belongs_to_the_rank_that_computed(balance):
-    balance.observe_admitted(D0, P0, took())
-    balance.observe_admitted(D0, P1, took(prefill_compute_s=1.0))
-    balance.observe_admitted(D1, None, took(plan=Plan.LOCAL, prefill_compute_s=4.0))
-    assert [balance.now(rank).tokens_per_s for rank in (P0, P1, D1)] == pytest.approx([4_000, 2_000, 500])
+def test_what_is_assumed_before_it_was_measured(subtests):
+    with subtests.test("before anything was measured the priors hold"):
+        _, balance = known()
+        assert balance.now(P0).tokens_per_s == PRIOR_RATE
+        assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
+    with subtests.test("the first measurement replaces the prior for all"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, took())
+        assert balance.now(P0).tokens_per_s == pytest.approx(4_000)
+        assert balance.now(P1).tokens_per_s == pytest.approx(4_000)
+    with subtests.test("a rate belongs to the rank that computed"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, took())
+        balance.observe_admitted(D0, P1, took(prefill_compute_s=1.0))
+        balance.observe_admitted(D1, None, took(plan=Plan.LOCAL, prefill_compute_s=4.0))
+        assert [balance.now(rank).tokens_per_s for rank in (P0, P1, D1)] == pytest.approx([4_000, 2_000, 500])
 
 
 def test_a_rate_converges_to_what_requests_take(balance):
@@ -50,17 +50,22 @@ def test_one_slow_request_moves_a_rate_less_than_one_fast_one(balance):
     assert 0 < 4_000 - balance.now(P0).tokens_per_s < balance.now(P1).tokens_per_s - 4_000
 
 
-def test_tiny_computations_are_no_measure(balance):
-    balance.observe_admitted(D0, P0, took(computed_tokens=15))
-    balance.observe_admitted(D0, P0, took(prefill_compute_s=0.0))
-    assert balance.now(P0).tokens_per_s == PRIOR_RATE
-
-
-def test_small_computations_count_for_little(balance):
-    balance.observe_admitted(D0, P0, took(computed_tokens=16))
-    assert balance.now(P0).tokens_per_s == pytest.approx(32)
-    balance.observe_admitted(D0, P0, took())
-    assert balance.now(P0).tokens_per_s > 3_500
+def test_small_samples(subtests):
+    with subtests.test("tiny computations are no measure"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, took(computed_tokens=15))
+        balance.observe_admitted(D0, P0, took(prefill_compute_s=0.0))
+        assert balance.now(P0).tokens_per_s == PRIOR_RATE
+    with subtests.test("small computations count for little"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, took(computed_tokens=16))
+        assert balance.now(P0).tokens_per_s == pytest.approx(32)
+        balance.observe_admitted(D0, P0, took())
+        assert balance.now(P0).tokens_per_s > 3_500
+    with subtests.test("small transfers are no measure"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, moved(2e8, size_bytes=MIB - 1))
+        assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
 
 
 def test_what_the_rank_itself_reports_comes_first(balance):
@@ -71,13 +76,22 @@ def test_what_the_rank_itself_reports_comes_first(balance):
     assert balance.now(D0).tokens_per_s == pytest.approx(4_000)
 
 
-def test_an_old_measurement_fades_towards_the_usual(balance, clock):
-    balance.observe_admitted(D0, P0, took(prefill_compute_s=20.0))  # 100 tokens/s: never again?
-    for _ in range(100):
-        balance.observe_admitted(D0, P1, took())
-    assert balance.now(P0).tokens_per_s == pytest.approx(100)
-    clock.now += 600
-    assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
+def test_what_is_old_fades(subtests):
+    with subtests.test("an old measurement fades towards the usual"):
+        clock, balance = known()
+        balance.observe_admitted(D0, P0, took(prefill_compute_s=20.0))  # 100 tokens/s: never again?
+        for _ in range(100):
+            balance.observe_admitted(D0, P1, took())
+        assert balance.now(P0).tokens_per_s == pytest.approx(100)
+        clock.now += 600
+        assert balance.now(P0).tokens_per_s == pytest.approx(4_000, rel=0.01)
+    with subtests.test("an old link fades towards the usual"):
+        clock, balance = known()
+        balance.observe_admitted(D0, P0, moved(1e7))
+        for _ in range(50):
+            balance.observe_admitted(D0, P1, moved(1e9))
+        clock.now += 900
+        assert balance.bandwidth(P0, D0) == pytest.approx(1e9, rel=0.01)
 
 
 @given(bandwidth=st.floats(1e7, 1e11), compute_s=st.floats(0.001, 10.0))
@@ -109,45 +123,34 @@ def test_what_is_carried_beside_the_delta_tells_the_same_bandwidth(bandwidth, co
         assert balance.bandwidth(P0, D0) == pytest.approx(bandwidth, rel=1e-3)
 
 
-def test_a_drafts_pages_go_with_those_of_the_delta(balance):
-    balance.observe_admitted(D0, P0, moved(2e8))
-    balance.observe_admitted(D0, P1, replace(moved(2e8), carried_bytes={"draft": 10 * MIB}))
-    assert balance.bandwidth(P0, D0) == balance.bandwidth(P1, D0)
-
-
-def test_a_link_falls_back_to_its_prefill_rank_then_to_all(balance):
-    balance.observe_admitted(D0, P0, moved(2e8))
-    balance.observe_admitted(D0, P1, moved(1e9))
-    assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
-    assert balance.bandwidth(P0, D1) == pytest.approx(2e8)
-    assert 2e8 < balance.bandwidth(RankKey("prefill", 2), D0) < 1e9
-
-
-def test_links_of_one_prefill_rank_differ(balance):
-    for _ in range(5):
+def test_a_link_or_its_rank_or_all(subtests):
+    with subtests.test("a drafts pages go with those of the delta"):
+        _, balance = known()
         balance.observe_admitted(D0, P0, moved(2e8))
-        balance.observe_admitted(D1, P0, moved(1e9))
-    assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
-    assert balance.bandwidth(P0, D1) == pytest.approx(1e9)
-
-
-def test_an_old_link_fades_towards_the_usual(balance, clock):
-    balance.observe_admitted(D0, P0, moved(1e7))
-    for _ in range(50):
+        balance.observe_admitted(D0, P1, replace(moved(2e8), carried_bytes={"draft": 10 * MIB}))
+        assert balance.bandwidth(P0, D0) == balance.bandwidth(P1, D0)
+    with subtests.test("a link falls back to its prefill rank then to all"):
+        _, balance = known()
+        balance.observe_admitted(D0, P0, moved(2e8))
         balance.observe_admitted(D0, P1, moved(1e9))
-    clock.now += 900
-    assert balance.bandwidth(P0, D0) == pytest.approx(1e9, rel=0.01)
+        assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
+        assert balance.bandwidth(P0, D1) == pytest.approx(2e8)
+        assert 2e8 < balance.bandwidth(RankKey("prefill", 2), D0) < 1e9
+    with subtests.test("links of one prefill rank differ"):
+        _, balance = known()
+        for _ in range(5):
+            balance.observe_admitted(D0, P0, moved(2e8))
+            balance.observe_admitted(D1, P0, moved(1e9))
+        assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
+        assert balance.bandwidth(P0, D1) == pytest.approx(1e9)
 
 
-def test_small_transfers_are_no_measure(balance):
-    balance.observe_admitted(D0, P0, moved(2e8, size_bytes=MIB - 1))
-    assert balance.bandwidth(P0, D0) == PRIOR_BANDWIDTH
-
-
-@pytest.mark.parametrize(("transfer_s", "expected"), [(0.0, 1e12), (1e9, 1e6)])
-def test_a_bandwidth_stays_within_what_hardware_does(balance, transfer_s, expected):
-    balance.observe_admitted(D0, P0, took(kv_bytes_moved=10**12, transfer_s=transfer_s))
-    assert balance.bandwidth(P0, D0) == expected
+def test_a_bandwidth_stays_within_what_hardware_does(subtests):
+    for transfer_s, expected in [(0.0, 1e12), (1e9, 1e6)]:
+        with subtests.test(transfer_s=transfer_s, expected=expected):
+            _, balance = known()
+            balance.observe_admitted(D0, P0, took(kv_bytes_moved=10**12, transfer_s=transfer_s))
+            assert balance.bandwidth(P0, D0) == expected
 
 
 def test_a_prefill_rank_remembers_so_many_links(balance, monkeypatch):

@@ -26,38 +26,27 @@ def test_a_rank_is_trusted_until_it_breaks_its_word():
     assert trust.worth(OTHER, 1_000, 0.0) == 1_000
 
 
-def test_one_that_never_delivers_is_worth_next_to_nothing():
-    assert after(*[0] * 50).of(RANK, 0.0) < 0.05
-
-
-def test_half_of_what_was_promised_is_half_the_trust():
-    assert after(*[PROMPT // 2] * 100).of(RANK, 0.0) == pytest.approx(0.5, abs=0.05)
-
-
-def test_keeping_its_word_restores_it():
-    assert after(*[0] * 10, *[PROMPT] * 100).worth(RANK, 1_000, 0.0) == 1_000
-
-
-def test_small_differences_count_for_nothing():
-    assert after(*[PROMPT - 300] * 100).worth(RANK, 1_000, 0.0) == 1_000
-
-
-def test_distrust_fades():
-    trust = after(*[0] * 50)
-    assert trust.of(RANK, 60.0) == pytest.approx(0.5, abs=0.05)
-    assert trust.of(RANK, 600.0) > 0.99
-
-
-def test_no_prediction_is_no_evidence():
-    trust = Trust()
-    trust.observe(RANK, 0, 0, 0.0)
-    assert trust.of(RANK, 0.0) == 1.0
-
-
-def test_a_new_life_begins_anew():
-    trust = after(0)
-    trust.forget(RANK)
-    assert trust.of(RANK, 0.0) == 1.0
+def test_what_a_word_is_worth(subtests):
+    with subtests.test("one that never delivers is worth next to nothing"):
+        assert after(*[0] * 50).of(RANK, 0.0) < 0.05
+    with subtests.test("half of what was promised is half the trust"):
+        assert after(*[PROMPT // 2] * 100).of(RANK, 0.0) == pytest.approx(0.5, abs=0.05)
+    with subtests.test("keeping its word restores it"):
+        assert after(*[0] * 10, *[PROMPT] * 100).worth(RANK, 1_000, 0.0) == 1_000
+    with subtests.test("small differences count for nothing"):
+        assert after(*[PROMPT - 300] * 100).worth(RANK, 1_000, 0.0) == 1_000
+    with subtests.test("distrust fades"):
+        trust = after(*[0] * 50)
+        assert trust.of(RANK, 60.0) == pytest.approx(0.5, abs=0.05)
+        assert trust.of(RANK, 600.0) > 0.99
+    with subtests.test("no prediction is no evidence"):
+        trust = Trust()
+        trust.observe(RANK, 0, 0, 0.0)
+        assert trust.of(RANK, 0.0) == 1.0
+    with subtests.test("a new life begins anew"):
+        trust = after(0)
+        trust.forget(RANK)
+        assert trust.of(RANK, 0.0) == 1.0
 
 
 seen = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e4))
