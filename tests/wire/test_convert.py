@@ -33,6 +33,7 @@ from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
 from wire.wire_values import (
     addresses,
+    check_round_trips,
     ids,
     names,
     over_the_wire,
@@ -106,9 +107,8 @@ def test_a_layout_round_trips_beside_its_version(layout, version):
     assert convert.layout_from_proto(pb, version) == replace(layout, handshake_version=version)
 
 
-@pytest.mark.parametrize(
-    ("noun", "values"),
-    [
+def test_kv_values_round_trip(subtests):
+    for noun, values in [
         ("rank_id", ranks),
         ("address", addresses),
         ("rendezvous", rendezvous),
@@ -116,16 +116,9 @@ def test_a_layout_round_trips_beside_its_version(layout, version):
         ("memory", memories),
         ("ticket", tickets),
         ("load", loads),
-    ],
-)
-def test_kv_values_round_trip(noun, values):
-    to_proto, from_proto = getattr(convert, f"{noun}_to_proto"), getattr(convert, f"{noun}_from_proto")
-
-    @given(values)
-    def check(value):
-        assert from_proto(over_the_wire(to_proto(value))) == value
-
-    check()
+    ]:
+        with subtests.test(noun=noun):
+            check_round_trips(convert, noun, values)
 
 
 @given(st.lists(runs, max_size=4).map(tuple))
@@ -133,14 +126,20 @@ def test_runs_round_trip(value):
     assert convert.runs_from_proto(convert.runs_to_proto(value)) == value
 
 
-@pytest.mark.parametrize("plan", Plan)
-def test_plan_round_trips(plan):
-    assert convert.plan_from_proto(convert.plan_to_proto(plan)) is plan
-
-
-@pytest.mark.parametrize("role", Role)
-def test_role_round_trips(role):
-    assert convert.role_from_proto(convert.role_to_proto(role)) is role
+def test_plans_and_roles_round_trip_and_no_others(subtests):
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            assert convert.plan_from_proto(convert.plan_to_proto(plan)) is plan
+    for role in Role:
+        with subtests.test(role=role):
+            assert convert.role_from_proto(convert.role_to_proto(role)) is role
+    for number in [0, 99]:
+        for from_proto in [convert.plan_from_proto, convert.role_from_proto]:
+            with (
+                subtests.test(number=number, from_proto=from_proto),
+                pytest.raises(ProtocolError, match=str(number)),
+            ):
+                from_proto(number)
 
 
 def test_locked_pages_are_counted_as_used():
@@ -167,18 +166,30 @@ def changed(pb: Message, **fields: object) -> Message:
     return pb
 
 
-@pytest.mark.parametrize("name", ["page_size", "page_bytes", "tp_size"])
-def test_a_layout_without_sizes_is_refused(name):
-    with pytest.raises(ProtocolError, match=name):
-        convert.layout_from_proto(changed(convert.layout_to_proto(LAYOUT), **{name: 0}), 1)
-
-
-@pytest.mark.parametrize("kind", [0, 99])
-def test_a_layout_of_unknown_groups_is_refused(kind):
-    pb = convert.layout_to_proto(LAYOUT)
-    pb.groups[0].kind = kind
-    with pytest.raises(ProtocolError, match="kind"):
-        convert.layout_from_proto(pb, 1)
+def test_a_layout_that_can_never_be_right_is_refused(subtests):
+    for name in ["page_size", "page_bytes", "tp_size"]:
+        with subtests.test(name=name), pytest.raises(ProtocolError, match=name):
+            convert.layout_from_proto(changed(convert.layout_to_proto(LAYOUT), **{name: 0}), 1)
+    for kind in [0, 99]:
+        with subtests.test(kind=kind):
+            pb = convert.layout_to_proto(LAYOUT)
+            pb.groups[0].kind = kind
+            with pytest.raises(ProtocolError, match="kind"):
+                convert.layout_from_proto(pb, 1)
+    for kind in [GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_WINDOW]:
+        with subtests.test(kind=kind):
+            pb = convert.layout_to_proto(
+                replace(WINDOWED, groups=(LAYOUT.groups[0], replace(WINDOWED.groups[1], kind=kind)))
+            )
+            assert convert.layout_from_proto(pb, 1).groups[1].kind is kind
+            pb.groups[1].window = 0
+            with pytest.raises(ProtocolError, match="window"):
+                convert.layout_from_proto(pb, 1)
+    for places in [(1,), (0, 0), (1, 0)]:
+        with subtests.test(places=places):
+            groups = tuple(replace(WINDOWED.groups[place], unit_bytes=64) for place in places)
+            with pytest.raises(ProtocolError, match="full attention"):
+                convert.layout_from_proto(convert.layout_to_proto(replace(WINDOWED, groups=groups)), 1)
 
 
 WINDOWED = KvLayout(
@@ -192,48 +203,13 @@ WINDOWED = KvLayout(
 )
 
 
-@pytest.mark.parametrize("kind", [GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_WINDOW])
-def test_a_window_of_nothing_is_refused(kind):
-    pb = convert.layout_to_proto(
-        replace(WINDOWED, groups=(LAYOUT.groups[0], replace(WINDOWED.groups[1], kind=kind)))
-    )
-    assert convert.layout_from_proto(pb, 1).groups[1].kind is kind
-    pb.groups[1].window = 0
-    with pytest.raises(ProtocolError, match="window"):
-        convert.layout_from_proto(pb, 1)
-
-
-@pytest.mark.parametrize("places", [(1,), (0, 0), (1, 0)])
-def test_a_layout_whose_first_group_is_not_alone_of_full_attention_is_refused(places):
-    groups = tuple(replace(WINDOWED.groups[place], unit_bytes=64) for place in places)
-    with pytest.raises(ProtocolError, match="full attention"):
-        convert.layout_from_proto(convert.layout_to_proto(replace(WINDOWED, groups=groups)), 1)
-
-
-@pytest.mark.parametrize("number", [0, 99])
-@pytest.mark.parametrize(
-    "from_proto",
-    [convert.plan_from_proto, convert.role_from_proto],
-)
-def test_an_unknown_enum_value_is_refused(from_proto, number):
-    with pytest.raises(ProtocolError, match=str(number)):
-        from_proto(number)
-
-
-@pytest.mark.parametrize("until", [math.nan, math.inf])
-def test_a_ticket_whose_lease_is_no_time_is_refused(until):
-    with pytest.raises(ProtocolError, match="write_until_s"):
-        convert.ticket_from_proto(changed(convert.ticket_to_proto(TICKET), write_until_s=until))
-
-
-def test_an_empty_run_is_refused():
-    with pytest.raises(ProtocolError, match="num_pages"):
+def test_what_can_never_be_right_is_refused(subtests):
+    for until in [math.nan, math.inf]:
+        with subtests.test(until=until), pytest.raises(ProtocolError, match="write_until_s"):
+            convert.ticket_from_proto(changed(convert.ticket_to_proto(TICKET), write_until_s=until))
+    with subtests.test("an empty run is refused"), pytest.raises(ProtocolError, match="num_pages"):
         convert.run_from_proto(handshake_pb2.PageRun(first_page=1))
-
-
-@pytest.mark.parametrize(
-    ("from_proto", "pb"),
-    [
+    for from_proto, pb in [
         (convert.rank_id_from_proto, common_pb2.RankId()),
         (convert.address_from_proto, common_pb2.RankAddress(endpoint="h:1")),
         (convert.address_from_proto, common_pb2.RankAddress(id=RANK_PB)),
@@ -241,8 +217,6 @@ def test_an_empty_run_is_refused():
         (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=0, kind="DRAM")),
         (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=1, kind="DISK")),
         (convert.load_from_proto, common_pb2.RankLoad(step_s=math.nan)),
-    ],
-)
-def test_what_can_never_be_right_is_refused(from_proto, pb):
-    with pytest.raises(ProtocolError):
-        from_proto(pb)
+    ]:
+        with subtests.test(from_proto=from_proto), pytest.raises(ProtocolError):
+            from_proto(pb)

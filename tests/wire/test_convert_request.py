@@ -32,6 +32,7 @@ from services.wire import convert_request
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, prefill_pb2
 from wire.wire_values import (
     addresses,
+    check_round_trips,
     float32,
     ids,
     names,
@@ -149,30 +150,25 @@ prefill_results = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("noun", "values"),
-    [
+def test_request_values_round_trip(subtests):
+    for noun, values in [
         ("sampling", samplings),
         ("logprobs", logprobs),
         ("admitted", admissions),
         ("prefill_result", prefill_results),
-    ],
-)
-def test_request_values_round_trip(noun, values):
-    to_proto = getattr(convert_request, f"{noun}_to_proto")
-    from_proto = getattr(convert_request, f"{noun}_from_proto")
-
-    @given(values)
-    def check(value):
-        assert from_proto(over_the_wire(to_proto(value))) == value
-
-    check()
+    ]:
+        with subtests.test(noun=noun):
+            check_round_trips(convert_request, noun, values)
 
 
-@pytest.mark.parametrize("reason", FinishReason)
-def test_finish_reason_round_trips(reason):
-    number = convert_request.finish_reason_to_proto(reason)
-    assert convert_request.finish_reason_from_proto(number) is reason
+def test_finish_reasons_round_trip_and_no_others(subtests):
+    for reason in FinishReason:
+        with subtests.test(reason=reason):
+            number = convert_request.finish_reason_to_proto(reason)
+            assert convert_request.finish_reason_from_proto(number) is reason
+    for number in [0, 99]:
+        with subtests.test(number=number), pytest.raises(ProtocolError, match=str(number)):
+            convert_request.finish_reason_from_proto(number)
 
 
 @given(commands, uint64)
@@ -197,26 +193,44 @@ def test_prefill_request_round_trips(request, meeting, traceparent):
     assert convert_request.prefill_request_from_proto(pb) == (replace(request, plan=Plan.REMOTE), meeting)
 
 
-def test_prompt_logprobs_of_sizes_that_do_not_fit_are_refused():
-    packed = common_pb2.PackedLogprobs(num_top=1, logprobs=bytes(8), ranks=bytes(8), top_ids=bytes(8))
-    with pytest.raises(ProtocolError, match="prompt_logprobs"):
-        convert_request.output_from_proto(decode_pb2.RequestOutput(prompt_logprobs=packed))
+def test_what_can_never_be_right_is_refused(subtests):
+    with subtests.test("prompt logprobs of sizes that do not fit are refused"):
+        packed = common_pb2.PackedLogprobs(num_top=1, logprobs=bytes(8), ranks=bytes(8), top_ids=bytes(8))
+        with pytest.raises(ProtocolError, match="prompt_logprobs"):
+            convert_request.output_from_proto(decode_pb2.RequestOutput(prompt_logprobs=packed))
+    for from_proto, pb in [
+        (convert_request.logprobs_from_proto, common_pb2.TokenLogprobs()),
+        (convert_request.admitted_from_proto, decode_pb2.Admitted(plan=1, transfer_s=math.inf)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r")),
+        (convert_request.start_from_proto, decode_pb2.Start(plan=common_pb2.PLAN_LOCAL)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=common_pb2.PLAN_REMOTE)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=-1)),
+        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=math.nan)),
+        (
+            convert_request.prefill_request_from_proto,
+            prefill_pb2.PrefillRequest(request_id="r", prompt_ids=[1], num_output_ids=2),
+        ),
+        (
+            convert_request.output_from_proto,
+            decode_pb2.RequestOutput(request_id="r", error=decode_pb2.RequestError(code=13)),
+        ),
+    ]:
+        with subtests.test(from_proto=from_proto), pytest.raises(ProtocolError):
+            from_proto(pb)
 
 
-def test_an_unset_sampling_field_takes_its_default():
-    assert convert_request.sampling_from_proto(common_pb2.SamplingParams()) == SamplingParams()
+def test_what_is_unset_takes_its_default(subtests):
+    with subtests.test("an unset sampling field takes its default"):
+        assert convert_request.sampling_from_proto(common_pb2.SamplingParams()) == SamplingParams()
+    with subtests.test("a set zero is not an unset field"):
+        pb = common_pb2.SamplingParams(temperature=0, logprobs=0)
+        sampling = convert_request.sampling_from_proto(pb)
+        assert sampling.temperature == 0
+        assert sampling.logprobs == 0
 
 
-def test_a_set_zero_is_not_an_unset_field():
-    pb = common_pb2.SamplingParams(temperature=0, logprobs=0)
-    sampling = convert_request.sampling_from_proto(pb)
-    assert sampling.temperature == 0
-    assert sampling.logprobs == 0
-
-
-@pytest.mark.parametrize(
-    ("field_name", "value"),
-    [
+def test_sampling_out_of_range_is_refused_by_name(subtests):
+    for field_name, value in [
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", -0.5),
@@ -246,54 +260,41 @@ def test_a_set_zero_is_not_an_unset_field():
         ("bad_token_ids", [common_pb2.TokenSequence()]),
         ("bad_token_ids", [common_pb2.TokenSequence(ids=[7])] * 1025),
         ("bad_token_ids", [common_pb2.TokenSequence(ids=[7] * 65_537)]),
-    ],
-)
-def test_sampling_out_of_range_is_refused_by_name(field_name, value):
-    pb = common_pb2.SamplingParams(**{field_name: value})
-    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field_name}(\[7\])? must be .{{,200}}$"):
-        convert_request.sampling_from_proto(pb)
-
-
-def test_the_longest_stops_that_there_may_be():
-    pb = common_pb2.SamplingParams(stop=["é" * 1024] * 16, stop_token_ids=range(1024))
-    sampling = convert_request.sampling_from_proto(pb)
-    assert sampling.stop == ("é" * 1024,) * 16
-    assert sampling.stop_token_ids == tuple(range(1024))
-
-
-@pytest.mark.parametrize(
-    ("field_name", "value"),
-    [
+    ]:
+        with subtests.test(field_name=field_name):
+            pb = common_pb2.SamplingParams(**{field_name: value})
+            with pytest.raises(InvalidRequest, match=rf"^sampling\.{field_name}(\[7\])? must be .{{,200}}$"):
+                convert_request.sampling_from_proto(pb)
+    with subtests.test("the longest stops that there may be"):
+        pb = common_pb2.SamplingParams(stop=["é" * 1024] * 16, stop_token_ids=range(1024))
+        sampling = convert_request.sampling_from_proto(pb)
+        assert sampling.stop == ("é" * 1024,) * 16
+        assert sampling.stop_token_ids == tuple(range(1024))
+    for field_name, value in [
         ("top_k", 2**32),
         ("max_tokens", 2**31),
         ("stop_token_ids", (-1,)),
         ("stop", ("\ud800",)),
-    ],
-)
-def test_sampling_that_does_not_fit_the_wire_is_refused_by_name(field_name, value):
-    with pytest.raises(InvalidRequest, match=field_name):
-        convert_request.sampling_to_proto(SamplingParams(**{field_name: value}))
+    ]:
+        with subtests.test(field_name=field_name), pytest.raises(InvalidRequest, match=field_name):
+            convert_request.sampling_to_proto(SamplingParams(**{field_name: value}))
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "bounded_s"), [(60.0, 60.0), (9e9, MAX_TIMEOUT_S), (1e300, MAX_TIMEOUT_S)]
-)
-def test_no_router_gives_a_rank_more_time_than_grpc_can_tell(timeout_s, bounded_s):
-    request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
-    pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
-    assert convert_request.start_from_proto(pb).timeout_s == bounded_s
+def test_a_rank_is_given_no_more_time_than_grpc_can_tell_and_some(subtests):
+    for timeout_s, bounded_s in [(60.0, 60.0), (9e9, MAX_TIMEOUT_S), (1e300, MAX_TIMEOUT_S)]:
+        with subtests.test(timeout_s=timeout_s):
+            request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
+            pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
+            assert convert_request.start_from_proto(pb).timeout_s == bounded_s
+    for timeout_s in [0.0, -3.0]:
+        with subtests.test(timeout_s=timeout_s):
+            request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
+            pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
+            assert 0 < convert_request.start_from_proto(pb).timeout_s < 1e-6
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -3.0])
-def test_a_deadline_that_has_passed_does_not_become_none(timeout_s):
-    request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
-    pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
-    assert 0 < convert_request.start_from_proto(pb).timeout_s < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
+def test_a_constraint_that_is_none_or_not_alone_is_refused_by_name(subtests):
+    for fields, problem in [
         ({}, r"\.constraint must have one of json_object, json_schema, regex, grammar, choice$"),
         ({"json_object": False}, r"\.constraint\.json_object must be true; leave it out instead$"),
         ({"json_schema": ""}, r"\.constraint\.json_schema must not be empty$"),
@@ -304,47 +305,13 @@ def test_a_deadline_that_has_passed_does_not_become_none(timeout_s):
             r"\.constraint\.choice must be at most 65536 bytes, got 98304$",
         ),
         ({"regex": "a" * 65537}, r"\.constraint\.regex must be at most 65536 bytes, got 65537$"),
-    ],
-)
-def test_a_constraint_that_is_none_is_refused_by_name(fields, problem):
-    pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**fields))
-    with pytest.raises(InvalidRequest, match=f"^sampling{problem}"):
-        convert_request.sampling_from_proto(pb)
-
-
-@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
-def test_a_constraint_alone_says_where_an_answer_may_end(field):
-    pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a*"), **{field: 1})
-    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field} must be .* beside a constraint"):
-        convert_request.sampling_from_proto(pb)
-
-
-@pytest.mark.parametrize("number", [0, 99])
-def test_an_unknown_reason_is_refused(number):
-    with pytest.raises(ProtocolError, match=str(number)):
-        convert_request.finish_reason_from_proto(number)
-
-
-@pytest.mark.parametrize(
-    ("from_proto", "pb"),
-    [
-        (convert_request.logprobs_from_proto, common_pb2.TokenLogprobs()),
-        (convert_request.admitted_from_proto, decode_pb2.Admitted(plan=1, transfer_s=math.inf)),
-        (convert_request.start_from_proto, decode_pb2.Start(request_id="r")),
-        (convert_request.start_from_proto, decode_pb2.Start(plan=common_pb2.PLAN_LOCAL)),
-        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=common_pb2.PLAN_REMOTE)),
-        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=-1)),
-        (convert_request.start_from_proto, decode_pb2.Start(request_id="r", plan=2, timeout_s=math.nan)),
-        (
-            convert_request.prefill_request_from_proto,
-            prefill_pb2.PrefillRequest(request_id="r", prompt_ids=[1], num_output_ids=2),
-        ),
-        (
-            convert_request.output_from_proto,
-            decode_pb2.RequestOutput(request_id="r", error=decode_pb2.RequestError(code=13)),
-        ),
-    ],
-)
-def test_what_can_never_be_right_is_refused(from_proto, pb):
-    with pytest.raises(ProtocolError):
-        from_proto(pb)
+    ]:
+        with subtests.test(fields=fields):
+            pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**fields))
+            with pytest.raises(InvalidRequest, match=f"^sampling{problem}"):
+                convert_request.sampling_from_proto(pb)
+    for field in ["min_tokens", "ignore_eos"]:
+        with subtests.test(field=field):
+            pb = common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a*"), **{field: 1})
+            with pytest.raises(InvalidRequest, match=rf"^sampling\.{field} must be .* beside a constraint"):
+                convert_request.sampling_from_proto(pb)

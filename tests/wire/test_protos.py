@@ -1,6 +1,5 @@
 """What other languages' generators need of the protos."""
 
-import pytest
 from google.protobuf import descriptor_pb2
 
 from services.wire.etcd import etcd_pb2
@@ -17,12 +16,11 @@ from services.wire.isthmus.v1 import (
 SERVICES = (common_pb2, decode_pb2, generation_pb2, handshake_pb2, index_pb2, prefill_pb2, rank_pb2)
 
 
-@pytest.mark.parametrize(
-    ("modules", "go_package"), [(SERVICES, "isthmus/v1;isthmusv1"), ([etcd_pb2], "isthmus/etcd;etcd")]
-)
-def test_go_finds_its_package_named(modules, go_package):
+def test_go_finds_its_package_named(subtests):
     """protoc-gen-go refuses a file that names none, and files of one package that name several."""
-    for module in modules:
-        file = descriptor_pb2.FileDescriptorProto()
-        module.DESCRIPTOR.CopyToProto(file)
-        assert file.options.go_package == go_package, file.name
+    for modules, go_package in [(SERVICES, "isthmus/v1;isthmusv1"), ([etcd_pb2], "isthmus/etcd;etcd")]:
+        with subtests.test(modules=modules):
+            for module in modules:
+                file = descriptor_pb2.FileDescriptorProto()
+                module.DESCRIPTOR.CopyToProto(file)
+                assert file.options.go_package == go_package, file.name

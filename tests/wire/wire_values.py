@@ -1,6 +1,7 @@
 """Values that cross the wire, of all kinds and sizes."""
 
 from google.protobuf.message import Message
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.values.kv import (
@@ -33,3 +34,14 @@ runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
 
 def over_the_wire(pb: Message) -> Message:
     return type(pb).FromString(pb.SerializeToString())
+
+
+def check_round_trips(module, noun, values):
+    """Check that what `module` writes of a value of this noun, it reads again."""
+    to_proto, from_proto = getattr(module, f"{noun}_to_proto"), getattr(module, f"{noun}_from_proto")
+
+    @given(values)
+    def check(value):
+        assert from_proto(over_the_wire(to_proto(value))) == value
+
+    check()

@@ -9,9 +9,8 @@ from services.router.dialects.call import SESSION_HEADERS, read_addressee
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 
-@pytest.mark.parametrize(
-    ("fields", "headers", "hint", "conversation"),
-    [
+def test_which_conversation_it_is(subtests: pytest.Subtests) -> None:
+    for fields, headers, hint, conversation in [
         ({}, {}, "", ""),
         ({}, {}, "key", "key"),
         ({}, {"session-id": "s"}, "", "s"),
@@ -20,24 +19,19 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
         ({"conversation_id": "c"}, {"x-isthmus-conversation": "h"}, "key", "h"),
         ({}, {}, "k" * 129, hashlib.sha256(b"k" * 129).hexdigest()),
         ({}, {}, "two\nlines", hashlib.sha256(b"two\nlines").hexdigest()),
-    ],
-)
-def test_a_key_of_another_api_is_the_conversation_where_none_is_named(
-    fields: dict[str, str], headers: dict[str, str], hint: str, conversation: str
-) -> None:
-    request = GenerateRequest()
-    read_addressee(Body(fields), headers, request, hint)
-    assert request.conversation_id == conversation
-
-
-def test_the_session_of_an_agent_is_the_conversation() -> None:
-    for place, name in enumerate(SESSION_HEADERS):
-        later = dict.fromkeys(SESSION_HEADERS[place + 1 :], "later") | {name: "s"}
-        request = GenerateRequest()
-        read_addressee(Body({}), later, request)
-        assert request.conversation_id == "s", name
-        read_addressee(Body({}), later | {"x-isthmus-conversation": "own"}, request)
-        assert request.conversation_id == "own", name
+    ]:
+        with subtests.test(fields=fields):
+            request = GenerateRequest()
+            read_addressee(Body(fields), headers, request, hint)
+            assert request.conversation_id == conversation
+    with subtests.test("the session of an agent is the conversation"):
+        for place, name in enumerate(SESSION_HEADERS):
+            later = dict.fromkeys(SESSION_HEADERS[place + 1 :], "later") | {name: "s"}
+            request = GenerateRequest()
+            read_addressee(Body({}), later, request)
+            assert request.conversation_id == "s", name
+            read_addressee(Body({}), later | {"x-isthmus-conversation": "own"}, request)
+            assert request.conversation_id == "own", name
 
 
 def test_who_asks_whom() -> None:

@@ -14,27 +14,21 @@ def read(**body: Any) -> SamplingParams:
     return read_sampling(Body(body, "params."), None, None, OPENAI)
 
 
-def test_biases_are_by_ids_and_bad_words_are_texts() -> None:
-    biased = read(logit_bias={"5": -100, "0": 1.5, "4294967295": None}, bad_words=["a", "b c"])
-    assert dict(biased.logit_bias) == {5: -100.0, 0: 1.5, 2**32 - 1: 0.0}
-    assert list(biased.bad_words) == ["a", "b c"]
+def test_what_is_said_of_sampling(subtests: pytest.Subtests) -> None:
+    with subtests.test("biases are by ids and bad words are texts"):
+        biased = read(logit_bias={"5": -100, "0": 1.5, "4294967295": None}, bad_words=["a", "b c"])
+        assert dict(biased.logit_bias) == {5: -100.0, 0: 1.5, 2**32 - 1: 0.0}
+        assert list(biased.bad_words) == ["a", "b c"]
+    for name in ["include_stop_str_in_output", "no_stop_trim"]:
+        with subtests.test(name=name):
+            assert read(**{name: True}).include_stop_str_in_output
+    for nothing in [{}, {"logit_bias": None, "bad_words": None}, {"logit_bias": {}}, {"logit_bias": []}]:
+        with subtests.test(nothing=nothing):
+            assert read(**nothing) == SamplingParams(temperature=1.0)
 
 
-@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
-def test_what_ended_an_answer_is_shown_by_either_name(name: str) -> None:
-    assert read(**{name: True}).include_stop_str_in_output
-
-
-@pytest.mark.parametrize(
-    "nothing", [{}, {"logit_bias": None, "bad_words": None}, {"logit_bias": {}}, {"logit_bias": []}]
-)
-def test_none_are_none(nothing: dict[str, Any]) -> None:
-    assert read(**nothing) == SamplingParams(temperature=1.0)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_what_is_wrong_is_told_by_its_name(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"logit_bias": [[5, 1]]}, "params.logit_bias"),
         ({"logit_bias": {"five": 1}}, "params.logit_bias"),
         ({"logit_bias": {"-1": 1}}, "params.logit_bias"),
@@ -48,9 +42,8 @@ def test_none_are_none(nothing: dict[str, Any]) -> None:
         ({"bad_words": "a"}, "params.bad_words"),
         ({"bad_words": ["a", 5]}, "params.bad_words[1]"),
         ({"bad_words": ["a"] * 65}, "params.bad_words"),
-    ],
-)
-def test_what_is_wrong_is_told_by_its_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidParameter) as caught:
-        read(**body)
-    assert caught.value.param == param
+    ]:
+        with subtests.test(body=body):
+            with pytest.raises(InvalidParameter) as caught:
+                read(**body)
+            assert caught.value.param == param

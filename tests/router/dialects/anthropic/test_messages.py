@@ -118,135 +118,114 @@ async def test_an_answer_of_an_agent_is_streamed() -> None:
     ]
 
 
-async def test_who_does_not_ask_for_thinking_is_not_shown_it() -> None:
-    for asks in ({}, {"thinking": {"type": "disabled"}}):
+async def test_thinking_is_shown_as_it_is_asked_for(subtests: pytest.Subtests) -> None:
+    with subtests.test("who does not ask for thinking is not shown it"):
+        for asks in ({}, {"thinking": {"type": "disabled"}}):
+            answer = (await message(FakeBackend(*agents_answer()), **asks)).json()
+            assert answer["content"][0] == {"type": "text", "text": "Let me look."}
+            told = events(await message(FakeBackend(*agents_answer()), stream=True, **asks))
+            assert '"thinking"' not in json.dumps(told)
+    with subtests.test("thinking may be asked for without its text"):
+        asks = {"thinking": {"type": "adaptive", "display": "omitted"}}
         answer = (await message(FakeBackend(*agents_answer()), **asks)).json()
-        assert answer["content"][0] == {"type": "text", "text": "Let me look."}
+        assert answer["content"][0] == {"type": "thinking", "thinking": "", "signature": "h1"}
         told = events(await message(FakeBackend(*agents_answer()), stream=True, **asks))
-        assert '"thinking"' not in json.dumps(told)
+        deltas = [event["delta"] for event in told if event.get("index") == 0 and "delta" in event]
+        assert deltas == [{"type": "signature_delta", "signature": "h1"}]
 
 
-async def test_thinking_may_be_asked_for_without_its_text() -> None:
-    asks = {"thinking": {"type": "adaptive", "display": "omitted"}}
-    answer = (await message(FakeBackend(*agents_answer()), **asks)).json()
-    assert answer["content"][0] == {"type": "thinking", "thinking": "", "signature": "h1"}
-    told = events(await message(FakeBackend(*agents_answer()), stream=True, **asks))
-    deltas = [event["delta"] for event in told if event.get("index") == 0 and "delta" in event]
-    assert deltas == [{"type": "signature_delta", "signature": "h1"}]
-
-
-@pytest.mark.parametrize(
-    ("reason", "matched", "expected"),
-    [
+async def test_why_it_ended(subtests: pytest.Subtests) -> None:
+    for reason, matched, expected in [
         (common_pb2.FINISH_REASON_STOP, "", ("end_turn", None)),
         (common_pb2.FINISH_REASON_STOP, "<|end|>", ("end_turn", None)),
         (common_pb2.FINISH_REASON_STOP, "END", ("stop_sequence", "END")),
         (LENGTH, "", ("max_tokens", None)),
         (common_pb2.FINISH_REASON_CAPACITY, "", ("max_tokens", None)),
         (TOOL_CALLS, "", ("tool_use", None)),
-    ],
-)
-async def test_why_it_ended(reason: Any, matched: str, expected: tuple[str, str | None]) -> None:
-    script = (said("a"), ended(reason, matched))
-    answer = (await message(FakeBackend(*script), stop_sequences=["END"])).json()
-    assert (answer["stop_reason"], answer["stop_sequence"]) == expected
-    *_, delta, _ = events(await message(FakeBackend(*script), stop_sequences=["END"], stream=True))
-    assert tuple(delta["delta"].values()) == expected
+    ]:
+        with subtests.test(reason=reason):
+            script = (said("a"), ended(reason, matched))
+            answer = (await message(FakeBackend(*script), stop_sequences=["END"])).json()
+            assert (answer["stop_reason"], answer["stop_sequence"]) == expected
+            *_, delta, _ = events(await message(FakeBackend(*script), stop_sequences=["END"], stream=True))
+            assert tuple(delta["delta"].values()) == expected
 
 
-async def test_an_answer_that_says_nothing_is_an_empty_text() -> None:
-    assert (await message(FakeBackend(ended()))).json()["content"] == [{"type": "text", "text": ""}]
-
-
-async def test_arguments_that_broke_off_are_none() -> None:
-    for arguments in ("{", "[]"):
-        script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_LENGTH)
-        answer = (await message(FakeBackend(*script))).json()
-        assert answer["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
-        assert answer["stop_reason"] == "max_tokens"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+async def test_what_an_odd_answer_is_told_as(subtests: pytest.Subtests) -> None:
+    with subtests.test("an answer that says nothing is an empty text"):
+        assert (await message(FakeBackend(ended()))).json()["content"] == [{"type": "text", "text": ""}]
+    with subtests.test("arguments that broke off are none"):
+        for arguments in ("{", "[]"):
+            script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_LENGTH)
+            answer = (await message(FakeBackend(*script))).json()
+            assert answer["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+            assert answer["stop_reason"] == "max_tokens"
+    for arguments, told in [
         (r'{"x": "\ud83d"}', {"x": "\ufffd"}),
         (r'{"x": "\ud83d\ude00"}', {"x": "\U0001f600"}),
         ('{"x": 1e999}', {}),
-    ],
-)
-async def test_arguments_that_nobody_could_send_are_told_as_far_as_they_can_be(
-    arguments: str, told: dict[str, str]
-) -> None:
-    script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_TOOL_CALLS)
-    answer = await message(FakeBackend(*script))
-    assert answer.status_code == 200
-    assert answer.json()["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": told}]
+    ]:
+        with subtests.test(arguments=arguments):
+            script = called(0, arguments, "c", "f"), ended(common_pb2.FINISH_REASON_TOOL_CALLS)
+            answer = await message(FakeBackend(*script))
+            assert answer.status_code == 200
+            assert answer.json()["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": told}]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (errors.InvalidRequest("bad"), 400, "invalid_request_error"),
-        (errors.ContextExceeded("prompt is too long: it has 9 tokens"), 400, "invalid_request_error"),
-        (errors.NotFound("no such model"), 404, "not_found_error"),
-        (errors.NoCapacity("full", 2.1), 429, "rate_limit_error"),
-        (errors.Unavailable("draining"), 503, "overloaded_error"),
-        (errors.DeadlineExceeded("late"), 504, "timeout_error"),
-        (errors.ProtocolError("nonsense"), 500, "api_error"),
-    ],
-)
-async def test_errors(error: errors.IsthmusError, status: int, kind: str, stream: bool) -> None:
-    answer = await message(FakeBackend(error), stream=stream)
-    assert answer.status_code == status
-    assert answer.json() == {"type": "error", "error": {"type": kind, "message": str(error)}}
-    assert answer.headers.get("Retry-After") == ("3" if status == 429 else None)
-
-
-async def test_an_error_within_a_stream_is_its_last_event() -> None:
-    for last in (errors.PeerFailed("gone"), ended(common_pb2.FINISH_REASON_ABORTED)):
-        *_, error = events(await message(FakeBackend(said("He"), last), stream=True))
-        assert error["type"] == "error"
-        assert error["error"]["type"] in ("overloaded_error", "api_error")
-
-
-async def test_unknown_paths_are_told_in_its_words_too() -> None:
-    async with client(FakeBackend()) as http:
-        for path, status, kind in (
-            ("/v1/messages", 405, "invalid_request_error"),
-            ("/v1/messages/batches", 404, "not_found_error"),
+async def test_errors_are_told_in_its_words(subtests: pytest.Subtests) -> None:
+    for stream in [False, True]:
+        for error, status, kind in [
+            (errors.InvalidRequest("bad"), 400, "invalid_request_error"),
+            (errors.ContextExceeded("prompt is too long: it has 9 tokens"), 400, "invalid_request_error"),
+            (errors.NotFound("no such model"), 404, "not_found_error"),
+            (errors.NoCapacity("full", 2.1), 429, "rate_limit_error"),
+            (errors.Unavailable("draining"), 503, "overloaded_error"),
+            (errors.DeadlineExceeded("late"), 504, "timeout_error"),
+            (errors.ProtocolError("nonsense"), 500, "api_error"),
+        ]:
+            with subtests.test(stream=stream, error=error):
+                answer = await message(FakeBackend(error), stream=stream)
+                assert answer.status_code == status
+                assert answer.json() == {"type": "error", "error": {"type": kind, "message": str(error)}}
+                assert answer.headers.get("Retry-After") == ("3" if status == 429 else None)
+    with subtests.test("an error within a stream is its last event"):
+        for last in (errors.PeerFailed("gone"), ended(common_pb2.FINISH_REASON_ABORTED)):
+            *_, error = events(await message(FakeBackend(said("He"), last), stream=True))
+            assert error["type"] == "error"
+            assert error["error"]["type"] in ("overloaded_error", "api_error")
+    with subtests.test("unknown paths are told in its words too"):
+        async with client(FakeBackend()) as http:
+            for path, status, kind in (
+                ("/v1/messages", 405, "invalid_request_error"),
+                ("/v1/messages/batches", 404, "not_found_error"),
+            ):
+                answer = await http.get(path)
+                assert (answer.status_code, answer.json()["type"]) == (status, "error")
+                assert answer.json()["error"]["type"] == kind
+    with subtests.test("fields are named in its words"):
+        for message_, told in (
+            ("sampling.top_p must be above 0", "top_p must be above 0"),
+            ("chat.tools[0].parameters must be", "tools[0].parameters must be"),
+            ("the chat. is", "the chat. is"),
         ):
-            answer = await http.get(path)
-            assert (answer.status_code, answer.json()["type"]) == (status, "error")
-            assert answer.json()["error"]["type"] == kind
+            answer = await message(FakeBackend(errors.InvalidRequest(message_)))
+            assert answer.json()["error"]["message"] == told
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
+async def test_keys(subtests: pytest.Subtests, tmp_path: Any) -> None:
+    for headers, status in [
         ({"x-api-key": "key"}, 200),
         ({"authorization": "Bearer key"}, 200),
         ({"x-api-key": "another"}, 401),
         ({}, 401),
-    ],
-)
-async def test_keys(headers: dict[str, str], status: int, tmp_path: Any) -> None:
-    (file := tmp_path / "keys").write_text("key")
-    async with client(FakeBackend(), keys=ApiKeys(file)) as http:
-        answer = await http.post("/v1/messages", json=BODY, headers=headers)
-    assert answer.status_code == status
-    if status == 401:
-        assert answer.json()["error"]["type"] == "authentication_error"
-
-
-async def test_fields_are_named_in_its_words() -> None:
-    for message_, told in (
-        ("sampling.top_p must be above 0", "top_p must be above 0"),
-        ("chat.tools[0].parameters must be", "tools[0].parameters must be"),
-        ("the chat. is", "the chat. is"),
-    ):
-        answer = await message(FakeBackend(errors.InvalidRequest(message_)))
-        assert answer.json()["error"]["message"] == told
+    ]:
+        with subtests.test(headers=headers):
+            (file := tmp_path / "keys").write_text("key")
+            async with client(FakeBackend(), keys=ApiKeys(file)) as http:
+                answer = await http.post("/v1/messages", json=BODY, headers=headers)
+            assert answer.status_code == status
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
 
 
 async def test_its_clients_are_told_the_models_in_its_words() -> None:

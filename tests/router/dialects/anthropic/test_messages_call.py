@@ -72,72 +72,65 @@ def test_a_tool_loop_comes_back_as_turns() -> None:
     ]
 
 
-@pytest.mark.parametrize("cch", ["a", "b"])
-def test_a_line_that_changes_with_each_call_is_no_part_of_the_prompt(cch: str) -> None:
-    billing = f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"
-    blocks = [{"type": "text", "text": billing}, {"type": "text", "text": "You are Claude Code."}]
-    for system in (blocks, f"{billing}\nYou are Claude Code."):
-        assert chat_of(system=system).messages[0] == ChatMessage(
-            role="system", parts=["You are Claude Code."]
-        )
-    assert chat_of(system=billing).messages[0].role == "user"
+def test_what_changes_or_is_not_ours_is_no_part_of_the_prompt(subtests: pytest.Subtests) -> None:
+    for cch in ["a", "b"]:
+        with subtests.test(cch=cch):
+            billing = f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"
+            blocks = [{"type": "text", "text": billing}, {"type": "text", "text": "You are Claude Code."}]
+            for system in (blocks, f"{billing}\nYou are Claude Code."):
+                assert chat_of(system=system).messages[0] == ChatMessage(
+                    role="system", parts=["You are Claude Code."]
+                )
+            assert chat_of(system=billing).messages[0].role == "user"
+    with subtests.test("a signature that cannot be ours names nothing"):
+        block = {"type": "thinking", "thinking": "Hmm.", "signature": "s" * 400}
+        (turn, _) = chat_of(messages=[{"role": "assistant", "content": [block]}, *HI]).messages
+        assert (turn.reasoning, turn.answer_id) == ("Hmm.", "")
 
 
-def test_a_signature_that_cannot_be_ours_names_nothing() -> None:
-    block = {"type": "thinking", "thinking": "Hmm.", "signature": "s" * 400}
-    (turn, _) = chat_of(messages=[{"role": "assistant", "content": [block]}, *HI]).messages
-    assert (turn.reasoning, turn.answer_id) == ("Hmm.", "")
+def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
+    with subtests.test("what it samples by"):
+        call = call_of(temperature=0.5, top_p=0.25, top_k=5, stop_sequences=["a", "b"])
+        expected = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.25, top_k=5, stop=["a", "b"])
+        assert call.request.sampling == expected
+    with subtests.test("a schema is a constraint"):
+        form = {"type": "json_schema", "schema": {"type": "object"}}
+        for body in ({"output_config": {"format": form}}, {"output_format": form}):
+            assert call_of(**body).request.sampling.constraint == Constraint(json_schema='{"type": "object"}')
 
 
-def test_what_it_samples_by() -> None:
-    call = call_of(temperature=0.5, top_p=0.25, top_k=5, stop_sequences=["a", "b"])
-    expected = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.25, top_k=5, stop=["a", "b"])
-    assert call.request.sampling == expected
-
-
-def test_a_schema_is_a_constraint() -> None:
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    for body in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert call_of(**body).request.sampling.constraint == Constraint(json_schema='{"type": "object"}')
-
-
-@pytest.mark.parametrize(
-    ("thinking", "variables", "shows"),
-    [
+def test_thinking_and_variables_are_the_templates_business(subtests: pytest.Subtests) -> None:
+    for thinking, variables, shows in [
         (None, {"enable_thinking": False, "thinking": False}, False),
         ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}, False),
         ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True, "thinking": True}, True),
         ({"type": "adaptive"}, None, True),
-    ],
-)
-def test_thinking_is_the_templates_business(thinking: Any, variables: Any, shows: bool) -> None:
-    call = call_of(thinking=thinking)
-    assert json.loads(call.request.chat.chat_template_kwargs or "null") == variables
-    assert call.shows_thinking is shows
-    hard = call_of(thinking=thinking, output_config={"effort": "high"})
-    assert json.loads(hard.request.chat.chat_template_kwargs) == {
-        **(variables or {}),
-        "reasoning_effort": "high",
-    }
+    ]:
+        with subtests.test(thinking=thinking):
+            call = call_of(thinking=thinking)
+            assert json.loads(call.request.chat.chat_template_kwargs or "null") == variables
+            assert call.shows_thinking is shows
+            hard = call_of(thinking=thinking, output_config={"effort": "high"})
+            assert json.loads(hard.request.chat.chat_template_kwargs) == {
+                **(variables or {}),
+                "reasoning_effort": "high",
+            }
+    with subtests.test("variables may be given by name"):
+        given = {"chat_template_kwargs": {"enable_thinking": True, "x": "ä"}}
+        expected = {"enable_thinking": True, "thinking": False, "x": "ä"}
+        assert json.loads(chat_of(**given).chat_template_kwargs) == expected
 
 
-def test_variables_may_be_given_by_name() -> None:
-    given = {"chat_template_kwargs": {"enable_thinking": True, "x": "ä"}}
-    expected = {"enable_thinking": True, "thinking": False, "x": "ä"}
-    assert json.loads(chat_of(**given).chat_template_kwargs) == expected
-
-
-def test_tools_that_this_server_cannot_serve_are_left_out_and_named() -> None:
-    call = call_of(tools=[{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "strict": True}])
-    assert list(call.request.chat.tools) == [
-        Tool(name="weather", description="d", parameters='{"type": "object"}', strict=True)
-    ]
-    assert call.left_out == ("web_search_20250305",)
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected", "parallel"),
-    [
+def test_tools_and_which_is_called(subtests: pytest.Subtests) -> None:
+    with subtests.test("tools that this server cannot serve are left out and named"):
+        call = call_of(
+            tools=[{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "strict": True}]
+        )
+        assert list(call.request.chat.tools) == [
+            Tool(name="weather", description="d", parameters='{"type": "object"}', strict=True)
+        ]
+        assert call.left_out == ("web_search_20250305",)
+    for choice, expected, parallel in [
         ({"type": "auto"}, ToolChoice(mode=ToolChoice.MODE_AUTO), None),
         ({"type": "any"}, ToolChoice(mode=ToolChoice.MODE_REQUIRED), None),
         ({"type": "none"}, ToolChoice(mode=ToolChoice.MODE_NONE), None),
@@ -147,17 +140,15 @@ def test_tools_that_this_server_cannot_serve_are_left_out_and_named() -> None:
             ToolChoice(mode=ToolChoice.MODE_AUTO),
             False,
         ),
-    ],
-)
-def test_which_tool_is_called(choice: Any, expected: ToolChoice, parallel: bool | None) -> None:
-    chat = chat_of(tools=[WEATHER], tool_choice=choice)
-    assert chat.tool_choice == expected
-    assert (chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None) is parallel
+    ]:
+        with subtests.test(choice=choice):
+            chat = chat_of(tools=[WEATHER], tool_choice=choice)
+            assert chat.tool_choice == expected
+            assert (chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None) is parallel
 
 
-@pytest.mark.parametrize(
-    ("user_id", "conversation"),
-    [
+def test_a_session_is_the_conversation(subtests: pytest.Subtests) -> None:
+    for user_id, conversation in [
         ("user_ab_account_cd_session_ef-01", "ef-01"),
         ('{"device_id": "d", "session_id": "ef-02"}', "ef-02"),
         ("somebody", ""),
@@ -167,20 +158,17 @@ def test_which_tool_is_called(choice: Any, expected: ToolChoice, parallel: bool 
         ('{"session_id": "\\ud800"}', ""),  # half of a character
         ("_session_a_session_b", "b"),
         ("_session_" * 300_000 + "!", ""),  # days, were each of them looked at to the end
-    ],
-    ids=lambda value: value[:30],
-)
-def test_a_session_is_the_conversation(user_id: str, conversation: str) -> None:
-    assert call_of(metadata={"user_id": user_id}).request.conversation_id == conversation
+    ]:
+        with subtests.test(user_id=user_id):
+            assert call_of(metadata={"user_id": user_id}).request.conversation_id == conversation
 
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -256,10 +244,9 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": 5}
         ({"echo": True}, "echo"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"stream": 1}, "stream"),
-    ],
-)
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidParameter) as raised:
-        call_of(**body)
-    assert raised.value.param == param
-    assert str(raised.value).startswith(f"{param} ")
+    ]:
+        with subtests.test(body=body):
+            with pytest.raises(InvalidParameter) as raised:
+                call_of(**body)
+            assert raised.value.param == param
+            assert str(raised.value).startswith(f"{param} ")

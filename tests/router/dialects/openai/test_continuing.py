@@ -1,13 +1,10 @@
-import pytest
-
 from router.http.backend import HI, FakeBackend, chat, complete
 
 BEGUN = {"role": "assistant", "content": "I"}
 
 
-@pytest.mark.parametrize(
-    ("body", "continues"),
-    [
+async def test_an_answer_goes_on_where_that_is_asked_for(subtests):
+    for body, continues in [
         ({"messages": [*HI, BEGUN]}, False),
         ({"messages": [*HI, BEGUN], "add_generation_prompt": True}, False),
         ({"messages": [*HI, {**BEGUN, "prefix": False}]}, False),
@@ -18,16 +15,13 @@ BEGUN = {"role": "assistant", "content": "I"}
         ),
         ({"messages": [*HI, {**BEGUN, "prefix": True}]}, True),
         ({"messages": [*HI, {**BEGUN, "partial": True}], "add_generation_prompt": False}, True),
-    ],
-)
-async def test_an_answer_goes_on_where_that_is_asked_for(body, continues):
-    backend = FakeBackend()
-    assert (await chat(backend, **body)).status_code == 200
-    (request,) = backend.requests
-    assert request.chat.continue_final_message is continues
-
-
-@pytest.mark.parametrize("more", [{"continue_final_message": True}, {"add_generation_prompt": False}])
-async def test_a_completion_has_no_message_to_go_on_with(more):
-    answer = await complete(FakeBackend(), **more)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, *more)
+    ]:
+        with subtests.test(body=body):
+            backend = FakeBackend()
+            assert (await chat(backend, **body)).status_code == 200
+            (request,) = backend.requests
+            assert request.chat.continue_final_message is continues
+    for more in [{"continue_final_message": True}, {"add_generation_prompt": False}]:
+        with subtests.test(more=more):
+            answer = await complete(FakeBackend(), **more)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, *more)

@@ -1,24 +1,20 @@
 import json
 import re
-from typing import Any
 
 import pytest
 
 from router.http.backend import HI, FakeBackend, chat, client, complete, events, finished, response
 from services.router.dialects import body as bodies
-from services.router.dialects.body import Refused
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.chat.call import read_chat_call
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
-from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+async def test_a_bad_chat_parameter_is_named(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
@@ -143,25 +139,23 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
         ({"cache_salt": ["a"]}, "cache_salt"),
         ({"cache_salt": "a" * 129}, "cache_salt"),
         ({"cache_salt": "a\n"}, "cache_salt"),
-    ],
-)
-async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -> None:
-    backend = FakeBackend()
-    # By hand: httpx would not send half a surrogate pair.
-    content = json.dumps({"model": "tiny", "messages": HI, **body}).encode()
-    async with client(backend) as http:
-        answer = await http.post("/v1/chat/completions", content=content)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-    assert error["param"] == param
-    assert error["message"].startswith(param + " ")
-    assert backend.requests == []
-    assert backend.rejections == ["InvalidRequest"]
+    ]:
+        with subtests.test(body=body):
+            backend = FakeBackend()
+            # By hand: httpx would not send half a surrogate pair.
+            content = json.dumps({"model": "tiny", "messages": HI, **body}).encode()
+            async with client(backend) as http:
+                answer = await http.post("/v1/chat/completions", content=content)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["param"] == param
+            assert error["message"].startswith(param + " ")
+            assert backend.requests == []
+            assert backend.rejections == ["InvalidRequest"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+async def test_a_bad_completion_parameter_is_named(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a", [1]]}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
@@ -186,16 +180,18 @@ async def test_a_bad_chat_parameter_is_named(body: dict[str, Any], param: str) -
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"messages": HI}, "messages"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ],
-)
-async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: str) -> None:
-    answer = await complete(FakeBackend(), **body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    ]:
+        with subtests.test(body=body):
+            answer = await complete(FakeBackend(), **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    with subtests.test("a number that is none is refused"):
+        async with client(FakeBackend()) as http:
+            answer = await http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
+        assert answer.json()["error"]["param"] == "temperature"
 
 
-@pytest.mark.parametrize(
-    ("body", "instead"),
-    [
+async def test_who_is_refused_is_told_what_to_do_instead(subtests: pytest.Subtests) -> None:
+    for body, instead in [
         ({"max_new_tokens": 5}, "use max_tokens"),
         ({"max_completion_tokens": 5}, "use max_tokens"),
         ({"stop_sequences": ["a"]}, "use stop"),
@@ -205,35 +201,30 @@ async def test_a_bad_completion_parameter_is_named(body: dict[str, Any], param: 
         ({"do_sample": False}, "use temperature 0"),
         ({"session_id": "s"}, "use conversation_id"),
         ({"mirostat": 2}, "leave it out"),
-    ],
-)
-async def test_who_is_refused_is_told_what_to_do_instead(body: dict[str, Any], instead: str) -> None:
-    answer = await complete(FakeBackend(), **body)
-    (name,) = body
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"{name} is not supported by this server; {instead}"
+    ]:
+        with subtests.test(body=body):
+            answer = await complete(FakeBackend(), **body)
+            (name,) = body
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == f"{name} is not supported by this server; {instead}"
+    with subtests.test("nobody is sent from one refusal to another"):
+        in_chats, in_completions = refused.IN_CHATS.keys(), refused.IN_COMPLETIONS.keys()
+        assert refused.INSTEAD.keys() <= in_chats | in_completions
+        for name, instead in refused.INSTEAD.items():
+            used = re.fullmatch(r"use (\w+)", instead)
+            assert used is None or used[1] not in in_chats & in_completions, name
 
 
-@pytest.mark.parametrize(
-    ("read", "body", "names"),
-    [
+def test_what_asks_for_nothing_changes_nothing(subtests: pytest.Subtests) -> None:
+    for read, body, names in [
         (read_chat_call, {"messages": HI}, refused.IN_CHATS),
         (read_completion_call, {"prompt": "Hi"}, refused.IN_COMPLETIONS),
-    ],
-)
-def test_what_asks_for_nothing_changes_nothing(read: Any, body: dict[str, Any], names: Refused) -> None:
-    plain = read(body, {}, OPENAI)
-    for name, harmless in names.items():
-        for value in (None, *harmless):
-            assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
-
-
-def test_nobody_is_sent_from_one_refusal_to_another() -> None:
-    in_chats, in_completions = refused.IN_CHATS.keys(), refused.IN_COMPLETIONS.keys()
-    assert refused.INSTEAD.keys() <= in_chats | in_completions
-    for name, instead in refused.INSTEAD.items():
-        used = re.fullmatch(r"use (\w+)", instead)
-        assert used is None or used[1] not in in_chats & in_completions, name
+    ]:
+        with subtests.test(read=read):
+            plain = read(body, {}, OPENAI)
+            for name, harmless in names.items():
+                for value in (None, *harmless):
+                    assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
 
 
 async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +244,6 @@ async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.
     assert named == ["prompt[500]"]
 
 
-async def test_a_number_that_is_none_is_refused() -> None:
-    async with client(FakeBackend()) as http:
-        answer = await http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
-    assert answer.json()["error"]["param"] == "temperature"
-
-
 ERRORS = [
     (errors.InvalidRequest("bad"), 400),
     (errors.NotFound("no such model"), 404),
@@ -273,91 +258,75 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("error", "status"), ERRORS)
-async def test_an_error_before_the_first_token_has_its_status(
-    error: errors.IsthmusError, status: int, stream: bool
-) -> None:
-    backend = FakeBackend(error)
-    answer = await chat(backend, stream=stream)
-    assert answer.status_code == status
-    assert answer.json()["error"] == {**answer.json()["error"], "message": str(error), "code": status}
-    assert backend.closed.is_set()
+async def test_an_error_before_the_first_token_has_its_status(subtests: pytest.Subtests) -> None:
+    for stream in [False, True]:
+        for error, status in ERRORS:
+            with subtests.test(stream=stream, error=error):
+                backend = FakeBackend(error)
+                answer = await chat(backend, stream=stream)
+                assert answer.status_code == status
+                assert answer.json()["error"] == {
+                    **answer.json()["error"],
+                    "message": str(error),
+                    "code": status,
+                }
+                assert backend.closed.is_set()
+    # By the error's class, whatever it says: clients shorten the conversation then.
+    for stream in [False, True]:
+        for ask, param in [(chat, "messages"), (complete, "prompt")]:
+            with subtests.test(stream=stream, ask=ask):
+                answer = await ask(FakeBackend(errors.ContextExceeded("text is long")), stream=stream)
+                assert answer.status_code == 400
+                assert answer.json()["error"] == {
+                    "message": "text is long",
+                    "type": "invalid_request_error",
+                    "param": param,
+                    "code": "context_length_exceeded",
+                }
+    for stream in [False, True]:
+        for retry_after_s, header in [(None, None), (2.1, "3")]:
+            with subtests.test(stream=stream, retry_after_s=retry_after_s):
+                answer = await chat(FakeBackend(errors.NoCapacity("full", retry_after_s)), stream=stream)
+                assert (answer.status_code, answer.headers.get("Retry-After")) == (429, header)
+    for stream in [False, True]:
+        with subtests.test(stream=stream):
+            answer = await chat(FakeBackend(KeyError("secret")), stream=stream)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == "internal error"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("ask", "param"), [(chat, "messages"), (complete, "prompt")])
-async def test_a_context_that_is_full_has_openais_code(ask: Any, param: str, stream: bool) -> None:
-    """By the error's class, whatever it says: clients shorten the conversation then."""
-    answer = await ask(FakeBackend(errors.ContextExceeded("text is long")), stream=stream)
-    assert answer.status_code == 400
-    assert answer.json()["error"] == {
-        "message": "text is long",
-        "type": "invalid_request_error",
-        "param": param,
-        "code": "context_length_exceeded",
-    }
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (2.1, "3")])
-async def test_a_refusal_says_when_to_come_again(
-    retry_after_s: float | None, header: str | None, stream: bool
-) -> None:
-    answer = await chat(FakeBackend(errors.NoCapacity("full", retry_after_s)), stream=stream)
-    assert (answer.status_code, answer.headers.get("Retry-After")) == (429, header)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_bug_tells_the_client_nothing(stream: bool) -> None:
-    answer = await chat(FakeBackend(KeyError("secret")), stream=stream)
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "internal error"
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
+async def test_fields_are_named_in_this_apis_words(subtests: pytest.Subtests) -> None:
+    for message, param in [
         ("sampling.top_p must be above 0", "top_p"),
         ("chat.messages[2].role must be one of", "messages[2].role"),
         ("prompt is too long", "prompt"),
         ("chat.chat_template_kwargs must be a JSON object", "chat_template_kwargs"),
         ("token_ids.ids[3] must be below", "prompt"),
         ("The request cannot work", None),
-    ],
-)
-async def test_fields_are_named_in_this_apis_words(message: str, param: str | None) -> None:
-    answer = await chat(FakeBackend(errors.InvalidRequest(message)))
-    assert answer.json()["error"]["param"] == param
+    ]:
+        with subtests.test(message=message):
+            answer = await chat(FakeBackend(errors.InvalidRequest(message)))
+            assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
+async def test_an_error_behind_the_first_token(subtests: pytest.Subtests) -> None:
+    for last in [
         errors.PeerFailed("gone"),
         finished(reason=common_pb2.FINISH_REASON_ABORTED),
         response(" and no finish"),
-    ],
-)
-async def test_an_error_within_a_stream_is_its_last_event(last: GenerateResponse | Exception) -> None:
-    backend = FakeBackend(response("He"), last)
-    answer = await chat(backend, stream=True)
-    assert answer.status_code == 200
-    *_, error = events(answer)
-    assert list(error) == ["error"]
-    assert error["error"]["code"] in (499, 500, 503)
-    assert backend.closed.is_set()
-
-
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [
+    ]:
+        with subtests.test(last=last):
+            backend = FakeBackend(response("He"), last)
+            answer = await chat(backend, stream=True)
+            assert answer.status_code == 200
+            *_, error = events(answer)
+            assert list(error) == ["error"]
+            assert error["error"]["code"] in (499, 500, 503)
+            assert backend.closed.is_set()
+    for script, status in [
         ([response("He"), finished(reason=common_pb2.FINISH_REASON_ABORTED)], 499),
         ([response("He")], 500),
         ([response("He"), errors.PeerFailed("gone")], 503),
-    ],
-)
-async def test_an_answer_that_is_not_complete_is_an_error(
-    script: list[GenerateResponse | Exception], status: int
-) -> None:
-    assert (await chat(FakeBackend(*script))).status_code == status
+    ]:
+        with subtests.test(script=script):
+            assert (await chat(FakeBackend(*script))).status_code == status

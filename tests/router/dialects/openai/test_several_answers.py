@@ -60,24 +60,38 @@ class AbortingOne(FakeBackend):
             self.closed.set()
 
 
-async def test_a_prompt_that_is_aborted_ends_the_others() -> None:
-    backend = AbortingOne()
-    async with asyncio.timeout(5):
-        answer = await complete(backend, prompt=["a", "b"])
-    assert answer.status_code == 499 and backend.closed.is_set()
+async def test_one_prompt_that_fails_fails_all(subtests: pytest.Subtests) -> None:
+    with subtests.test("a prompt that is aborted ends the others"):
+        backend = AbortingOne()
+        async with asyncio.timeout(5):
+            answer = await complete(backend, prompt=["a", "b"])
+        assert answer.status_code == 499 and backend.closed.is_set()
+    with subtests.test("one prompt that fails fails all with its status"):
+        answer = await complete(EachItsOwn(), prompt=["p", "fail", "q"])
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+    with subtests.test("behind the first chunk it is an event"):
+        answer = await complete(EachItsOwn(), prompt=["p", "fail"], stream=True)
+        *_, last = [line for line in answer.text.split("\n\n") if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 429
 
 
-async def test_each_answer_is_a_choice_and_the_prompt_counts_once() -> None:
-    backend = FakeBackend(*TWO)
-    body = (await chat(backend, n=2)).json()
-    assert backend.requests[0].n == 2
-    choices = [(choice["index"], choice["message"]["content"]) for choice in body["choices"]]
-    assert choices == [(0, "ab"), (1, "cd")]
-    usage = body["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 6, 16)
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
-    assert [each["computed_tokens"] for each in body["isthmus"]["answers"]] == [6, 6]
-    assert body["isthmus"]["computed_tokens"] == 6
+async def test_each_answer_is_a_choice_and_the_prompt_counts_once(subtests: pytest.Subtests) -> None:
+    with subtests.test("each answer is a choice and the prompt counts once"):
+        backend = FakeBackend(*TWO)
+        body = (await chat(backend, n=2)).json()
+        assert backend.requests[0].n == 2
+        choices = [(choice["index"], choice["message"]["content"]) for choice in body["choices"]]
+        assert choices == [(0, "ab"), (1, "cd")]
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 6, 16)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+        assert [each["computed_tokens"] for each in body["isthmus"]["answers"]] == [6, 6]
+        assert body["isthmus"]["computed_tokens"] == 6
+    with subtests.test("offsets of logprobs are counted for each choice"):
+        body = (await complete(FakeBackend(*TWO), n=2, logprobs=0)).json()
+        assert [choice["logprobs"]["text_offset"] for choice in body["choices"]] == [[], []]
+    with subtests.test("an answer without an end is no answer"):
+        assert (await chat(FakeBackend(*TWO[:3]), n=2)).status_code == 500
 
 
 async def test_chunks_have_their_choices_indexes_and_usage_comes_once() -> None:
@@ -90,15 +104,6 @@ async def test_chunks_have_their_choices_indexes_and_usage_comes_once() -> None:
     assert ["isthmus" in c for c in chunks] == [False] * 4 + [True, True]
 
 
-async def test_offsets_of_logprobs_are_counted_for_each_choice() -> None:
-    body = (await complete(FakeBackend(*TWO), n=2, logprobs=0)).json()
-    assert [choice["logprobs"]["text_offset"] for choice in body["choices"]] == [[], []]
-
-
-async def test_an_answer_without_an_end_is_no_answer() -> None:
-    assert (await chat(FakeBackend(*TWO[:3]), n=2)).status_code == 500
-
-
 async def test_what_best_of_left_out_is_billed() -> None:
     last = finished("a", [1])
     last.finish.left_out.completion_tokens = 20
@@ -109,29 +114,34 @@ async def test_what_best_of_left_out_is_billed() -> None:
     assert body["isthmus"]["left_out"]["completion_tokens"] == 20
 
 
-async def test_each_prompt_of_a_list_is_a_request_and_choices_come_prompt_by_prompt() -> None:
-    backend = EachItsOwn()
-    body = (await complete(backend, prompt=["p", "q", "r"], n=2, top_k=5, user="u")).json()
-    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
-        (0, "p0"),
-        (1, "p1"),
-        (2, "q0"),
-        (3, "q1"),
-        (4, "r0"),
-        (5, "r1"),
-    ]
-    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (30, 18)
-    assert {(request.n, request.sampling.top_k) for request in backend.requests} == {(2, 5)}
-    ids = [request.request_id for request in backend.requests]
-    assert ids == [ids[0], f"{ids[0]}/1", f"{ids[0]}/2"]
-    assert body["id"] == f"cmpl-{ids[0]}"
-
-
-async def test_lists_of_ids_are_prompts_too() -> None:
-    backend = FakeBackend(finished("a"))
-    body = (await complete(backend, prompt=[[1, 2], [3]])).json()
-    assert [list(request.token_ids.ids) for request in backend.requests] == [[1, 2], [3]]
-    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+async def test_each_prompt_of_a_list_is_a_request(subtests: pytest.Subtests) -> None:
+    with subtests.test("each prompt of a list is a request and choices come prompt by prompt"):
+        backend = EachItsOwn()
+        body = (await complete(backend, prompt=["p", "q", "r"], n=2, top_k=5, user="u")).json()
+        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+            (0, "p0"),
+            (1, "p1"),
+            (2, "q0"),
+            (3, "q1"),
+            (4, "r0"),
+            (5, "r1"),
+        ]
+        assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (30, 18)
+        assert {(request.n, request.sampling.top_k) for request in backend.requests} == {(2, 5)}
+        ids = [request.request_id for request in backend.requests]
+        assert ids == [ids[0], f"{ids[0]}/1", f"{ids[0]}/2"]
+        assert body["id"] == f"cmpl-{ids[0]}"
+    with subtests.test("lists of ids are prompts too"):
+        backend = FakeBackend(finished("a"))
+        body = (await complete(backend, prompt=[[1, 2], [3]])).json()
+        assert [list(request.token_ids.ids) for request in backend.requests] == [[1, 2], [3]]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    with subtests.test("each prompt of a list is the keys tenants"):
+        backend = EachItsOwn()
+        with calling(Caller(tenant="a")):
+            assert (await complete(backend, prompt=["p", "q"])).status_code == 200
+            assert (await complete(backend, prompt=["p", "q"], cache_salt="b")).status_code == 403
+        assert [request.tenant for request in backend.requests] == ["a", "a"]
 
 
 async def test_a_list_is_streamed_as_one() -> None:
@@ -145,45 +155,21 @@ async def test_a_list_is_streamed_as_one() -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-async def test_one_prompt_that_fails_fails_all_with_its_status() -> None:
-    answer = await complete(EachItsOwn(), prompt=["p", "fail", "q"])
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
-
-
-async def test_behind_the_first_chunk_it_is_an_event() -> None:
-    answer = await complete(EachItsOwn(), prompt=["p", "fail"], stream=True)
-    *_, last = [line for line in answer.text.split("\n\n") if line]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 429
-
-
-@pytest.mark.parametrize("given", ["x" * 128, "x" * 126])
-def test_a_long_id_leaves_room_for_the_prompts_number(given: str) -> None:
-    call = read_completion_call({"prompt": ["p"] * 12}, {"x-request-id": given}, OPENAI)
-    ids = [request.request_id for request in (call.request, *call.more)]
-    assert len(set(ids)) == 12 and max(map(len, ids)) == 128
-
-
-@pytest.mark.parametrize(
-    "large",
-    [
+def test_what_many_prompts_share_leaves_room_for_them(subtests: pytest.Subtests) -> None:
+    for given in ["x" * 128, "x" * 126]:
+        with subtests.test(num_chars=len(given)):
+            call = read_completion_call({"prompt": ["p"] * 12}, {"x-request-id": given}, OPENAI)
+            ids = [request.request_id for request in (call.request, *call.more)]
+            assert len(set(ids)) == 12 and max(map(len, ids)) == 128
+    # Each prompt would have the long body of its own.
+    for large in [
         {"conversation_id": "c" * (1 << 20)},
         {"guided_json": "j" * (1 << 20)},
         {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)},
         {"stop_token_ids": [2**32 - 1] * 100_000},
-    ],
-    ids=lambda large: next(iter(large)),
-)
-def test_many_prompts_beside_a_long_body_are_refused(large: dict[str, object]) -> None:
-    """Each would have it of its own."""
-    read_completion_call({"prompt": ["p"] * 8, **large}, {}, OPENAI)
-    with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
-        read_completion_call({"prompt": ["p"] * 256, **large}, {}, OPENAI)
-    assert raised.value.param == "prompt"
-
-
-async def test_each_prompt_of_a_list_is_the_keys_tenants() -> None:
-    backend = EachItsOwn()
-    with calling(Caller(tenant="a")):
-        assert (await complete(backend, prompt=["p", "q"])).status_code == 200
-        assert (await complete(backend, prompt=["p", "q"], cache_salt="b")).status_code == 403
-    assert [request.tenant for request in backend.requests] == ["a", "a"]
+    ]:
+        with subtests.test(next(iter(large))):
+            read_completion_call({"prompt": ["p"] * 8, **large}, {}, OPENAI)
+            with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
+                read_completion_call({"prompt": ["p"] * 256, **large}, {}, OPENAI)
+            assert raised.value.param == "prompt"

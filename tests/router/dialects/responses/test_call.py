@@ -31,97 +31,95 @@ def text(role: str, *texts: str, kind: str = "input_text") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": said} for said in texts]}
 
 
-def test_a_tool_loop_comes_back_as_turns() -> None:
-    items = [
-        text("developer", "Be brief."),
-        text("developer", "Use tools."),
-        {"role": "user", "content": "Weather?"},
-        {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "Hmm."}],
-            "encrypted_content": "h1",
-        },
-        text("assistant", "Let me ", "look.", kind="output_text"),
-        {"type": "function_call", "call_id": "call_a", "name": "weather", "arguments": "{}", "id": "fc_1"},
-        {"type": "function_call", "call_id": "call_b", "name": "time", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "call_a", "output": "rain"},
-        {
-            "type": "function_call_output",
-            "call_id": "call_b",
-            "output": [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "on"}],
-        },
-        {"type": "reasoning", "summary": [], "encrypted_content": "h2"},
-        text("assistant", "Rain.", kind="output_text"),
-        text("user", "And", "then?"),
-    ]
-    turns = with_instructions("You are Codex.", chat_of(input=items).messages)
-    assert turns == [
-        ChatMessage(role="system", content="You are Codex."),
-        ChatMessage(role="developer", content="Be brief."),
-        ChatMessage(role="developer", content="Use tools."),
-        ChatMessage(role="user", content="Weather?"),
-        ChatMessage(
-            role="assistant",
-            content="Let me look.",
-            reasoning="Hmm.",
-            answer_id="h1",
-            tool_calls=[
-                ToolCall(id="call_a", name="weather", arguments="{}"),
-                ToolCall(id="call_b", name="time", arguments="{}"),
-            ],
-        ),
-        ChatMessage(role="tool", tool_call_id="call_a", content="rain"),
-        ChatMessage(role="tool", tool_call_id="call_b", parts=["no", "on"]),
-        ChatMessage(role="assistant", content="Rain.", answer_id="h2"),
-        ChatMessage(role="user", parts=["And", "then?"]),
-    ]
+def test_a_tool_loop_comes_back_as_turns(subtests: pytest.Subtests) -> None:
+    with subtests.test("a tool loop comes back as turns"):
+        items = [
+            text("developer", "Be brief."),
+            text("developer", "Use tools."),
+            {"role": "user", "content": "Weather?"},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hmm."}],
+                "encrypted_content": "h1",
+            },
+            text("assistant", "Let me ", "look.", kind="output_text"),
+            {
+                "type": "function_call",
+                "call_id": "call_a",
+                "name": "weather",
+                "arguments": "{}",
+                "id": "fc_1",
+            },
+            {"type": "function_call", "call_id": "call_b", "name": "time", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_a", "output": "rain"},
+            {
+                "type": "function_call_output",
+                "call_id": "call_b",
+                "output": [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "on"}],
+            },
+            {"type": "reasoning", "summary": [], "encrypted_content": "h2"},
+            text("assistant", "Rain.", kind="output_text"),
+            text("user", "And", "then?"),
+        ]
+        turns = with_instructions("You are Codex.", chat_of(input=items).messages)
+        assert turns == [
+            ChatMessage(role="system", content="You are Codex."),
+            ChatMessage(role="developer", content="Be brief."),
+            ChatMessage(role="developer", content="Use tools."),
+            ChatMessage(role="user", content="Weather?"),
+            ChatMessage(
+                role="assistant",
+                content="Let me look.",
+                reasoning="Hmm.",
+                answer_id="h1",
+                tool_calls=[
+                    ToolCall(id="call_a", name="weather", arguments="{}"),
+                    ToolCall(id="call_b", name="time", arguments="{}"),
+                ],
+            ),
+            ChatMessage(role="tool", tool_call_id="call_a", content="rain"),
+            ChatMessage(role="tool", tool_call_id="call_b", parts=["no", "on"]),
+            ChatMessage(role="assistant", content="Rain.", answer_id="h2"),
+            ChatMessage(role="user", parts=["And", "then?"]),
+        ]
+    with subtests.test("thinking begins a turn"):
+        items = [
+            text("assistant", "a"),
+            {"type": "reasoning", "summary": [], "encrypted_content": "not ours " * 20},
+            text("assistant", "b"),
+            text("user", "c"),
+        ]
+        assert list(chat_of(input=items).messages) == [
+            ChatMessage(role="assistant", content="a"),
+            ChatMessage(role="assistant", content="b"),
+            ChatMessage(role="user", content="c"),
+        ]
+    with subtests.test("without instructions there is no system"):
+        assert with_instructions("", [ChatMessage(role="user", content="Hi")])[0].role == "user"
 
 
-def test_thinking_begins_a_turn() -> None:
-    items = [
-        text("assistant", "a"),
-        {"type": "reasoning", "summary": [], "encrypted_content": "not ours " * 20},
-        text("assistant", "b"),
-        text("user", "c"),
-    ]
-    assert list(chat_of(input=items).messages) == [
-        ChatMessage(role="assistant", content="a"),
-        ChatMessage(role="assistant", content="b"),
-        ChatMessage(role="user", content="c"),
-    ]
-
-
-def test_without_instructions_there_is_no_system() -> None:
-    assert with_instructions("", [ChatMessage(role="user", content="Hi")])[0].role == "user"
-
-
-def test_what_it_samples_by() -> None:
-    body = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 9, "seed": 3, "top_k": 5}
-    expected = SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9, seed=3, top_k=5)
-    assert call_of(**body).request.sampling == expected
-
-
-@pytest.mark.parametrize(
-    ("form", "constraint"),
-    [
+def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
+    with subtests.test("what it samples by"):
+        body = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 9, "seed": 3, "top_k": 5}
+        expected = SamplingParams(temperature=0.5, top_p=0.25, max_tokens=9, seed=3, top_k=5)
+        assert call_of(**body).request.sampling == expected
+    for form, constraint in [
         ({"type": "text"}, None),
         ({"type": "json_object"}, Constraint(json_object=True)),
         (
             {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True},
             Constraint(json_schema='{"type": "object"}'),
         ),
-    ],
-)
-def test_a_format_is_a_constraint(form: Any, constraint: Constraint | None) -> None:
-    sampling = call_of(text={"format": form, "verbosity": "low"}).request.sampling
-    assert (sampling.constraint if sampling.HasField("constraint") else None) == constraint
+    ]:
+        with subtests.test(form=form):
+            sampling = call_of(text={"format": form, "verbosity": "low"}).request.sampling
+            assert (sampling.constraint if sampling.HasField("constraint") else None) == constraint
 
 
-@pytest.mark.parametrize(
-    ("reasoning", "variables"),
-    [
+def test_an_effort_and_variables_are_the_templates_business(subtests: pytest.Subtests) -> None:
+    for reasoning, variables in [
         (None, None),
         ({"summary": "auto"}, None),
         ({"effort": "high"}, {"reasoning_effort": "high"}),
@@ -129,60 +127,57 @@ def test_a_format_is_a_constraint(form: Any, constraint: Constraint | None) -> N
             {"effort": "none"},
             {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"},
         ),
-    ],
-)
-def test_an_effort_is_the_templates_business(reasoning: Any, variables: Any) -> None:
-    assert json.loads(chat_of(reasoning=reasoning).chat_template_kwargs or "null") == variables
+    ]:
+        with subtests.test(reasoning=reasoning):
+            assert json.loads(chat_of(reasoning=reasoning).chat_template_kwargs or "null") == variables
+    with subtests.test("variables may be given by name"):
+        given = {"chat_template_kwargs": {"reasoning_effort": "low", "x": 1}, "reasoning": {"effort": "high"}}
+        assert json.loads(chat_of(**given).chat_template_kwargs) == {"reasoning_effort": "low", "x": 1}
 
 
-def test_variables_may_be_given_by_name() -> None:
-    given = {"chat_template_kwargs": {"reasoning_effort": "low", "x": 1}, "reasoning": {"effort": "high"}}
-    assert json.loads(chat_of(**given).chat_template_kwargs) == {"reasoning_effort": "low", "x": 1}
-
-
-def test_functions_are_offered_and_other_kinds_left_out() -> None:
-    call = call_of(tools=[{"type": "custom", "name": "patch"}, WEATHER], parallel_tool_calls=False)
-    chat = call.request.chat
-    assert list(chat.tools) == [Tool(name="weather", parameters='{"type": "object"}', strict=True)]
-    assert call.left_out == ("custom",)
-    assert chat.HasField("parallel_tool_calls")
-    assert not chat.parallel_tool_calls
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
+def test_tools_and_which_is_called(subtests: pytest.Subtests) -> None:
+    with subtests.test("functions are offered and other kinds left out"):
+        call = call_of(tools=[{"type": "custom", "name": "patch"}, WEATHER], parallel_tool_calls=False)
+        chat = call.request.chat
+        assert list(chat.tools) == [Tool(name="weather", parameters='{"type": "object"}', strict=True)]
+        assert call.left_out == ("custom",)
+        assert chat.HasField("parallel_tool_calls")
+        assert not chat.parallel_tool_calls
+    for choice, expected in [
         ("auto", ToolChoice(mode=ToolChoice.MODE_AUTO)),
         ("none", ToolChoice(mode=ToolChoice.MODE_NONE)),
         ("required", ToolChoice(mode=ToolChoice.MODE_REQUIRED)),
         ({"type": "function", "name": "weather"}, ToolChoice(name="weather")),
-    ],
-)
-def test_which_tool_is_called(choice: Any, expected: ToolChoice) -> None:
-    assert chat_of(tools=[WEATHER], tool_choice=choice).tool_choice == expected
+    ]:
+        with subtests.test(choice=choice):
+            assert chat_of(tools=[WEATHER], tool_choice=choice).tool_choice == expected
 
 
-def test_what_codex_sends_is_taken() -> None:
-    """As recorded: hints that change no answer, and includes of what is always there."""
-    call = call_of(
-        stream=True,
-        store=False,
-        include=["reasoning.encrypted_content"],
-        prompt_cache_key="s",
-        service_tier="auto",
-        text={"verbosity": "medium"},
-        reasoning={"effort": "medium", "summary": "auto"},
-        parallel_tool_calls=False,
-        tool_choice="auto",
-        client_metadata={"a": "b"},
-        stream_options={"include_obfuscation": False},
-    )
-    assert (call.stream, call.is_stored) == (True, False)
+def test_what_changes_no_answer_is_taken(subtests: pytest.Subtests) -> None:
+    # As recorded: hints that change no answer, and includes of what is always there.
+    with subtests.test("what codex sends is taken"):
+        call = call_of(
+            stream=True,
+            store=False,
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="s",
+            service_tier="auto",
+            text={"verbosity": "medium"},
+            reasoning={"effort": "medium", "summary": "auto"},
+            parallel_tool_calls=False,
+            tool_choice="auto",
+            client_metadata={"a": "b"},
+            stream_options={"include_obfuscation": False},
+        )
+        assert (call.stream, call.is_stored) == (True, False)
+    with subtests.test("what is nested somewhat comes back"):
+        metadata = {"a" * 64: "b" * 512} | {str(number): "" for number in range(15)}
+        call = call_of(user=nested(200), metadata=metadata)
+        assert (call.echo["user"], call.echo["metadata"]) == (nested(200), metadata)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
@@ -235,16 +230,9 @@ def test_what_codex_sends_is_taken() -> None:
         ({"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
         ({"user": nested(201)}, "user"),
         ({"input": [{}] * 65_537}, "input"),
-    ],
-)
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidParameter) as raised:
-        call_of(**body)
-    assert raised.value.param == param
-    assert str(raised.value).startswith(f"{param} ")
-
-
-def test_what_is_nested_somewhat_comes_back() -> None:
-    metadata = {"a" * 64: "b" * 512} | {str(number): "" for number in range(15)}
-    call = call_of(user=nested(200), metadata=metadata)
-    assert (call.echo["user"], call.echo["metadata"]) == (nested(200), metadata)
+    ]:
+        with subtests.test(body=body):
+            with pytest.raises(InvalidParameter) as raised:
+                call_of(**body)
+            assert raised.value.param == param
+            assert str(raised.value).startswith(f"{param} ")

@@ -169,53 +169,45 @@ async def test_an_answer_of_an_agent_is_streamed() -> None:
     assert "[DONE]" not in answer.text
 
 
-@pytest.mark.parametrize("reason", [LENGTH, common_pb2.FINISH_REASON_CAPACITY])
-async def test_an_answer_that_was_cut_off_is_incomplete(reason: Any) -> None:
-    script = (said(reasoning="Hm"), said("Let"), ended(reason))
-    answer = (await respond(FakeBackend(*script))).json()
-    assert answer["status"] == "incomplete"
-    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert [item["status"] for item in answer["output"]] == ["completed", "incomplete"]
-    *told, last = events(await respond(FakeBackend(*script), stream=True))
-    assert last["type"] == "response.incomplete"
-    done = [event["item"]["status"] for event in told if event["type"] == "response.output_item.done"]
-    assert done == ["completed", "incomplete"]
+async def test_an_answer_that_was_cut_off_is_incomplete(subtests: pytest.Subtests) -> None:
+    for reason in [LENGTH, common_pb2.FINISH_REASON_CAPACITY]:
+        with subtests.test(reason=reason):
+            script = (said(reasoning="Hm"), said("Let"), ended(reason))
+            answer = (await respond(FakeBackend(*script))).json()
+            assert answer["status"] == "incomplete"
+            assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert [item["status"] for item in answer["output"]] == ["completed", "incomplete"]
+            *told, last = events(await respond(FakeBackend(*script), stream=True))
+            assert last["type"] == "response.incomplete"
+            done = [event["item"]["status"] for event in told if event["type"] == "response.output_item.done"]
+            assert done == ["completed", "incomplete"]
 
 
-@pytest.mark.parametrize(
-    ("last", "code"),
-    [
+async def test_errors_are_told_in_its_words(subtests: pytest.Subtests) -> None:
+    for last, code in [
         (errors.PeerFailed("gone"), "server_error"),
         (errors.NoCapacity("full"), "rate_limit_exceeded"),
         (ended(common_pb2.FINISH_REASON_ABORTED), "server_error"),
         (said(" and no finish"), "server_error"),
-    ],
-)
-async def test_an_error_within_a_stream_is_its_last_event(last: Any, code: str) -> None:
-    *_, failed = events(await respond(FakeBackend(said("He"), last), stream=True))
-    assert failed["type"] == "response.failed"
-    assert (failed["response"]["status"], failed["response"]["error"]["code"]) == ("failed", code)
-
-
-async def test_an_error_before_the_first_token_has_its_status() -> None:
-    for stream in (False, True):
-        answer = await respond(FakeBackend(errors.ContextExceeded("prompt is too long")), stream=stream)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert answer.json()["error"]["param"] == "input"
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
+    ]:
+        with subtests.test(last=last):
+            *_, failed = events(await respond(FakeBackend(said("He"), last), stream=True))
+            assert failed["type"] == "response.failed"
+            assert (failed["response"]["status"], failed["response"]["error"]["code"]) == ("failed", code)
+    with subtests.test("an error before the first token has its status"):
+        for stream in (False, True):
+            answer = await respond(FakeBackend(errors.ContextExceeded("prompt is too long")), stream=stream)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            assert answer.json()["error"]["param"] == "input"
+    for message, param in [
         ("chat.messages[2].role must be one of", "input"),
         ("chat.tools[0].parameters must be a schema", "tools[0].parameters"),
         ("sampling.top_p must be above 0", "top_p"),
-    ],
-)
-async def test_fields_are_named_in_this_apis_words(message: str, param: str) -> None:
-    answer = await respond(FakeBackend(errors.InvalidRequest(message)))
-    assert answer.json()["error"]["param"] == param
+    ]:
+        with subtests.test(message=message):
+            answer = await respond(FakeBackend(errors.InvalidRequest(message)))
+            assert answer.json()["error"]["param"] == param
 
 
 # -- what is kept ---------------------------------------------------------------------------------
@@ -282,19 +274,20 @@ async def test_another_tenant_finds_nothing() -> None:
         assert (await http.get(path, headers=mine)).status_code == 404
 
 
-async def test_a_stream_is_kept_too_once_it_has_ended() -> None:
-    backend = FakeBackend(said("a"), ended())
-    async with client(backend) as http:
-        *_, completed = events(await http.post("/v1/responses", json={**BODY, "stream": True}))
-        looked = await http.get(f"/v1/responses/{completed['response']['id']}")
-    assert looked.json() == completed["response"]
-
-
-async def test_an_id_is_not_the_requests_which_others_may_have_too() -> None:
-    async with client(FakeBackend()) as http:
-        headers = {"x-request-id": "trace"}
-        ids = [(await http.post("/v1/responses", json=BODY, headers=headers)).json()["id"] for _ in range(2)]
-    assert len(set(ids)) == 2
+async def test_a_stream_is_kept_too_and_under_an_id_of_its_own(subtests: pytest.Subtests) -> None:
+    with subtests.test("a stream is kept too once it has ended"):
+        backend = FakeBackend(said("a"), ended())
+        async with client(backend) as http:
+            *_, completed = events(await http.post("/v1/responses", json={**BODY, "stream": True}))
+            looked = await http.get(f"/v1/responses/{completed['response']['id']}")
+        assert looked.json() == completed["response"]
+    with subtests.test("an id is not the requests which others may have too"):
+        async with client(FakeBackend()) as http:
+            headers = {"x-request-id": "trace"}
+            ids = [
+                (await http.post("/v1/responses", json=BODY, headers=headers)).json()["id"] for _ in range(2)
+            ]
+        assert len(set(ids)) == 2
 
 
 async def test_a_clients_own_key_is_the_conversation() -> None:

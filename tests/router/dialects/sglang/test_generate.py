@@ -38,34 +38,33 @@ def told(answer: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-async def test_each_event_has_all_the_text_so_far() -> None:
-    backend = FakeBackend()
-    first, second, last = told(await generate(backend))
-    assert [event["text"] for event in (first, second, last)] == ["Hello", "Hello you", "Hello you!"]
-    assert [event["meta_info"]["completion_tokens"] for event in (first, second, last)] == [1, 2, 3]
-    assert first["meta_info"] == {"id": "r1", "completion_tokens": 1, "finish_reason": None}
-    isthmus = last["meta_info"].pop("isthmus")
-    assert isthmus["decode_prefix_len"] == 8
-    assert last["meta_info"] == {
-        "id": "r1",
-        "finish_reason": {"type": "stop", "matched": "END"},
-        "completion_tokens": 3,
-        "prompt_tokens": 10,
-        "cached_tokens": 4,
-    }
-    (request,) = backend.requests
-    assert request == GenerateRequest(
-        request_id=request.request_id,
-        text="Hi",
-        sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-    )
-
-
-async def test_an_answer_is_told_whole() -> None:
-    script = (response("a", [65]), finished("b", [66], common_pb2.FINISH_REASON_LENGTH))
-    answer = (await generate(FakeBackend(*script), stream=False)).json()
-    assert (answer["text"], answer["output_ids"]) == ("ab", [65, 66])
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+async def test_an_answer_is_told_whole_and_in_each_event_so_far(subtests: pytest.Subtests) -> None:
+    with subtests.test("each event has all the text so far"):
+        backend = FakeBackend()
+        first, second, last = told(await generate(backend))
+        assert [event["text"] for event in (first, second, last)] == ["Hello", "Hello you", "Hello you!"]
+        assert [event["meta_info"]["completion_tokens"] for event in (first, second, last)] == [1, 2, 3]
+        assert first["meta_info"] == {"id": "r1", "completion_tokens": 1, "finish_reason": None}
+        isthmus = last["meta_info"].pop("isthmus")
+        assert isthmus["decode_prefix_len"] == 8
+        assert last["meta_info"] == {
+            "id": "r1",
+            "finish_reason": {"type": "stop", "matched": "END"},
+            "completion_tokens": 3,
+            "prompt_tokens": 10,
+            "cached_tokens": 4,
+        }
+        (request,) = backend.requests
+        assert request == GenerateRequest(
+            request_id=request.request_id,
+            text="Hi",
+            sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        )
+    with subtests.test("an answer is told whole"):
+        script = (response("a", [65]), finished("b", [66], common_pb2.FINISH_REASON_LENGTH))
+        answer = (await generate(FakeBackend(*script), stream=False)).json()
+        assert (answer["text"], answer["output_ids"]) == ("ab", [65, 66])
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
 async def test_errors() -> None:
@@ -81,101 +80,93 @@ def read(**body: Any) -> GenerateRequest:
     return read_generate_call({"text": "Hi", **body}, {}, OPENAI).request
 
 
-def test_what_it_samples_by() -> None:
-    given = {
-        **{
-            "temperature": 0.5,
-            "top_p": 0.25,
-            "top_k": -1,
-            "min_p": 0.125,
-            "stop": "a",
-            "stop_token_ids": [3],
-        },
-        **{"frequency_penalty": 1, "presence_penalty": 0.5, "repetition_penalty": 1.5},
-        **{"max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 7},
-    }
-    expected = SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=0,
-        min_p=0.125,
-        stop=["a"],
-        stop_token_ids=[3],
-        frequency_penalty=1,
-        presence_penalty=0.5,
-        repetition_penalty=1.5,
-        max_tokens=9,
-        min_tokens=2,
-        seed=7,
-    )
-    assert read(sampling_params=given).sampling == expected
-    assert read().sampling == SamplingParams(temperature=1.0, max_tokens=128)
-
-
-@pytest.mark.parametrize(
-    ("name", "constraint"),
-    [
+def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
+    with subtests.test("what it samples by"):
+        given = {
+            **{
+                "temperature": 0.5,
+                "top_p": 0.25,
+                "top_k": -1,
+                "min_p": 0.125,
+                "stop": "a",
+                "stop_token_ids": [3],
+            },
+            **{"frequency_penalty": 1, "presence_penalty": 0.5, "repetition_penalty": 1.5},
+            **{"max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 7},
+        }
+        expected = SamplingParams(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=0,
+            min_p=0.125,
+            stop=["a"],
+            stop_token_ids=[3],
+            frequency_penalty=1,
+            presence_penalty=0.5,
+            repetition_penalty=1.5,
+            max_tokens=9,
+            min_tokens=2,
+            seed=7,
+        )
+        assert read(sampling_params=given).sampling == expected
+        assert read().sampling == SamplingParams(temperature=1.0, max_tokens=128)
+    for name, constraint in [
         ("regex", Constraint(regex="a+")),
         ("ebnf", Constraint(grammar="a+")),
         ("json_schema", Constraint(json_schema="a+")),
-    ],
-)
-def test_constraints(name: str, constraint: Constraint) -> None:
-    assert read(sampling_params={name: "a+"}).sampling.constraint == constraint
+    ]:
+        with subtests.test(name=name):
+            assert read(sampling_params={name: "a+"}).sampling.constraint == constraint
+    with subtests.test("ids are a prompt too"):
+        assert read(text=None, input_ids=[1, 2]).token_ids.ids == [1, 2]
 
 
-def test_ids_are_a_prompt_too() -> None:
-    assert read(text=None, input_ids=[1, 2]).token_ids.ids == [1, 2]
+def test_each_text_is_a_request(subtests: pytest.Subtests) -> None:
+    with subtests.test("each text is a request alike in all else"):
+        call = read_generate_call(
+            {"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 3}}, {"x-request-id": "r"}, OPENAI
+        )
+        assert [request.text for request in (call.request, *call.more)] == ["a", "b"]
+        assert [request.request_id for request in (call.request, *call.more)] == ["r", "r/1"]
+        assert {(request.n, request.sampling.top_k) for request in (call.request, *call.more)} == {(2, 3)}
+        params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+        call = read_generate_call({"input_ids": [[1], [2]], "sampling_params": params}, {}, OPENAI)
+        assert [request.sampling.max_tokens for request in (call.request, *call.more)] == [1, 2]
+    with subtests.test("each prompts constraint is its own"):
+        params = [{"regex": "a"}, {}, {"regex": "b"}]
+        call = read_generate_call({"text": ["p", "q", "r"], "sampling_params": params}, {}, OPENAI)
+        assert [request.sampling.constraint.regex for request in call.requests] == ["a", "", "b"]
+        last = read_generate_call({"text": ["p", "q"], "sampling_params": params[:2]}, {}, OPENAI)
+        assert call.constraint_param == "sampling_params[2].regex"
+        assert last.constraint_param == "sampling_params[0].regex"
+    with subtests.test("many texts beside a long body are refused"):
+        params = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)}
+        with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
+            read_generate_call({"text": ["p"] * 256, "sampling_params": params}, {}, OPENAI)
+        assert raised.value.param == "text"
 
 
-def test_each_text_is_a_request_alike_in_all_else() -> None:
-    call = read_generate_call(
-        {"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 3}}, {"x-request-id": "r"}, OPENAI
-    )
-    assert [request.text for request in (call.request, *call.more)] == ["a", "b"]
-    assert [request.request_id for request in (call.request, *call.more)] == ["r", "r/1"]
-    assert {(request.n, request.sampling.top_k) for request in (call.request, *call.more)} == {(2, 3)}
-    params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
-    call = read_generate_call({"input_ids": [[1], [2]], "sampling_params": params}, {}, OPENAI)
-    assert [request.sampling.max_tokens for request in (call.request, *call.more)] == [1, 2]
+async def test_several_answers_are_a_list(subtests: pytest.Subtests) -> None:
+    with subtests.test("several answers are a list and their events have indexes"):
+        first, second = response("a", [65]), finished("b", [66])
+        other = finished("c", [67])
+        other.index = 1
+        backend = FakeBackend(first, other, second)
+        params = {"n": 2, "max_new_tokens": 4}
+        answers = (await generate(backend, stream=False, sampling_params=params)).json()
+        assert [(answer["text"], answer["output_ids"]) for answer in answers] == [
+            ("ab", [65, 66]),
+            ("c", [67]),
+        ]
+        events = told(await generate(backend, sampling_params=params))
+        assert [(event["index"], event["text"]) for event in events] == [(0, "a"), (1, "c"), (0, "ab")]
+    with subtests.test("a list of one is answered by a list"):
+        (answer,) = (await generate(FakeBackend(finished("a")), stream=False, text=["Hi"])).json()
+        assert answer["text"] == "a"
 
 
-def test_each_prompts_constraint_is_its_own() -> None:
-    params = [{"regex": "a"}, {}, {"regex": "b"}]
-    call = read_generate_call({"text": ["p", "q", "r"], "sampling_params": params}, {}, OPENAI)
-    assert [request.sampling.constraint.regex for request in call.requests] == ["a", "", "b"]
-    last = read_generate_call({"text": ["p", "q"], "sampling_params": params[:2]}, {}, OPENAI)
-    assert call.constraint_param == "sampling_params[2].regex"
-    assert last.constraint_param == "sampling_params[0].regex"
-
-
-def test_many_texts_beside_a_long_body_are_refused() -> None:
-    params = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)}
-    with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
-        read_generate_call({"text": ["p"] * 256, "sampling_params": params}, {}, OPENAI)
-    assert raised.value.param == "text"
-
-
-async def test_several_answers_are_a_list_and_their_events_have_indexes() -> None:
-    first, second = response("a", [65]), finished("b", [66])
-    other = finished("c", [67])
-    other.index = 1
-    backend = FakeBackend(first, other, second)
-    params = {"n": 2, "max_new_tokens": 4}
-    answers = (await generate(backend, stream=False, sampling_params=params)).json()
-    assert [(answer["text"], answer["output_ids"]) for answer in answers] == [("ab", [65, 66]), ("c", [67])]
-    events = told(await generate(backend, sampling_params=params))
-    assert [(event["index"], event["text"]) for event in events] == [(0, "a"), (1, "c"), (0, "ab")]
-
-
-async def test_a_list_of_one_is_answered_by_a_list() -> None:
-    (answer,) = (await generate(FakeBackend(finished("a")), stream=False, text=["Hi"])).json()
-    assert answer["text"] == "a"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+    for body, param in [
         ({"text": None}, "text"),
         ({"input_ids": [1]}, "text"),
         ({"text": []}, "text"),
@@ -196,12 +187,11 @@ async def test_a_list_of_one_is_answered_by_a_list() -> None:
         ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
         ({"sampling_params": {"skip_special_tokens": False}}, "sampling_params.skip_special_tokens"),
-    ],
-)
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidParameter) as raised:
-        read(**body)
-    assert raised.value.param == param
+    ]:
+        with subtests.test(body=body):
+            with pytest.raises(InvalidParameter) as raised:
+                read(**body)
+            assert raised.value.param == param
 
 
 async def test_what_bench_serving_asks_beside() -> None:
@@ -230,21 +220,24 @@ def test_logprobs_are_asked_for_by_their_flag_alone() -> None:
     assert logprobs_asked(return_logprob=True, **rest) == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("start", [0, 1])
-async def test_logprobs_of_the_prompt_begin_with_null(start: int, stream: bool) -> None:
+async def test_logprobs_of_the_prompt_begin_with_null(subtests: pytest.Subtests) -> None:
     """Where it is not the first of the prompt either."""
-    script = told_in_pieces()
-    asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
-    answer = await generate(FakeBackend(*script), **asked, return_text_in_logprobs=True, stream=stream)
-    meta = (told(answer)[-1] if stream else answer.json())["meta_info"]
-    unknown = [[None, 72, "H"], [None, 105, "i"]][start]
-    known = [[-1.5, 105, "i"], [-0.5, 33, "!"]]
-    assert meta["input_token_logprobs"] == [unknown, *known[start:]]
-    tops = [None, [[-0.5, 97, "a"], [-0.5, 98, "b"]], [[-0.5, 33, "!"], [-0.5, 98, "b"]]]
-    assert meta["input_top_logprobs"] == (tops if start == 0 else [None, tops[2]])
-    assert meta["output_token_logprobs"] == [[-0.25, 97, "a"], [-0.25, 98, "b"]]
-    assert len(meta["output_top_logprobs"]) == 2
+    for stream in [False, True]:
+        for start in [0, 1]:
+            with subtests.test(stream=stream, start=start):
+                script = told_in_pieces()
+                asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
+                answer = await generate(
+                    FakeBackend(*script), **asked, return_text_in_logprobs=True, stream=stream
+                )
+                meta = (told(answer)[-1] if stream else answer.json())["meta_info"]
+                unknown = [[None, 72, "H"], [None, 105, "i"]][start]
+                known = [[-1.5, 105, "i"], [-0.5, 33, "!"]]
+                assert meta["input_token_logprobs"] == [unknown, *known[start:]]
+                tops = [None, [[-0.5, 97, "a"], [-0.5, 98, "b"]], [[-0.5, 33, "!"], [-0.5, 98, "b"]]]
+                assert meta["input_top_logprobs"] == (tops if start == 0 else [None, tops[2]])
+                assert meta["output_token_logprobs"] == [[-0.25, 97, "a"], [-0.25, 98, "b"]]
+                assert len(meta["output_top_logprobs"]) == 2
 
 
 async def test_long_lists_come_with_the_last_event_alone() -> None:
@@ -264,20 +257,19 @@ async def test_long_lists_come_with_the_last_event_alone() -> None:
     assert [each[2] for each in lengths[:-1]] == [0, 200, None, None]
 
 
-async def test_logprobs_of_the_answer_alone_have_no_text() -> None:
-    script = told_in_pieces()
-    script[0].ClearField("prompt_token_ids")
-    for response_ in script:
-        response_.ClearField("prompt_logprobs")
-    meta = (await generate(FakeBackend(*script), return_logprob=True, stream=False)).json()["meta_info"]
-    assert meta["input_token_logprobs"] == []
-    assert meta["output_token_logprobs"] == [[-0.25, 97, None], [-0.25, 98, None]]
-    assert "output_top_logprobs" not in meta
-
-
-async def test_all_answers_to_a_prompt_tell_of_it() -> None:
-    script = [*told_in_pieces(0), *not_told(1)]
-    asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
-    first, second = (await generate(FakeBackend(*script), **asked, stream=False)).json()
-    assert len(first["meta_info"]["input_token_logprobs"]) == 3
-    assert second["meta_info"]["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"]
+async def test_logprobs_of_the_answer_and_of_several(subtests: pytest.Subtests) -> None:
+    with subtests.test("logprobs of the answer alone have no text"):
+        script = told_in_pieces()
+        script[0].ClearField("prompt_token_ids")
+        for response_ in script:
+            response_.ClearField("prompt_logprobs")
+        meta = (await generate(FakeBackend(*script), return_logprob=True, stream=False)).json()["meta_info"]
+        assert meta["input_token_logprobs"] == []
+        assert meta["output_token_logprobs"] == [[-0.25, 97, None], [-0.25, 98, None]]
+        assert "output_top_logprobs" not in meta
+    with subtests.test("all answers to a prompt tell of it"):
+        script = [*told_in_pieces(0), *not_told(1)]
+        asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+        first, second = (await generate(FakeBackend(*script), **asked, stream=False)).json()
+        assert len(first["meta_info"]["input_token_logprobs"]) == 3
+        assert second["meta_info"]["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"]
