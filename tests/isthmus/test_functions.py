@@ -56,28 +56,26 @@ def test_what_json_has_no_type_for_is_refused_by_name():
         tool_of("weather")
 
 
-def test_a_call_is_made_with_its_arguments():
-    call_it, said = result_of(
-        [tool_of(weather)], ToolCall("1", "weather", '{"city": "Corinth", "days": [1]}')
-    )
-    assert call_it() == "Corinth 21 C [1] None" and said == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "says"),
-    [("wether", "{}", "no tool wether"), ("weather", "{}", "city"), ("weather", '{"town": 1}', "city")],
-)
-def test_a_call_that_nothing_takes_goes_back_to_the_model(name, arguments, says):
-    call_it, said = result_of([tool_of(weather)], ToolCall("1", name, arguments))
-    assert call_it is None and said.startswith("error: ") and says in said
-
-
-def test_a_tool_without_a_function_is_not_called():
-    with pytest.raises(InvalidRequest, match="tool_result"):
+def test_a_call_is_made_with_its_arguments(subtests):
+    with subtests.test("a call is made with its arguments"):
+        call_it, said = result_of(
+            [tool_of(weather)], ToolCall("1", "weather", '{"city": "Corinth", "days": [1]}')
+        )
+        assert call_it() == "Corinth 21 C [1] None" and said == ""
+    for name, arguments, says in [
+        ("wether", "{}", "no tool wether"),
+        ("weather", "{}", "city"),
+        ("weather", '{"town": 1}', "city"),
+    ]:
+        with subtests.test(name=name):
+            call_it, said = result_of([tool_of(weather)], ToolCall("1", name, arguments))
+            assert call_it is None and said.startswith("error: ") and says in said
+    with (
+        subtests.test("a tool without a function is not called"),
+        pytest.raises(InvalidRequest, match="tool_result"),
+    ):
         result_of([Tool("weather")], ToolCall("1", "weather"))
-
-
-def test_results_are_text_or_json():
-    assert text_of("21") == "21" and text_of({"ä": [1]}) == '{"ä": [1]}'
-    with pytest.raises(TypeError):
-        text_of(object())
+    with subtests.test("results are text or json"):
+        assert text_of("21") == "21" and text_of({"ä": [1]}) == '{"ä": [1]}'
+        with pytest.raises(TypeError):
+            text_of(object())

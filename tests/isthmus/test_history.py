@@ -17,38 +17,32 @@ def answered(*responses):
     return growing.answer()
 
 
-def test_a_plain_answer_comes_back_as_its_ids():
-    history = History([Message("system", "Be brief.")])
-    history.keep(history.asked("Hello"), answered(finished("Hi", 5, 6)), {})
-    assert [message.role for message in history.messages] == ["system", "user", "assistant"]
-    assert history.messages[-1] == Message("assistant", "Hi", token_ids=(5, 6))
-    assert history.asked("More")[-1] == Message("user", "More")
-    assert len(history.messages) == 3, "what is asked is not said before it is answered"
-
-
-@pytest.mark.parametrize(
-    ("response", "options"),
-    [
+def test_what_was_said(subtests):
+    with subtests.test("a plain answer comes back as its ids"):
+        history = History([Message("system", "Be brief.")])
+        history.keep(history.asked("Hello"), answered(finished("Hi", 5, 6)), {})
+        assert [message.role for message in history.messages] == ["system", "user", "assistant"]
+        assert history.messages[-1] == Message("assistant", "Hi", token_ids=(5, 6))
+        assert history.asked("More")[-1] == Message("user", "More")
+        assert len(history.messages) == 3, "what is asked is not said before it is answered"
+    # With a stop string, which was not said; or with thinking, which the template may leave out.
+    for response, options in [
         (finished("Hi", 5, 6), {"stop": ["\n"]}),
         (finished("Hi", 5, 6), {"stop_token_ids": [6]}),
         (finished("Hi", 5, 6, reasoning="well"), {}),
-    ],
-)
-def test_others_come_back_by_name(response, options):
-    """With a stop string, which was not said; or with thinking, which the template may leave out."""
-    response.finish.answer_id = "a"
-    history = History()
-    history.keep(history.asked("Hello"), answered(response), options)
-    last = history.messages[-1]
-    assert last.answer_id == "a" and not last.token_ids and last.reasoning == response.reasoning
-
-
-def test_an_answer_that_was_stopped_was_not_said():
-    history = History()
-    history.keep(
-        history.asked("Hello"), answered(finished("H", 5, reason=common_pb2.FINISH_REASON_ABORTED)), {}
-    )
-    assert history.messages == []
+    ]:
+        with subtests.test(response=response):
+            response.finish.answer_id = "a"
+            history = History()
+            history.keep(history.asked("Hello"), answered(response), options)
+            last = history.messages[-1]
+            assert last.answer_id == "a" and not last.token_ids and last.reasoning == response.reasoning
+    with subtests.test("an answer that was stopped was not said"):
+        history = History()
+        history.keep(
+            history.asked("Hello"), answered(finished("H", 5, reason=common_pb2.FINISH_REASON_ABORTED)), {}
+        )
+        assert history.messages == []
 
 
 def test_results_are_of_calls_that_wait():

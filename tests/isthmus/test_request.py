@@ -10,41 +10,39 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 HI = Prompt("Hello")
 
 
-def test_every_field_of_sampling_has_an_option():
-    fields = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
-    formats = {field.name for field in common_pb2.Constraint.DESCRIPTOR.fields}
-    # bad_token_ids are a router's word to its ranks.
-    assert set(Sampling.__annotations__) == (fields - {"constraint", "bad_token_ids"}) | formats
+def test_every_field_has_an_option(subtests):
+    with subtests.test("every field of sampling has an option"):
+        fields = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
+        formats = {field.name for field in common_pb2.Constraint.DESCRIPTOR.fields}
+        # bad_token_ids are a router's word to its ranks.
+        assert set(Sampling.__annotations__) == (fields - {"constraint", "bad_token_ids"}) | formats
+    with subtests.test("every field of a request and of a chat has an option"):
+        fields = {field.name for field in generation_pb2.GenerateRequest.DESCRIPTOR.fields}
+        chat = {field.name for field in generation_pb2.Chat.DESCRIPTOR.fields}
+        wanted = (fields | chat) - {"text", "chat", "token_ids", "messages", "sampling"}
+        assert set(Options.__annotations__) - set(Sampling.__annotations__) == wanted | {"timeout"}
 
 
-def test_every_field_of_a_request_and_of_a_chat_has_an_option():
-    fields = {field.name for field in generation_pb2.GenerateRequest.DESCRIPTOR.fields}
-    chat = {field.name for field in generation_pb2.Chat.DESCRIPTOR.fields}
-    wanted = (fields | chat) - {"text", "chat", "token_ids", "messages", "sampling"}
-    assert set(Options.__annotations__) - set(Sampling.__annotations__) == wanted | {"timeout"}
-
-
-def test_what_is_not_given_is_unset():
-    request = call_of(HI, {"temperature": None, "stop": None}).request
-    assert request.text == "Hello" and len(request.request_id) == 16
-    assert not request.sampling.ListFields()
-    assert call_of(HI, {}).request.request_id != request.request_id
-
-
-def test_what_is_given_is_there():
-    options = {
-        "temperature": 0,
-        "max_tokens": 8,
-        "stop": "\n",
-        "logit_bias": {7: -1.0},
-        "n": 2,
-        "tenant": "t",
-    }
-    request = call_of(Prompt(token_ids=[1, 2]), options).request
-    assert list(request.token_ids.ids) == [1, 2] and request.n == 2 and request.tenant == "t"
-    sampling = request.sampling
-    assert sampling.HasField("temperature") and sampling.max_tokens == 8
-    assert list(sampling.stop) == ["\n"] and dict(sampling.logit_bias) == {7: -1.0}
+def test_what_is_given_is_there_and_nothing_else(subtests):
+    with subtests.test("what is not given is unset"):
+        request = call_of(HI, {"temperature": None, "stop": None}).request
+        assert request.text == "Hello" and len(request.request_id) == 16
+        assert not request.sampling.ListFields()
+        assert call_of(HI, {}).request.request_id != request.request_id
+    with subtests.test("what is given is there"):
+        options = {
+            "temperature": 0,
+            "max_tokens": 8,
+            "stop": "\n",
+            "logit_bias": {7: -1.0},
+            "n": 2,
+            "tenant": "t",
+        }
+        request = call_of(Prompt(token_ids=[1, 2]), options).request
+        assert list(request.token_ids.ids) == [1, 2] and request.n == 2 and request.tenant == "t"
+        sampling = request.sampling
+        assert sampling.HasField("temperature") and sampling.max_tokens == 8
+        assert list(sampling.stop) == ["\n"] and dict(sampling.logit_bias) == {7: -1.0}
 
 
 def test_a_chat():
@@ -74,9 +72,8 @@ def test_a_chat():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
+def test_what_is_wrong_is_named(subtests):
+    for options, names in [
         ({"temprature": 0}, "temprature"),
         ({"top_k": -1}, "sampling.top_k"),
         ({"max_tokens": "many"}, "sampling.max_tokens"),
@@ -85,29 +82,23 @@ def test_a_chat():
         ({"regex": "a", "choice": ["b"]}, "regex and choice"),
         ({"json_schema": 3}, "json_schema"),
         ({"choice": "yes"}, "choice"),
-    ],
-)
-def test_what_is_wrong_is_named(options, names):
-    with pytest.raises(InvalidRequest, match=names):
-        call_of(HI, options)
-
-
-@pytest.mark.parametrize("wrong", [{"role": "user", "contents": ""}, {"content": "Hello"}])
-def test_a_message_that_is_wrong_is_named(wrong):
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]"):
-        call_of(Prompt(messages=[wrong]), {})
-
-
-@pytest.mark.parametrize("given", [{}, {"text": "a", "token_ids": [1]}])
-def test_there_is_one_prompt(given):
-    with pytest.raises(InvalidRequest, match="one of them"):
-        Prompt(**given)
-
-
-def test_a_prompt_that_is_no_text_is_refused():
-    for prompt in (Prompt("\ud800"), Prompt(token_ids=[-1]), Prompt(messages=[Message("user", "\ud800")])):
-        with pytest.raises(InvalidRequest):
-            call_of(prompt, {})
+    ]:
+        with subtests.test(options=options), pytest.raises(InvalidRequest, match=names):
+            call_of(HI, options)
+    for wrong in [{"role": "user", "contents": ""}, {"content": "Hello"}]:
+        with subtests.test(wrong=wrong), pytest.raises(InvalidRequest, match=r"messages\[0\]"):
+            call_of(Prompt(messages=[wrong]), {})
+    for given in [{}, {"text": "a", "token_ids": [1]}]:
+        with subtests.test(given=given), pytest.raises(InvalidRequest, match="one of them"):
+            Prompt(**given)
+    with subtests.test("a prompt that is no text is refused"):
+        for prompt in (
+            Prompt("\ud800"),
+            Prompt(token_ids=[-1]),
+            Prompt(messages=[Message("user", "\ud800")]),
+        ):
+            with pytest.raises(InvalidRequest):
+                call_of(prompt, {})
 
 
 def test_each_attempt_has_an_id_of_its_own():

@@ -30,17 +30,6 @@ def test_what_the_router_asks_for_is_the_least(hint_s, failed, chance):
     assert hint_s <= pause_s <= hint_s + 10
 
 
-def test_what_would_fail_again_is_not_tried():
-    assert Retries().pause_s(1, InvalidRequest("max_tokens"), 0.5) is None
-    assert Retries().pause_s(1, Overloaded("never", retry_after_s=float("inf")), 0.5) is None
-
-
-@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"first_s": -1.0}, {"first_s": 3.0, "longest_s": 2.0}])
-def test_a_policy_that_cannot_be(wrong):
-    with pytest.raises(ValueError, match="attempts of 1 or more"):
-        Retries(**wrong)
-
-
 @given(st.floats(0.1, 30), st.lists(chances, min_size=10, max_size=10))
 def test_attempts_stay_within_the_time(timeout_s, chances):
     time, drawn = Pauses(), iter(chances)
@@ -55,10 +44,17 @@ def test_attempts_stay_within_the_time(timeout_s, chances):
     assert time.now < 100.0 + timeout_s and all(after < before for before, after in pairwise(left))
 
 
-def test_nothing_is_sent_when_the_time_is_over():
-    time = Pauses()
-    attempts = Attempts(Retries(), 1.0, time.clock, lambda: 0.0)
-    time.sleep(1.0)
-    with pytest.raises(DeadlineExceeded):
-        attempts.left_s()
-    assert Attempts(Retries(), None, time.clock, lambda: 0.0).left_s() is None
+def test_what_would_fail_or_come_too_late_is_not_tried(subtests):
+    with subtests.test("nothing is sent when the time is over"):
+        time = Pauses()
+        attempts = Attempts(Retries(), 1.0, time.clock, lambda: 0.0)
+        time.sleep(1.0)
+        with pytest.raises(DeadlineExceeded):
+            attempts.left_s()
+        assert Attempts(Retries(), None, time.clock, lambda: 0.0).left_s() is None
+    with subtests.test("what would fail again is not tried"):
+        assert Retries().pause_s(1, InvalidRequest("max_tokens"), 0.5) is None
+        assert Retries().pause_s(1, Overloaded("never", retry_after_s=float("inf")), 0.5) is None
+    for wrong in [{"attempts": 0}, {"first_s": -1.0}, {"first_s": 3.0, "longest_s": 2.0}]:
+        with subtests.test(wrong=wrong), pytest.raises(ValueError, match="attempts of 1 or more"):
+            Retries(**wrong)

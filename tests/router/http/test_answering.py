@@ -24,13 +24,15 @@ def of_prompt(num_tokens: int) -> GenerateResponse:
     return GenerateResponse(request_id="r1", prompt_token_ids=[65], prompt_logprobs=[told] * num_tokens)
 
 
-@pytest.mark.parametrize(("num_tokens", "in_thread"), [(10, False), (1000, True)])
-async def test_many_log_probabilities_are_written_down_in_a_thread(num_tokens: int, in_thread: bool) -> None:
-    async def responses() -> AsyncGenerator[GenerateResponse, None]:
-        yield of_prompt(num_tokens)
-        yield finished("a")
+async def responses_to(num_tokens: int) -> AsyncGenerator[GenerateResponse, None]:
+    yield of_prompt(num_tokens)
+    yield finished("a")
 
-    assert await whole(Telling(), responses()) == {"in_thread": in_thread}
+
+async def test_many_log_probabilities_are_written_down_in_a_thread(subtests: pytest.Subtests) -> None:
+    for num_tokens, in_thread in [(10, False), (1000, True)]:
+        with subtests.test(num_tokens=num_tokens):
+            assert await whole(Telling(), responses_to(num_tokens)) == {"in_thread": in_thread}
 
 
 async def test_more_of_them_than_a_router_can_hold_are_refused_and_the_generation_is_closed() -> None:

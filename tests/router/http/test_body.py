@@ -19,10 +19,7 @@ from services.router.http.routes import http_app
 from services.values.errors import InvalidRequest
 
 
-@pytest.mark.parametrize(("length", "in_a_thread"), [(1_000, False), (70_000, True)])
-async def test_a_long_body_is_read_off_the_loop(
-    monkeypatch: pytest.MonkeyPatch, length: int, in_a_thread: bool
-) -> None:
+async def test_a_long_body_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     readers = []
     read = http_body._fields_of
 
@@ -31,26 +28,44 @@ async def test_a_long_body_is_read_off_the_loop(
         return read(body)
 
     monkeypatch.setattr(http_body, "_fields_of", noted)
-    assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
-    assert [reader is not threading.main_thread() for reader in readers] == [in_a_thread]
+    for length in (1_000, 70_000):
+        assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
+    assert [reader is not threading.main_thread() for reader in readers] == [False, True]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000])
-async def test_a_body_that_is_no_json_object_is_refused(content: bytes) -> None:
-    async with client(FakeBackend()) as http:
-        answer = await http.post("/v1/completions", content=content)
-    assert answer.status_code == 400
-    assert "JSON" in answer.json()["error"]["message"]
+async def test_a_body_that_is_no_json_object_is_refused(subtests: pytest.Subtests) -> None:
+    for content in [b"", b"{", b"[]", b"5", b"\xff", b"[" * 100_000]:
+        with subtests.test(content=content):
+            async with client(FakeBackend()) as http:
+                answer = await http.post("/v1/completions", content=content)
+            assert answer.status_code == 400
+            assert "JSON" in answer.json()["error"]["message"]
+    with subtests.test("what nobody reads may be anything"):
+        async with client(FakeBackend()) as http:
+            answer = await http.post("/v1/completions", content=b'{"prompt": "Hi", "nobody_reads_it": NaN}')
+        assert answer.status_code == 200
 
 
-async def test_a_body_that_is_too_large_is_refused() -> None:
-    backend = FakeBackend()
-    async with client(backend, max_body_bytes=100) as http:
-        answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert "100 bytes" in answer.json()["error"]["message"]
-    assert backend.rejections == ["InvalidRequest"]
+async def test_a_body_that_is_too_large_is_refused(subtests: pytest.Subtests) -> None:
+    with subtests.test("a body that is too large is refused"):
+        backend = FakeBackend()
+        async with client(backend, max_body_bytes=100) as http:
+            answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
+        assert answer.status_code == 413
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "100 bytes" in answer.json()["error"]["message"]
+        assert backend.rejections == ["InvalidRequest"]
+    # Nothing of it is read.
+    with subtests.test("a body is refused by the length that it states"):
+
+        async def pieces():
+            raise AssertionError("it is not read")
+            yield b""
+
+        async with client(FakeBackend(), max_body_bytes=100) as http:
+            headers = {"content-length": "101", "content-type": "application/json"}
+            answer = await http.post("/v1/completions", content=pieces(), headers=headers)
+        assert answer.status_code == 413
 
 
 COMPRESS = {
@@ -80,32 +95,31 @@ async def test_a_body_that_was_compressed_is_read() -> None:
         assert backend.requests[0].text == "Hi" * 1000
 
 
-async def test_an_encoding_that_is_not_read_is_415_and_names_those_that_are() -> None:
-    for encoding in ("br", "gzip, gzip"):
-        async with client(FakeBackend()) as http:
-            headers = {"content-encoding": encoding}
-            answer = await http.post("/v1/completions", content=b"{}", headers=headers)
-        assert answer.status_code == 415 and encoding in answer.json()["error"]["message"]
-        assert "zstd" in answer.headers["accept-encoding"]
-
-
-async def test_what_is_no_such_encoding_is_refused() -> None:
-    for encoding, compress in COMPRESS.items():
-        whole = compress(b'{"prompt": "Hi"}')
-        for content in (b"nonsense", whole[: len(whole) // 2]):
+async def test_a_body_that_cannot_be_unpacked_is_refused(subtests: pytest.Subtests) -> None:
+    with subtests.test("an encoding that is not read is 415 and names those that are"):
+        for encoding in ("br", "gzip, gzip"):
             async with client(FakeBackend()) as http:
                 headers = {"content-encoding": encoding}
-                answer = await http.post("/v1/completions", content=content, headers=headers)
-            assert answer.status_code == 400, (encoding, content)
-
-
-async def test_a_small_body_that_unpacks_to_a_large_one_is_refused() -> None:
-    plain = json.dumps({"prompt": "a" * 100_000}).encode()
-    for encoding in ("gzip", "deflate", "zstd"):
-        async with client(FakeBackend(), max_body_bytes=10_000) as http:
-            headers = {"content-encoding": encoding}
-            answer = await http.post("/v1/completions", content=COMPRESS[encoding](plain), headers=headers)
-        assert answer.status_code == 413, encoding
+                answer = await http.post("/v1/completions", content=b"{}", headers=headers)
+            assert answer.status_code == 415 and encoding in answer.json()["error"]["message"]
+            assert "zstd" in answer.headers["accept-encoding"]
+    with subtests.test("what is no such encoding is refused"):
+        for encoding, compress in COMPRESS.items():
+            whole = compress(b'{"prompt": "Hi"}')
+            for content in (b"nonsense", whole[: len(whole) // 2]):
+                async with client(FakeBackend()) as http:
+                    headers = {"content-encoding": encoding}
+                    answer = await http.post("/v1/completions", content=content, headers=headers)
+                assert answer.status_code == 400, (encoding, content)
+    with subtests.test("a small body that unpacks to a large one is refused"):
+        plain = json.dumps({"prompt": "a" * 100_000}).encode()
+        for encoding in ("gzip", "deflate", "zstd"):
+            async with client(FakeBackend(), max_body_bytes=10_000) as http:
+                headers = {"content-encoding": encoding}
+                answer = await http.post(
+                    "/v1/completions", content=COMPRESS[encoding](plain), headers=headers
+                )
+            assert answer.status_code == 413, encoding
 
 
 def test_gzip_may_have_a_few_members_and_no_more() -> None:
@@ -119,40 +133,22 @@ def test_gzip_may_have_a_few_members_and_no_more() -> None:
             encodings.decoded(bytearray(wrong), "gzip", 100)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
-async def test_the_time_that_a_client_gives_is_a_header(value: str) -> None:
-    backend = FakeBackend()
-    async with client(backend) as http:
-        for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
-            answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-            assert answer.status_code == 200
-        assert backend.timeouts_s == [None, 2.5]
-        answer = await http.post(
-            "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
-        )
-    assert answer.status_code == 400
-    assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
-    assert len(backend.requests) == 2
-    assert backend.rejections == ["InvalidRequest"]
-
-
-async def test_what_nobody_reads_may_be_anything() -> None:
-    async with client(FakeBackend()) as http:
-        answer = await http.post("/v1/completions", content=b'{"prompt": "Hi", "nobody_reads_it": NaN}')
-    assert answer.status_code == 200
-
-
-async def test_a_body_is_refused_by_the_length_that_it_states() -> None:
-    """Nothing of it is read."""
-
-    async def pieces():
-        raise AssertionError("it is not read")
-        yield b""
-
-    async with client(FakeBackend(), max_body_bytes=100) as http:
-        headers = {"content-length": "101", "content-type": "application/json"}
-        answer = await http.post("/v1/completions", content=pieces(), headers=headers)
-    assert answer.status_code == 413
+async def test_the_time_that_a_client_gives_is_a_header(subtests: pytest.Subtests) -> None:
+    for value in ["0", "-1", "nan", "inf", "soon"]:
+        with subtests.test(value=value):
+            backend = FakeBackend()
+            async with client(backend) as http:
+                for headers in ({}, {"x-isthmus-timeout-s": "2.5"}):
+                    answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+                    assert answer.status_code == 200
+                assert backend.timeouts_s == [None, 2.5]
+                answer = await http.post(
+                    "/v1/completions", json={"prompt": "a"}, headers={"x-isthmus-timeout-s": value}
+                )
+            assert answer.status_code == 400
+            assert "x-isthmus-timeout-s" in answer.json()["error"]["message"]
+            assert len(backend.requests) == 2
+            assert backend.rejections == ["InvalidRequest"]
 
 
 async def test_bodies_are_held_until_they_are_answered_and_no_more_than_may_be() -> None:
@@ -233,26 +229,26 @@ async def test_long_bodies_are_read_one_at_a_time_with_a_pause_between_them(monk
     assert all(later[0] - earlier[1] >= 0.04 for earlier, later in pairs)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
+async def test_more_items_than_the_context_has_tokens_are_refused_by_their_number(
+    subtests: pytest.Subtests,
+) -> None:
+    """Not one of them is looked at: each is wrong, too."""
+    for path, body, param in [
         ("/v1/chat/completions", {"messages": [{}] * 101}, "messages"),
         ("/v1/chat/completions", {"messages": [{}], "tools": [{}] * 101}, "tools"),
         ("/v1/completions", {"prompt": [1] * 101}, "prompt"),
         ("/v1/responses", {"input": [{}] * 101}, "input"),
         ("/v1/messages", {"messages": [{}] * 101, "max_tokens": 1}, "messages"),
         ("/generate", {"input_ids": [1] * 101}, "input_ids"),
-    ],
-)
-async def test_more_items_than_the_context_has_tokens_are_refused_by_their_number(path, body, param) -> None:
-    """Not one of them is looked at: each is wrong, too."""
-    backend = FakeBackend()
-    backend.context = 100
-    async with client(backend) as http:
-        answer = await http.post(path, json=body)
-    assert answer.status_code == 400
-    assert f"{param} must be at most 100 items, got 101" in answer.text
-    assert backend.rejections == ["InvalidRequest"]
+    ]:
+        with subtests.test(path=path):
+            backend = FakeBackend()
+            backend.context = 100
+            async with client(backend) as http:
+                answer = await http.post(path, json=body)
+            assert answer.status_code == 400
+            assert f"{param} must be at most 100 items, got 101" in answer.text
+            assert backend.rejections == ["InvalidRequest"]
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -286,24 +282,26 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 NOTE = "[image left out: this model reads text]"
 
 
-@pytest.mark.parametrize("path", WITH_IMAGES)
-async def test_an_image_ends_no_session_where_a_text_stands_for_it(path: str) -> None:
-    for leaves_images_out in (False, True):
-        backend = FakeBackend()
-        async with client(backend, leaves_images_out=leaves_images_out) as http:
-            answer = await http.post(path, json=WITH_IMAGES[path])
-        if not leaves_images_out:
-            assert (answer.status_code, backend.requests) == (400, [])
-            continue
-        assert answer.status_code == 200, answer.text
-        user, _, result = backend.requests[0].chat.messages
-        assert (list(user.parts), result.content or next(iter(result.parts))) == (["Look", NOTE], NOTE)
-
-
-async def test_a_body_that_is_nested_deeply_is_not_searched_for_images_to_its_end() -> None:
-    content: Any = "Hi"
-    for _ in range(300):
-        content = [{"type": "text", "content": content}]
-    async with client(FakeBackend(), leaves_images_out=True) as http:
-        body = {"messages": [{"role": "user", "content": content}]}
-        assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
+async def test_an_image_ends_no_session_where_a_text_stands_for_it(subtests: pytest.Subtests) -> None:
+    for path in WITH_IMAGES:
+        with subtests.test(path=path):
+            for leaves_images_out in (False, True):
+                backend = FakeBackend()
+                async with client(backend, leaves_images_out=leaves_images_out) as http:
+                    answer = await http.post(path, json=WITH_IMAGES[path])
+                if not leaves_images_out:
+                    assert (answer.status_code, backend.requests) == (400, [])
+                    continue
+                assert answer.status_code == 200, answer.text
+                user, _, result = backend.requests[0].chat.messages
+                assert (list(user.parts), result.content or next(iter(result.parts))) == (
+                    ["Look", NOTE],
+                    NOTE,
+                )
+    with subtests.test("a body that is nested deeply is not searched for images to its end"):
+        content: Any = "Hi"
+        for _ in range(300):
+            content = [{"type": "text", "content": content}]
+        async with client(FakeBackend(), leaves_images_out=True) as http:
+            body = {"messages": [{"role": "user", "content": content}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 400

@@ -64,15 +64,16 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_a_hurry")
-@pytest.mark.parametrize("path", [*BODIES, "/v1/cluster/watch"])
-@pytest.mark.parametrize("begins", [False, True])
-async def test_a_stream_that_waits_has_headers_and_pings(path: str, begins: bool) -> None:
-    backend = FakeBackend(*[response("He", [72])] * begins, "wait")
-    backend.watch_script = [*[WatchClusterResponse()] * begins, "wait"]
-    sent = await Stream(enough=7).read(backend, path)
-    assert sent[0] == "200"
-    assert sent[-2:] == [PING if path == "/v1/messages" else COMMENT] * 2
-    assert backend.closed.is_set()
+async def test_a_stream_that_waits_has_headers_and_pings(subtests: pytest.Subtests) -> None:
+    for path in [*BODIES, "/v1/cluster/watch"]:
+        for begins in [False, True]:
+            with subtests.test(path=path, begins=begins):
+                backend = FakeBackend(*[response("He", [72])] * begins, "wait")
+                backend.watch_script = [*[WatchClusterResponse()] * begins, "wait"]
+                sent = await Stream(enough=7).read(backend, path)
+                assert sent[0] == "200"
+                assert sent[-2:] == [PING if path == "/v1/messages" else COMMENT] * 2
+                assert backend.closed.is_set()
 
 
 @pytest.mark.usefixtures("in_a_hurry")
@@ -90,23 +91,26 @@ async def test_a_stream_in_which_little_is_told_has_pings_between() -> None:
     assert COMMENT in sent and sent[-1] == "data: [DONE]\n\n"
 
 
+class Late(FakeBackend):
+    async def play(self, script: Any) -> Any:
+        await asyncio.sleep(0.1)
+        raise Unavailable("all are gone")
+        yield
+
+
 @pytest.mark.usefixtures("in_a_hurry")
-@pytest.mark.parametrize("path", BODIES)
-async def test_what_fails_behind_the_headers_is_an_event(path: str) -> None:
-    class Late(FakeBackend):
-        async def play(self, script: Any) -> Any:
-            await asyncio.sleep(0.1)
-            raise Unavailable("all are gone")
-            yield
-
-    sent = await Stream().read(Late(), path)
-    assert sent[0] == "200" and "all are gone" in sent[-1]
+async def test_what_fails_behind_the_headers_is_an_event(subtests: pytest.Subtests) -> None:
+    for path in BODIES:
+        with subtests.test(path=path):
+            sent = await Stream().read(Late(), path)
+            assert sent[0] == "200" and "all are gone" in sent[-1]
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_what_fails_at_once_has_its_status(path: str) -> None:
-    sent = await Stream().read(FakeBackend(Unavailable("all are gone")), path)
-    assert sent[0] == "503" and "all are gone" in sent[1]
+async def test_what_fails_at_once_has_its_status(subtests: pytest.Subtests) -> None:
+    for path in BODIES:
+        with subtests.test(path=path):
+            sent = await Stream().read(FakeBackend(Unavailable("all are gone")), path)
+            assert sent[0] == "503" and "all are gone" in sent[1]
 
 
 async def test_nothing_is_added_to_a_stream_that_goes_on() -> None:

@@ -11,7 +11,6 @@ import uvicorn
 
 from router.http.backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
 from services.router.http.routes import http_app
-from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 PROMPTS = {
     "/v1/completions": {"prompt": "Hi"},
@@ -22,12 +21,16 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("path", PROMPTS)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("script", [["wait"], [response("He"), "wait"]])
-async def test_a_client_that_leaves_closes_the_generation(
-    path: str, stream: bool, script: list[GenerateResponse | str]
-) -> None:
+async def test_a_client_that_leaves_closes_the_generation(subtests: pytest.Subtests) -> None:
+    for path in PROMPTS:
+        for stream in (False, True):
+            for script in (["wait"], [response("He"), "wait"]):
+                with subtests.test(path=path, stream=stream, num_responses=len(script) - 1):
+                    await leave(path, stream, script)
+
+
+async def leave(path: str, stream: bool, script: list[Any]) -> None:
+    """Ask, leave where the script waits, and check that the generation is closed."""
     backend = FakeBackend(*script)
     body = json.dumps({**PROMPTS[path], "stream": stream}).encode()
     sent: list[dict[str, Any]] = []

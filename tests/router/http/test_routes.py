@@ -1,3 +1,4 @@
+import pytest
 from prometheus_client import CollectorRegistry
 
 from router.http.backend import HI, FakeBackend, client
@@ -28,14 +29,22 @@ async def test_models_and_health() -> None:
         assert (await http.get("/v1/models")).json()["data"] == []
 
 
-async def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
-    async with client(FakeBackend()) as http:
-        for answer, status in (
-            (await http.get("/v1/nothing"), 404),
-            (await http.get("/v1/completions"), 405),
-        ):
-            assert answer.status_code == status
-            assert answer.json()["error"]["code"] == status
+async def test_paths_that_are_served_and_others(subtests: pytest.Subtests) -> None:
+    with subtests.test("unknown paths and methods answer with error objects"):
+        async with client(FakeBackend()) as http:
+            for answer, status in (
+                (await http.get("/v1/nothing"), 404),
+                (await http.get("/v1/completions"), 405),
+            ):
+                assert answer.status_code == status
+                assert answer.json()["error"]["code"] == status
+    with subtests.test("a path with a slash at its end is served and never redirected"):
+        async with client(FakeBackend()) as http:
+            for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/v1/models//"):
+                assert (await http.get(path)).status_code == 200, path
+            answer = await http.post("/v1/chat/completions/", json={"model": "tiny", "messages": HI})
+            assert answer.status_code == 200
+            assert (await http.get("/nothing/")).status_code == 404
 
 
 async def test_calls_are_counted_by_api() -> None:
@@ -47,12 +56,3 @@ async def test_calls_are_counted_by_api() -> None:
     for api in APIS:
         assert registry.get_sample_value("isthmus_http_calls_total", {"api": api}) == 2
     assert len(APIS) == len(PROMPTS)
-
-
-async def test_a_path_with_a_slash_at_its_end_is_served_and_never_redirected() -> None:
-    async with client(FakeBackend()) as http:
-        for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/v1/models//"):
-            assert (await http.get(path)).status_code == 200, path
-        answer = await http.post("/v1/chat/completions/", json={"model": "tiny", "messages": HI})
-        assert answer.status_code == 200
-        assert (await http.get("/nothing/")).status_code == 404

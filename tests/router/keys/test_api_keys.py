@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from router.http.backend import FakeBackend, client, complete
+from router.http.backend import FakeBackend, client
 from router.http.test_leaving import PROMPTS
 from services.cli.client import key_metadata
 from services.net import channels, grpc_errors, servers
@@ -48,13 +48,19 @@ def keys(file, counted):
     return ApiKeys(file, KeyRefusals(lambda *labels: counted.append(labels)))
 
 
-def test_commands_show_the_files_first_key(file, tmp_path):
-    assert key_metadata(None) == ()
-    assert key_metadata(file) == (("authorization", "Bearer first-key"),)
-    (empty := tmp_path / "empty").write_text("\n")
-    for path in (empty, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="--api-key-file"):
-            key_metadata(path)
+def test_commands_show_the_files_first_key_and_without_one_no_router_starts(subtests, file, tmp_path):
+    with subtests.test("commands show the files first key"):
+        assert key_metadata(None) == ()
+        assert key_metadata(file) == (("authorization", "Bearer first-key"),)
+        (empty := tmp_path / "empty").write_text("\n")
+        for path in (empty, tmp_path / "nowhere"):
+            with pytest.raises(ConfigError, match="--api-key-file"):
+                key_metadata(path)
+    with subtests.test("without a key no router starts"):
+        (empty := tmp_path / "empty").write_text("\n")
+        for path, problem in ((tmp_path / "nowhere", "No such file"), (empty, "holds no key")):
+            with pytest.raises(ConfigError, match=f"--api-key-file: .*{problem}"):
+                ApiKeys(path)
 
 
 def is_let_in(keys, authorization):
@@ -65,9 +71,8 @@ def is_let_in(keys, authorization):
     return True
 
 
-@pytest.mark.parametrize(
-    ("authorization", "let_in"),
-    [
+def test_a_key_is_one_of_the_files(subtests, keys, monkeypatch):
+    for authorization, let_in in [
         ("Bearer first-key", True),
         ("bearer second-key", True),
         ("Bearer  second-key", True),
@@ -81,113 +86,106 @@ def is_let_in(keys, authorization):
         ("first-key", False),
         ("", False),
         (None, False),
-    ],
-)
-def test_a_key_is_one_of_the_files(keys, authorization, let_in):
-    assert is_let_in(keys, authorization) is let_in
+    ]:
+        with subtests.test(authorization=authorization):
+            assert is_let_in(keys, authorization) is let_in
+    with subtests.test("every key is compared whichever fits"):
+        compared, compare = [], hmac.compare_digest
+        monkeypatch.setattr(hmac, "compare_digest", lambda *args: compared.append(1) or compare(*args))
+        for key in ("first-key", "second-key", "neither"):
+            is_let_in(keys, f"Bearer {key}")
+        assert len(compared) == 6
 
 
-def test_every_key_is_compared_whichever_fits(keys, monkeypatch):
-    compared, compare = [], hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda *args: compared.append(1) or compare(*args))
-    for key in ("first-key", "second-key", "neither"):
-        is_let_in(keys, f"Bearer {key}")
-    assert len(compared) == 6
+SPOILT = {
+    "deleted": os.remove,
+    "emptied": lambda path: path.write_text(""),
+    "blank": lambda path: path.write_text(" \n"),
+    "garbled": lambda path: path.write_bytes(b"\xff"),
+    "no file": lambda path: (path.unlink(), path.mkdir()),
+}
 
 
-def test_a_file_that_changes_is_read_again(keys, file, caplog):
-    (new := file.with_name("new")).write_text("third-key")
-    os.replace(new, file)
-    assert is_let_in(keys, "Bearer third-key")
-    assert not is_let_in(keys, "Bearer first-key")
+def test_a_file_without_a_key_lets_nobody_in_until_it_has_one_again(tmp_path, subtests, caplog):
+    for name, spoil in SPOILT.items():
+        with subtests.test(name):
+            caplog.clear()
+            (file := tmp_path / name).write_text("first-key\n")
+            keys = ApiKeys(file)
+            spoil(file)
+            for _ in range(3):
+                assert not is_let_in(keys, "Bearer first-key")
+                assert not is_let_in(keys, "Bearer ")
+            (record,) = caplog.records
+            assert record.levelname == "ERROR" and "api_keys_revoked" in record.message
+            (new := file.with_name("new")).write_text("third-key")
+            if file.is_dir():
+                file.rmdir()
+            os.replace(new, file)
+            assert is_let_in(keys, "Bearer third-key")
+            assert not is_let_in(keys, "Bearer first-key")
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        os.remove,
-        lambda path: path.write_text(""),
-        lambda path: path.write_text(" \n"),
-        lambda path: path.write_bytes(b"\xff"),
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["deleted", "emptied", "blank", "garbled", "no file"],
-)
-def test_a_file_without_a_key_lets_nobody_in_until_it_has_one_again(keys, file, spoil, caplog):
-    spoil(file)
-    for _ in range(3):
+def test_a_file_that_changes_or_was_unreadable_is_read_again(subtests, keys, file, monkeypatch, caplog):
+    with subtests.test("what was unreadable for a moment is read again though it has not changed"):
+        read = Path.read_text
+
+        def fails(path, **options):
+            raise PermissionError("not now")
+
+        os.utime(file, ns=(1, 1))
+        monkeypatch.setattr(Path, "read_text", fails)
         assert not is_let_in(keys, "Bearer first-key")
-        assert not is_let_in(keys, "Bearer ")
-    (record,) = caplog.records
-    assert record.levelname == "ERROR" and "api_keys_revoked" in record.message
-    (new := file.with_name("new")).write_text("third-key")
-    if file.is_dir():
-        file.rmdir()
-    os.replace(new, file)
-    assert is_let_in(keys, "Bearer third-key")
-    assert not is_let_in(keys, "Bearer first-key")
-
-
-def test_what_was_unreadable_for_a_moment_is_read_again_though_it_has_not_changed(keys, file, monkeypatch):
-    read = Path.read_text
-
-    def fails(path, **options):
-        raise PermissionError("not now")
-
-    os.utime(file, ns=(1, 1))
-    monkeypatch.setattr(Path, "read_text", fails)
-    assert not is_let_in(keys, "Bearer first-key")
-    monkeypatch.setattr(Path, "read_text", read)
-    assert is_let_in(keys, "Bearer first-key")
-
-
-def test_without_a_key_no_router_starts(tmp_path):
-    (empty := tmp_path / "empty").write_text("\n")
-    for path, problem in ((tmp_path / "nowhere", "No such file"), (empty, "holds no key")):
-        with pytest.raises(ConfigError, match=f"--api-key-file: .*{problem}"):
-            ApiKeys(path)
+        monkeypatch.setattr(Path, "read_text", read)
+        assert is_let_in(keys, "Bearer first-key")
+    with subtests.test("a file that changes is read again"):
+        (new := file.with_name("new")).write_text("third-key")
+        os.replace(new, file)
+        assert is_let_in(keys, "Bearer third-key")
+        assert not is_let_in(keys, "Bearer first-key")
 
 
 # -- what an operator is told ------------------------------------------------------------------------
 
 
-def test_refusals_are_all_counted_and_logged_now_and_then(caplog):
-    counted, now = [], [100.0]
-    refusals = KeyRefusals(lambda *labels: counted.append(labels), clock=lambda: now[0])
-    for second in (100.0, 100.1, 109.9, 110.0, 130.0):
-        now[0] = second
-        refusals.note("http", "10.0.0.7", Unauthenticated(WRONG_KEY))
-    assert counted == [("http", "wrong_key")] * 5
-    assert caplog.messages == [
-        f"unauthenticated front=http peer=10.0.0.7 reason=wrong_key unlogged={unlogged}"
-        for unlogged in (0, 2, 0)
-    ]
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
-
-
-def test_refusals_have_series_from_the_start():
-    registry = CollectorRegistry()
-    metrics = RouterMetrics(registry)
-    labels = {"front": "grpc", "reason": "no_key"}
-    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 0
-    metrics.unauthenticated("grpc", "no_key")
-    assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 1
+def test_refusals_are_all_counted_and_logged_now_and_then(subtests, caplog):
+    with subtests.test("refusals are all counted and logged now and then"):
+        counted, now = [], [100.0]
+        refusals = KeyRefusals(lambda *labels: counted.append(labels), clock=lambda: now[0])
+        for second in (100.0, 100.1, 109.9, 110.0, 130.0):
+            now[0] = second
+            refusals.note("http", "10.0.0.7", Unauthenticated(WRONG_KEY))
+        assert counted == [("http", "wrong_key")] * 5
+        assert caplog.messages == [
+            f"unauthenticated front=http peer=10.0.0.7 reason=wrong_key unlogged={unlogged}"
+            for unlogged in (0, 2, 0)
+        ]
+        assert {record.levelname for record in caplog.records} == {"WARNING"}
+    with subtests.test("refusals have series from the start"):
+        registry = CollectorRegistry()
+        metrics = RouterMetrics(registry)
+        labels = {"front": "grpc", "reason": "no_key"}
+        assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 0
+        metrics.unauthenticated("grpc", "no_key")
+        assert registry.get_sample_value("isthmus_unauthenticated_total", labels) == 1
 
 
 # -- what a key is good for --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "spoil", ["third-key tenant=", "third-key operators", "third-key\nthird-key operator"]
-)
-def test_a_file_that_cannot_be_understood_lets_nobody_in(keys, file, spoil, caplog):
-    (new := file.with_name("new")).write_text(f"first-key\n{spoil}\n")
-    os.replace(new, file)
-    assert not is_let_in(keys, "Bearer first-key")
-    assert "line 2" in caplog.text or "line 3" in caplog.text
-    assert "third" not in caplog.text and "first" not in caplog.text
-    with pytest.raises(ConfigError, match=r"--api-key-file: .*keys: line"):
-        ApiKeys(file)
+def test_a_file_that_cannot_be_understood_lets_nobody_in(tmp_path, subtests, caplog):
+    for spoil in ("third-key tenant=", "third-key operators", "third-key\nthird-key operator"):
+        with subtests.test(spoil=spoil):
+            caplog.clear()
+            (file := tmp_path / "keys").write_text("first-key\n\n  second-key  \n")
+            keys = ApiKeys(file)
+            (new := file.with_name("new")).write_text(f"first-key\n{spoil}\n")
+            os.replace(new, file)
+            assert not is_let_in(keys, "Bearer first-key")
+            assert "line 2" in caplog.text or "line 3" in caplog.text
+            assert "third" not in caplog.text and "first" not in caplog.text
+            with pytest.raises(ConfigError, match=r"--api-key-file: .*keys: line"):
+                ApiKeys(file)
 
 
 @pytest.fixture
@@ -211,21 +209,22 @@ TENANT_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)
-@pytest.mark.parametrize("path", PROMPTS)
-@pytest.mark.parametrize("by", ["header", "salt"])
-async def test_over_http_a_key_says_whose_a_request_is(of_tenants, key, named, tenant, path, by):
-    backend = FakeBackend()
-    headers = bearer(key) | ({"x-isthmus-tenant": named} if named and by == "header" else {})
-    body = PROMPTS[path] | ({"cache_salt": named} if named and by == "salt" else {})
-    async with client(backend, keys=of_tenants) as http:
-        answer = await http.post(path, json=body, headers=headers)
-    if tenant is None:
-        assert answer.status_code == 403 and "'b' is not this API key's" in answer.text
-        assert backend.rejections == ["Forbidden"] and not backend.requests
-    else:
-        assert answer.status_code == 200
-        assert [request.tenant for request in backend.requests] == [tenant]
+async def test_over_http_a_key_says_whose_a_request_is(subtests, of_tenants):
+    for key, named, tenant in TENANT_CALLS:
+        for path in PROMPTS:
+            for by in ["header", "salt"]:
+                with subtests.test(key=key, path=path, by=by):
+                    backend = FakeBackend()
+                    headers = bearer(key) | ({"x-isthmus-tenant": named} if named and by == "header" else {})
+                    body = PROMPTS[path] | ({"cache_salt": named} if named and by == "salt" else {})
+                    async with client(backend, keys=of_tenants) as http:
+                        answer = await http.post(path, json=body, headers=headers)
+                    if tenant is None:
+                        assert answer.status_code == 403 and "'b' is not this API key's" in answer.text
+                        assert backend.rejections == ["Forbidden"] and not backend.requests
+                    else:
+                        assert answer.status_code == 200
+                        assert [request.tenant for request in backend.requests] == [tenant]
 
 
 async def test_the_models_path_is_an_operators_to_know(of_tenants):
@@ -315,10 +314,6 @@ async def test_all_of_http_but_health_asks_for_a_key(keys, counted, caplog):
     assert "unauthenticated front=http" in caplog.text and "Bearer" not in caplog.text
 
 
-async def test_without_a_file_a_key_is_not_looked_at():
-    assert (await complete(FakeBackend())).status_code == 200
-
-
 # -- gRPC --------------------------------------------------------------------------------------------
 
 
@@ -393,20 +388,23 @@ async def generate(channel, metadata):
     ]
 
 
-@pytest.mark.parametrize("call", [list_models, generate])
-async def test_calls_of_every_kind_ask_for_a_key(channel, call, counted, caplog):
-    assert await call(channel, (("authorization", "Bearer first-key"),))
-    for metadata in ((), (("authorization", "Bearer wrong"),)):
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await call(channel, metadata)
-        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert isinstance(grpc_errors.error_from(refusal.value), Unauthenticated)
-    assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
+async def test_calls_of_every_kind_ask_for_a_key(channel, subtests, counted, caplog):
+    for call in (list_models, generate):
+        with subtests.test(call=call.__name__):
+            counted.clear()
+            assert await call(channel, (("authorization", "Bearer first-key"),))
+            for metadata in ((), (("authorization", "Bearer wrong"),)):
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await call(channel, metadata)
+                assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert isinstance(grpc_errors.error_from(refusal.value), Unauthenticated)
+            assert counted == [("grpc", "no_key"), ("grpc", "wrong_key")]
     assert re.search(r"unauthenticated front=grpc peer=ipv4:127\.0\.0\.1:\d+ reason=no_key", caplog.text)
 
 
 async def test_reflection_asks_for_a_key_and_health_does_not(channel):
-    assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())).status
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     for key, is_told in (("first-key", True), ("wrong", False)):
         stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
@@ -427,50 +425,68 @@ async def test_who_shows_no_key_is_refused_before_a_message_is_read(channel):
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize(("key", "named", "tenant"), TENANT_CALLS)
-async def test_over_grpc_a_key_says_whose_a_request_is(of_tenants, key, named, tenant):
-    request = generation_pb2.GenerateRequest(tenant=named)
-    metadata, player = tuple(bearer(key).items()), Player()
-    async with serving(of_tenants, player) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        generating = stub.Generate(request, timeout=20, metadata=metadata)
-        tokenize = generation_pb2.TokenizeRequest(request=request)
-        watching = stub.WatchCluster(
-            generation_pb2.WatchClusterRequest(tenant=named), timeout=20, metadata=metadata
-        )
-        if tenant is None:
-            for call in (generating.read(), stub.Tokenize(tokenize, metadata=metadata), watching.read()):
-                with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                    await call
-                assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
-                assert isinstance(grpc_errors.error_from(refusal.value), Forbidden)
-            assert player.rejections == ["Forbidden"]
-        else:
-            assert [response.text async for response in generating] == [f"Hi {tenant}"]
-            assert list((await stub.Tokenize(tokenize, metadata=metadata)).token_ids) == [len(tenant)]
-            assert [response.degraded async for response in watching] == [repr(tenant)]
+async def test_over_grpc_a_key_says_whose_a_request_is(subtests, of_tenants):
+    for key, named, tenant in TENANT_CALLS:
+        with subtests.test(key=key):
+            request = generation_pb2.GenerateRequest(tenant=named)
+            metadata, player = tuple(bearer(key).items()), Player()
+            async with serving(of_tenants, player) as channel:
+                stub = generation_pb2_grpc.GenerationStub(channel)
+                generating = stub.Generate(request, timeout=20, metadata=metadata)
+                tokenize = generation_pb2.TokenizeRequest(request=request)
+                watching = stub.WatchCluster(
+                    generation_pb2.WatchClusterRequest(tenant=named), timeout=20, metadata=metadata
+                )
+                if tenant is None:
+                    for call in (
+                        generating.read(),
+                        stub.Tokenize(tokenize, metadata=metadata),
+                        watching.read(),
+                    ):
+                        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                            await call
+                        assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                        assert isinstance(grpc_errors.error_from(refusal.value), Forbidden)
+                    assert player.rejections == ["Forbidden"]
+                else:
+                    assert [response.text async for response in generating] == [f"Hi {tenant}"]
+                    assert list((await stub.Tokenize(tokenize, metadata=metadata)).token_ids) == [len(tenant)]
+                    assert [response.degraded async for response in watching] == [repr(tenant)]
+    for key, sees_all in [("bare", False), ("acme", False), ("ours", True)]:
+        with subtests.test(key=key):
+            async with serving(of_tenants, Player()) as channel:
+                watching = generation_pb2_grpc.GenerationStub(channel).WatchCluster(
+                    generation_pb2.WatchClusterRequest(all_tenants=True),
+                    timeout=20,
+                    metadata=tuple(bearer(key).items()),
+                )
+                if sees_all:
+                    assert [response.degraded async for response in watching] == ["None"]
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                        await watching.read()
+                    assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    with subtests.test("a key with a tenant aborts its own alone"):
+        async with serving(of_tenants, Player()) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            request = generation_pb2.AbortRequest(request_id="r")
+            for key, found in (("acme", True), ("b", False), ("bare", True)):
+                answer = await stub.Abort(request, timeout=20, metadata=tuple(bearer(key).items()))
+                assert answer.found is found
 
 
-@pytest.mark.parametrize(("key", "sees_all"), [("bare", False), ("acme", False), ("ours", True)])
-async def test_all_tenants_are_an_operators_to_watch(of_tenants, key, sees_all):
-    async with serving(of_tenants, Player()) as channel:
-        watching = generation_pb2_grpc.GenerationStub(channel).WatchCluster(
-            generation_pb2.WatchClusterRequest(all_tenants=True),
-            timeout=20,
-            metadata=tuple(bearer(key).items()),
-        )
-        if sees_all:
-            assert [response.degraded async for response in watching] == ["None"]
-        else:
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await watching.read()
-            assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+async def test_a_watch_ends_with_its_key(file, subtests):
+    for name, left in (
+        ("an operator's key is taken out", "bare-key\n"),
+        ("it is no operator's any more", "bare-key\nours-key\n"),
+    ):
+        with subtests.test(name):
+            file.write_text("bare-key\nours-key operator\n")
+            await watch_until_its_key_goes(file, left)
 
 
-# An operator's key that is taken out, and one that is no operator's any more.
-@pytest.mark.parametrize("left", ["bare-key\n", "bare-key\nours-key\n"])
-async def test_a_watch_ends_with_its_key(of_tenants, file, left):
-    metadata = tuple(bearer("ours").items())
+async def watch_until_its_key_goes(file, left):
+    of_tenants, metadata = ApiKeys(file), tuple(bearer("ours").items())
     async with serving(of_tenants, Player(), told_for_ever) as channel:
         request = generation_pb2.WatchClusterRequest(all_tenants=True)
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -518,22 +534,6 @@ async def test_a_watch_over_http_ends_with_its_key(of_tenants, file):
     app = http_app(service_of(Player(), told_for_ever), keys=of_tenants)
     await asyncio.wait_for(app(scope, receive, send), 20)
     assert sent[0]["status"] == 200 and not sent[-1]["body"] and len(sent) == 5
-
-
-async def test_a_key_with_a_tenant_aborts_its_own_alone(of_tenants):
-    async with serving(of_tenants, Player()) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        request = generation_pb2.AbortRequest(request_id="r")
-        for key, found in (("acme", True), ("b", False), ("bare", True)):
-            answer = await stub.Abort(request, timeout=20, metadata=tuple(bearer(key).items()))
-            assert answer.found is found
-
-
-async def test_health_checks_show_no_key(channel):
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_what_a_call_holds_is_its_keys_tenants(of_tenants):

@@ -5,50 +5,40 @@ from services.router.keys.key_file import digest, read_keys
 from services.values.errors import ConfigError, Forbidden
 
 
-@pytest.mark.parametrize(
-    ("line", "caller"),
-    [
+def test_what_a_key_is_good_for(subtests):
+    for line, caller in [
         ("k", Caller()),
         ("  k\t", Caller()),
         ("k tenant=acme", Caller("acme")),
         ("k  operator", Caller(is_operator=True)),
         ("k operator tenant=a=b", Caller("a=b", is_operator=True)),
-    ],
-)
-def test_what_a_key_is_good_for(line, caller):
-    assert read_keys(f"\n{line}\n\nother\n") == {digest("k"): caller, digest("other"): Caller()}
-
-
-def test_a_key_may_stand_there_twice_if_it_is_the_same():
-    assert len(read_keys("k tenant=a\nk tenant=a\n")) == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
+    ]:
+        with subtests.test(line=line):
+            assert read_keys(f"\n{line}\n\nother\n") == {digest("k"): caller, digest("other"): Caller()}
+    with subtests.test("a key may stand there twice if it is the same"):
+        assert len(read_keys("k tenant=a\nk tenant=a\n")) == 1
+    for line, problem in [
         ("s3cret tenant=", "a tenant's name has"),
         (f"s3cret tenant={'x' * 129}", "a tenant's name has"),
         ("s3cret tenant=a tenant=b", r"must be KEY \[tenant=NAME\] \[operator\]"),
         ("s3cret operator operator", "must be KEY"),
         ("s3cret admin", "must be KEY"),
         ("first operator", "another's, too"),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named_without_its_key(line, problem):
-    with pytest.raises(ConfigError, match=f"line 3.*{problem}") as refused:
-        read_keys(f"first\n\n{line}\n")
-    assert "s3cret" not in str(refused.value) and "first" not in str(refused.value)
+    ]:
+        with subtests.test(line=line):
+            with pytest.raises(ConfigError, match=f"line 3.*{problem}") as refused:
+                read_keys(f"first\n\n{line}\n")
+            assert "s3cret" not in str(refused.value) and "first" not in str(refused.value)
 
 
-def test_whose_a_request_is():
-    assert Caller().tenant_of("b") == "b" and Caller().tenant_of("") == ""
-    assert Caller("a").tenant_of("") == Caller("a").tenant_of("a") == "a"
-    with pytest.raises(Forbidden):
-        Caller("a").tenant_of("b")
-
-
-def test_without_keys_anybody_is_an_operator():
-    assert current() == ANYBODY and ANYBODY.is_operator and ANYBODY.tenant_of("b") == "b"
-    with calling(Caller("a")):
-        assert current() == Caller("a")
-    assert current() == ANYBODY
+def test_whose_a_request_is(subtests):
+    with subtests.test("whose a request is"):
+        assert Caller().tenant_of("b") == "b" and Caller().tenant_of("") == ""
+        assert Caller("a").tenant_of("") == Caller("a").tenant_of("a") == "a"
+        with pytest.raises(Forbidden):
+            Caller("a").tenant_of("b")
+    with subtests.test("without keys anybody is an operator"):
+        assert current() == ANYBODY and ANYBODY.is_operator and ANYBODY.tenant_of("b") == "b"
+        with calling(Caller("a")):
+            assert current() == Caller("a")
+        assert current() == ANYBODY

@@ -74,20 +74,20 @@ async def test_a_finished_request_does_not_wait_for_the_interval(watch, requests
     assert (finished.duration_s, finished.ended_at_s) == (7.0, 1e9)
 
 
-async def test_the_interval_brings_what_runs(watch, requests):
-    async with aclosing(watch.responses(Asked(0.01, None))) as responses:
-        assert (await next_of(responses)).num_running == 0
-        requests.begin("r")
-        assert (await next_of(responses)).num_running == 1
-
-
-async def test_of_many_that_run_the_oldest_are_told(watch, requests):
-    for number in range(1_003):
-        requests.begin(f"{number}")
-    async with aclosing(watch.responses(SLOW)) as responses:
-        response = await next_of(responses)
-    assert [int(each.request_id) for each in response.running] == list(range(1_000))
-    assert response.num_running == 1_003
+async def test_the_interval_brings_what_runs_and_of_many_the_oldest(subtests, watch, requests):
+    with subtests.test("the interval brings what runs"):
+        async with aclosing(watch.responses(Asked(0.01, None))) as responses:
+            assert (await next_of(responses)).num_running == 0
+            progress = requests.begin("r")
+            assert (await next_of(responses)).num_running == 1
+            requests.end(progress)
+    with subtests.test("of many that run the oldest are told"):
+        for number in range(1_003):
+            requests.begin(f"{number}")
+        async with aclosing(watch.responses(SLOW)) as responses:
+            response = await next_of(responses)
+        assert [int(each.request_id) for each in response.running] == list(range(1_000))
+        assert response.num_running == 1_003
 
 
 async def test_ranks_are_told_once_and_as_they_change(watch, ranks, requests, clock):

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import pytest
 import uvicorn
 
 from router.http.backend import FakeBackend, finished, response
@@ -106,15 +105,33 @@ async def serving(
         await server.shutdown()
 
 
-@pytest.mark.parametrize("begun", [b"G", HEALTH[:-2], post()[:30]])
-async def test_a_head_that_does_not_come_to_an_end_is_given_up(begun):
-    async with serving(header_s=0.05) as front:
-        client = await front.connect()
-        status, headers, body = await client.answer(begun)
-        assert (status, headers["connection"]) == (408, "close")
-        assert body["error"]["message"] == "the request's head did not come within 0.05 s"
-        assert await client.is_closed()
-        assert front.told == ["slow_head"] and front.backend.requests == []
+async def test_what_does_not_come_to_an_end_is_given_up(subtests, caplog):
+    for begun in [b"G", HEALTH[:-2], post()[:30]]:
+        with subtests.test(begun=begun):
+            async with serving(header_s=0.05) as front:
+                client = await front.connect()
+                status, headers, body = await client.answer(begun)
+                assert (status, headers["connection"]) == (408, "close")
+                assert body["error"]["message"] == "the request's head did not come within 0.05 s"
+                assert await client.is_closed()
+                assert front.told == ["slow_head"] and front.backend.requests == []
+    for begun in [post(length=50), post(b"", length=1)]:
+        with subtests.test(begun=begun):
+            async with serving(body_s=0.05) as front:
+                client = await front.connect()
+                status, headers, body = await client.answer(begun)
+                assert (status, headers["connection"]) == (408, "close")
+                assert body["error"]["message"] == "the request's body did not come within 0.05 s"
+                assert await client.is_closed()
+                assert front.told == ["slow_body"] and front.backend.requests == []
+                await front.until_left(0)
+            assert not caplog.records
+    with subtests.test("a body that nobody waits for is given up too"):
+        async with serving(body_s=0.05, max_body_bytes=10) as front:
+            client = await front.connect()
+            assert (await client.answer(post(b"x" * 20, length=1 << 30)))[0] == 413
+            assert await client.is_closed()
+            assert front.told == ["slow_body"]
 
 
 async def test_drops_do_not_keep_a_connection(caplog):
@@ -128,27 +145,6 @@ async def test_drops_do_not_keep_a_connection(caplog):
         await front.until_left(0)
         assert front.told == ["slow_head"]
     assert not caplog.records
-
-
-@pytest.mark.parametrize("begun", [post(length=50), post(b"", length=1)])
-async def test_a_body_that_does_not_come_to_an_end_is_given_up(begun, caplog):
-    async with serving(body_s=0.05) as front:
-        client = await front.connect()
-        status, headers, body = await client.answer(begun)
-        assert (status, headers["connection"]) == (408, "close")
-        assert body["error"]["message"] == "the request's body did not come within 0.05 s"
-        assert await client.is_closed()
-        assert front.told == ["slow_body"] and front.backend.requests == []
-        await front.until_left(0)
-    assert not caplog.records
-
-
-async def test_a_body_that_nobody_waits_for_is_given_up_too():
-    async with serving(body_s=0.05, max_body_bytes=10) as front:
-        client = await front.connect()
-        assert (await client.answer(post(b"x" * 20, length=1 << 30)))[0] == 413
-        assert await client.is_closed()
-        assert front.told == ["slow_body"]
 
 
 async def test_a_connection_that_sends_nothing_is_idle_from_the_start():
@@ -190,28 +186,27 @@ async def test_requests_that_come_together_are_answered_in_order():
         assert await client.is_closed()
 
 
-async def test_one_connection_more_than_there_may_be_is_refused_politely(caplog):
-    async with serving(max_connections=2) as front:
-        first, second, third = [await front.connect() for _ in range(3)]
-        status, headers, body = await third.answer(post())
-        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
-        assert body["error"]["type"] == "unavailable_error"
-        assert await third.is_closed()
-        assert front.told == ["full"] and front.backend.requests == []
-        assert (await first.answer(post()))[0] == (await second.answer(HEALTH))[0] == 200
-        waiting = await front.connect()
-        first.writer.close()
-        await front.until_left(2)
-        for _ in range(2):
-            assert (await waiting.answer(HEALTH))[0] == 200
-    assert not caplog.records
-
-
-async def test_a_refused_connection_is_not_held_for_as_long_as_others():
-    async with serving(max_connections=1, header_s=0.05) as front:
-        kept, surplus = await front.connect(), await front.connect()
-        assert await surplus.is_closed()
-        assert (await kept.answer(HEALTH))[0] == 200
+async def test_one_connection_more_than_there_may_be_is_refused_politely_and_soon(subtests, caplog):
+    with subtests.test("one connection more than there may be is refused politely"):
+        async with serving(max_connections=2) as front:
+            first, second, third = [await front.connect() for _ in range(3)]
+            status, headers, body = await third.answer(post())
+            assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+            assert body["error"]["type"] == "unavailable_error"
+            assert await third.is_closed()
+            assert front.told == ["full"] and front.backend.requests == []
+            assert (await first.answer(post()))[0] == (await second.answer(HEALTH))[0] == 200
+            waiting = await front.connect()
+            first.writer.close()
+            await front.until_left(2)
+            for _ in range(2):
+                assert (await waiting.answer(HEALTH))[0] == 200
+        assert not caplog.records
+    with subtests.test("a refused connection is not held for as long as others"):
+        async with serving(max_connections=1, header_s=0.05) as front:
+            kept, surplus = await front.connect(), await front.connect()
+            assert await surplus.is_closed()
+            assert (await kept.answer(HEALTH))[0] == 200
 
 
 async def test_far_more_connections_than_there_may_be_cost_nothing():
@@ -230,17 +225,18 @@ async def test_far_more_connections_than_there_may_be_cost_nothing():
 ANSWER_BYTES = 16 << 20  # more than the sockets' buffers hold
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_who_does_not_read_his_answer_is_not_waited_for(stream, caplog):
-    async with serving(keep_alive_s=0.1) as front:
-        front.backend.script = [response("x" * ANSWER_BYTES), finished()]
-        client = await front.connect()
-        client.writer.transport.pause_reading()
-        client.writer.write(post(json.dumps({"prompt": "Hi", "stream": stream}).encode()))
-        await front.until_left(0)
-        assert front.told == ["unread"]
-        await asyncio.wait_for(front.backend.closed.wait(), DEADLINE_S)
-    assert not caplog.records
+async def test_who_does_not_read_his_answer_is_not_waited_for(subtests, caplog):
+    for stream in [False, True]:
+        with subtests.test(stream=stream):
+            async with serving(keep_alive_s=0.1) as front:
+                front.backend.script = [response("x" * ANSWER_BYTES), finished()]
+                client = await front.connect()
+                client.writer.transport.pause_reading()
+                client.writer.write(post(json.dumps({"prompt": "Hi", "stream": stream}).encode()))
+                await front.until_left(0)
+                assert front.told == ["unread"]
+                await asyncio.wait_for(front.backend.closed.wait(), DEADLINE_S)
+            assert not caplog.records
 
 
 async def test_who_reads_something_is_waited_for():
@@ -259,40 +255,41 @@ async def test_who_reads_something_is_waited_for():
         await until(lambda: connection._unread_timer is None)
 
 
-@pytest.mark.parametrize("more", [b"Transfer-Encoding: chunked\r\n", b"transfer-encoding: Chunked\r\n"])
-async def test_a_request_of_two_lengths_is_refused(more):
-    async with serving() as front:
-        client = await front.connect()
-        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
-        smuggled = HEALTH
-        status, headers, error = await client.answer(post(body, length=3, more=more) + smuggled)
-        assert (status, headers["connection"]) == (400, "close")
-        assert "both Content-Length and Transfer-Encoding" in error["error"]["message"]
-        assert await client.is_closed()
-        assert front.backend.requests == []
-        client = await front.connect()
-        chunked = post(body, more=more).replace(b"Content-Length: %d\r\n" % len(body), b"")
-        assert (await client.answer(chunked))[0] == 200
+async def test_a_request_of_two_lengths_is_refused(subtests):
+    for more in [b"Transfer-Encoding: chunked\r\n", b"transfer-encoding: Chunked\r\n"]:
+        with subtests.test(more=more):
+            async with serving() as front:
+                client = await front.connect()
+                body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+                smuggled = HEALTH
+                status, headers, error = await client.answer(post(body, length=3, more=more) + smuggled)
+                assert (status, headers["connection"]) == (400, "close")
+                assert "both Content-Length and Transfer-Encoding" in error["error"]["message"]
+                assert await client.is_closed()
+                assert front.backend.requests == []
+                client = await front.connect()
+                chunked = post(body, more=more).replace(b"Content-Length: %d\r\n" % len(body), b"")
+                assert (await client.answer(chunked))[0] == 200
 
 
-@pytest.mark.parametrize("is_chunked", [False, True])
-async def test_an_offer_of_http_2_is_passed_over_and_the_body_read(is_chunked):
+async def test_an_offer_of_http_2_is_passed_over_and_the_body_read(subtests):
     """Java's HttpClient makes it in each request; of servers that read by httptools the body is lost then
     (Kludex/uvicorn#2722)."""
-    offer = (
-        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
-    )
-    request = post(more=offer)
-    if is_chunked:
-        chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
-        request = post(chunk, more=offer + b"Transfer-Encoding: chunked\r\n")
-        request = request.replace(b"Content-Length: %d\r\n" % len(chunk), b"")
-    async with serving() as front:
-        client = await front.connect()
-        for _ in range(2):
-            status, _, body = await client.answer(request)
-            assert (status, body["object"]) == (200, "text_completion")
-        assert len(front.backend.requests) == 2
+    for is_chunked in [False, True]:
+        with subtests.test(is_chunked=is_chunked):
+            offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            offer += b"HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+            request = post(more=offer)
+            if is_chunked:
+                chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+                request = post(chunk, more=offer + b"Transfer-Encoding: chunked\r\n")
+                request = request.replace(b"Content-Length: %d\r\n" % len(chunk), b"")
+            async with serving() as front:
+                client = await front.connect()
+                for _ in range(2):
+                    status, _, body = await client.answer(request)
+                    assert (status, body["object"]) == (200, "text_completion")
+                assert len(front.backend.requests) == 2
 
 
 # Serves with 128 descriptors to have; at each line it is told, it opens 32 files of its own.

@@ -4,8 +4,6 @@ import asyncio
 import json
 import time
 
-import pytest
-
 from router.http.backend import DEADLINE_S, FakeBackend, client
 from services.router.http.look import watching
 from services.router.http.look.watching import _events
@@ -64,78 +62,73 @@ async def test_events_are_responses_with_the_protos_names():
     assert backend.closed.is_set()
 
 
-@pytest.mark.parametrize(
-    ("query", "request_"),
-    [
+async def test_the_query_is_the_request(subtests):
+    for query, request_ in [
         ("", WatchClusterRequest()),
         ("?interval_s=0.5&tenant=a", WatchClusterRequest(interval_s=0.5, tenant="a")),
         ("?all_tenants=true", WatchClusterRequest(all_tenants=True)),
         ("?no_candidates=1", WatchClusterRequest(no_candidates=True)),
         ("?all_tenants=0&interval_s=2", WatchClusterRequest(interval_s=2)),
-    ],
-)
-async def test_the_query_is_the_request(query, request_):
-    assert await asked(query) == request_
+    ]:
+        with subtests.test(query=query):
+            assert await asked(query) == request_
+    with subtests.test("a tenant may be named by the header as elsewhere"):
+        headers = {"x-isthmus-tenant": "a"}
+        for query in ("", "?tenant=a"):
+            assert (await asked(query, headers)).tenant == "a"
+        status, error = await refused("?tenant=b", headers)
+        assert (status, error["param"]) == (400, "tenant")
 
 
-async def test_a_tenant_may_be_named_by_the_header_as_elsewhere():
-    headers = {"x-isthmus-tenant": "a"}
-    for query in ("", "?tenant=a"):
-        assert (await asked(query, headers)).tenant == "a"
-    status, error = await refused("?tenant=b", headers)
-    assert (status, error["param"]) == (400, "tenant")
+async def test_what_is_refused_before_the_first_event(subtests):
+    for query, param in [
+        ("?interval_s=soon", "interval_s"),
+        ("?all_tenants=yes", "all_tenants"),
+        ("?every=1", "every"),
+    ]:
+        with subtests.test(query=query):
+            status, error = await refused(query)
+            assert (status, error["param"]) == (400, param) and error["message"].startswith(param)
+    for error, status in [
+        (NoCapacity("full"), 429),
+        (Forbidden("no"), 403),
+        (InvalidRequest("interval_s must be"), 400),
+    ]:
+        with subtests.test(error=error):
+            assert (await refused("", None, error))[0] == status
+    with subtests.test("what cannot be is named as well"):
+
+        class Strict(FakeBackend):
+            def watch(self, request):
+                raise InvalidRequest("interval_s must be less")
+
+        async with client(Strict()) as http:
+            error = (await http.get(PATH)).json()["error"]
+        assert (error["param"], error["message"]) == ("interval_s", "interval_s must be less")
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [("?interval_s=soon", "interval_s"), ("?all_tenants=yes", "all_tenants"), ("?every=1", "every")],
-)
-async def test_what_cannot_be_read_is_named(query, param):
-    status, error = await refused(query)
-    assert (status, error["param"]) == (400, param) and error["message"].startswith(param)
+async def test_who_only_looks_or_leaves_does_not_watch(subtests):
+    with subtests.test("a head does not watch"):
+        backend = FakeBackend()
+        async with client(backend) as http:
+            answer = await http.head(PATH)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        assert not backend.waiting.is_set()
+    with subtests.test("a client that leaves ends its watch"):
+        backend = FakeBackend()
+        backend.watch_script = [WatchClusterResponse(), "wait"]
 
+        async def receive():
+            await backend.waiting.wait()
+            return {"type": "http.disconnect"}
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(NoCapacity("full"), 429), (Forbidden("no"), 403), (InvalidRequest("interval_s must be"), 400)],
-)
-async def test_what_is_refused_before_the_first_event_has_its_status(error, status):
-    assert (await refused("", None, error))[0] == status
+        async def send(message):
+            pass
 
-
-async def test_what_cannot_be_is_named_as_well():
-    class Strict(FakeBackend):
-        def watch(self, request):
-            raise InvalidRequest("interval_s must be less")
-
-    async with client(Strict()) as http:
-        error = (await http.get(PATH)).json()["error"]
-    assert (error["param"], error["message"]) == ("interval_s", "interval_s must be less")
-
-
-async def test_a_head_does_not_watch():
-    backend = FakeBackend()
-    async with client(backend) as http:
-        answer = await http.head(PATH)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    assert not backend.waiting.is_set()
-
-
-async def test_a_client_that_leaves_ends_its_watch():
-    backend = FakeBackend()
-    backend.watch_script = [WatchClusterResponse(), "wait"]
-
-    async def receive():
-        await backend.waiting.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        pass
-
-    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b""}
-    before = asyncio.all_tasks()
-    await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
-    assert backend.closed.is_set() and asyncio.all_tasks() == before
+        scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b""}
+        before = asyncio.all_tasks()
+        await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
+        assert backend.closed.is_set() and asyncio.all_tasks() == before
 
 
 async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monkeypatch):
