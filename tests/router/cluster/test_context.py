@@ -1,35 +1,31 @@
 """How long a prompt and its answer may become, by what the ranks say."""
 
-import pytest
-
 from router.cluster.fake_mirror import D0, D1, cluster_of, started, view
 from services.values.rank import Plan, Role
 from services.values.registration import REMOTE_ONLY
 from services.values.request import FinishReason
 
+BOUNDS = [
+    ({Plan.REMOTE}, (), 101),
+    ({Plan.REMOTE, Plan.LOCAL}, (), 500),
+    ({Plan.LOCAL}, (), 500),
+    ({Plan.REMOTE, Plan.LOCAL}, (REMOTE_ONLY,), 101),
+]
 
-@pytest.mark.parametrize(
-    ("plans", "capabilities", "bound"),
-    [
-        ({Plan.REMOTE}, (), 101),
-        ({Plan.REMOTE, Plan.LOCAL}, (), 500),
-        ({Plan.LOCAL}, (), 500),
-        ({Plan.REMOTE, Plan.LOCAL}, (REMOTE_ONLY,), 101),
-    ],
-)
-async def test_a_prompt_that_only_prefill_computes_must_fit_there(
-    mirror, balance, plans, capabilities, bound
-):
-    mirror.set(
-        view(Role.DECODE, 0, max_context_tokens=500, capabilities=capabilities),
-        view(Role.DECODE, 1, max_context_tokens=64, capabilities=capabilities),
-    )
-    async with started(cluster_of(mirror, balance, plans)) as cluster:
-        assert cluster.max_context_tokens() == 500  # who prefills is not known yet
-        mirror.set(*(view(Role.PREFILL, i, max_context_tokens=80 + 20 * i) for i in (0, 1)))
-        assert cluster.max_context_tokens() == bound
-        mirror.set(view(Role.PREFILL, 1, max_context_tokens=9_000))
-        assert cluster.max_context_tokens() == 500
+
+async def test_a_prompt_that_only_prefill_computes_must_fit_there(mirror, balance, subtests):
+    for plans, capabilities, bound in BOUNDS:
+        with subtests.test(plans=plans, capabilities=capabilities, bound=bound):
+            mirror.set(
+                view(Role.DECODE, 0, max_context_tokens=500, capabilities=capabilities),
+                view(Role.DECODE, 1, max_context_tokens=64, capabilities=capabilities),
+            )
+            async with started(cluster_of(mirror, balance, plans)) as cluster:
+                assert cluster.max_context_tokens() == 500  # who prefills is not known yet
+                mirror.set(*(view(Role.PREFILL, i, max_context_tokens=80 + 20 * i) for i in (0, 1)))
+                assert cluster.max_context_tokens() == bound
+                mirror.set(view(Role.PREFILL, 1, max_context_tokens=9_000))
+                assert cluster.max_context_tokens() == 500
 
 
 async def test_a_rank_that_drains_neither_forbids_a_plan_nor_lengthens_the_context(cluster, mirror):

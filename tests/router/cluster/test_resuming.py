@@ -61,7 +61,7 @@ async def explanation(cluster) -> generation_pb2.ExplainResponse:
     return await service.Explain(generation_pb2.ExplainRequest(), None)
 
 
-async def test_an_explanation_has_both_kinds_and_what_is_carried(hybrid):
+async def test_explanations_and_the_list_of_ranks_have_both_kinds_and_what_is_carried(hybrid, balance, clock):
     answer = await explanation(hybrid)
     assert answer.carried_bytes == STATE_BYTES
     (remote,) = [candidate for candidate in answer.candidates if candidate.HasField("prefill")]
@@ -69,6 +69,11 @@ async def test_an_explanation_has_both_kinds_and_what_is_carried(hybrid):
     assert (remote.prefill_hit_tokens, remote.prefill_resume_tokens) == (80, 64)
     assert (remote.decode_indexed_resume_tokens, remote.prefill_indexed_resume_tokens) == (32, 64)
     assert "carried" in {term.name for term in remote.terms}
+
+    balance.resume_trust.observe(D0_KEY, 10_000, 0, clock[0])
+    ranks = (await GenerationService("m", None, None, hybrid, None).ListRanks(None, None)).ranks
+    assert [(rank.index_blocks, rank.resumable_blocks) for rank in ranks] == [(6, 1), (5, 1)]
+    assert ranks[0].trust == 1.0 and ranks[0].resume_trust < 0.5 and ranks[1].resume_trust == 1.0
 
 
 async def test_of_full_attention_alone_nothing_of_the_kind_is_said(two_decodes):
@@ -79,13 +84,6 @@ async def test_of_full_attention_alone_nothing_of_the_kind_is_said(two_decodes):
     assert not any(term.name == "carried" for candidate in answer.candidates for term in candidate.terms)
     ranks = (await GenerationService("m", None, None, two_decodes, None).ListRanks(None, None)).ranks
     assert len(ranks) == 3 and not any(rank.HasField("resumable_blocks") for rank in ranks)
-
-
-async def test_ranks_are_listed_with_both_kinds_and_the_trust_in_each(hybrid, balance, clock):
-    balance.resume_trust.observe(D0_KEY, 10_000, 0, clock[0])
-    ranks = (await GenerationService("m", None, None, hybrid, None).ListRanks(None, None)).ranks
-    assert [(rank.index_blocks, rank.resumable_blocks) for rank in ranks] == [(6, 1), (5, 1)]
-    assert ranks[0].trust == 1.0 and ranks[0].resume_trust < 0.5 and ranks[1].resume_trust == 1.0
 
 
 async def test_prometheus_is_told_what_was_promised_and_found_by_kind(hybrid, mirror, balance, clock):

@@ -20,7 +20,7 @@ async def test_the_last_answer_waits_behind_the_others(two_decodes, balance):
         two_decodes.place(replace(prompt, answers=100), "", frozenset(), 6.0)
 
 
-async def test_a_further_answer_goes_where_the_prompt_is_however_full(two_decodes, balance):
+async def test_a_further_answer_goes_where_the_prompt_is_while_that_life_lasts(two_decodes, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     for view, key in ((D0, D0_KEY), (D1, D1_KEY)):
         queue(balance, key, 60.0)
@@ -28,9 +28,6 @@ async def test_a_further_answer_goes_where_the_prompt_is_however_full(two_decode
         assert placed.decision.chosen.decode.id == view.registration.id
         assert placed.decision.reason == "same_prompt"
 
-
-async def test_a_life_that_is_over_or_has_failed_takes_none(two_decodes):
-    prompt = await two_decodes.hash(tuple(range(40)), "")
     life = D0.registration.id
     with pytest.raises(Unavailable):
         two_decodes.place_at(prompt, "", frozenset(), replace(life, generation=life.generation + 1))

@@ -8,7 +8,7 @@ from services.values.load import RankLoad
 from services.values.rank import Plan, Role
 
 
-async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, clock, balance):
+async def test_who_would_wait_too_long_everywhere_is_refused_and_told_why(two_decodes, clock, balance):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     queue(balance, D0_KEY, 9.0)
     two_decodes.check_room(0.0)  # nobody waits at the other one
@@ -17,12 +17,17 @@ async def test_nobody_is_let_in_who_would_wait_too_long_everywhere(two_decodes, 
     with pytest.raises(NoCapacity, match=r"would wait 7\.0 s") as refused:
         two_decodes.check_room(5.0)
     assert refused.value.retry_after_s == pytest.approx(2.0)
-    with pytest.raises(NoCapacity, match=r"would wait 7\.0 s"):
+    with pytest.raises(NoCapacity, match=r"would wait 7\.0 s") as refused:
         two_decodes.place(prompt, "", frozenset(), 5.0)
+    explained = two_decodes.explain(prompt, "", 5.0).decision
+    assert explained.reason == str(refused.value)
+    assert [rank.excluded for rank in explained.candidates] == ["its queue is too long"] * 3
     two_decodes.place(prompt, "", frozenset())  # what was begun is never refused
 
 
-async def test_a_rank_whose_queue_is_too_long_is_passed_over(two_decodes, balance):
+async def test_ranks_with_too_long_a_queue_or_too_short_a_context_are_passed_over(
+    two_decodes, mirror, balance
+):
     prompt = await two_decodes.hash(tuple(range(40)), "")
     for rank, other in ((D0_KEY, D1_KEY), (D1_KEY, D0_KEY)):
         queue(balance, rank, 9.0)
@@ -30,6 +35,11 @@ async def test_a_rank_whose_queue_is_too_long_is_passed_over(two_decodes, balanc
         placed = two_decodes.place(prompt, "", frozenset(), 5.0)
         assert placed.decision.chosen.decode.id.key == other
         assert [c.excluded for c in placed.decision.excluded] == ["its queue is too long"]
+    mirror.set(view(Role.DECODE, 0, max_context_tokens=64))
+    prompt = await two_decodes.hash(tuple(range(100)), "")
+    queue(balance, D1_KEY, 9.0)
+    with pytest.raises(NoCapacity, match=r"would wait 9\.0 s"):
+        two_decodes.place(prompt, "", frozenset(), 5.0)
 
 
 async def test_without_any_rank_it_is_not_the_queues_that_are_too_long(cluster):
@@ -89,22 +99,3 @@ async def test_an_idle_rank_is_taken_where_the_one_with_the_prefix_has_too_long_
         balance.report(rank.registration.id.key, load)
     assert two_decodes.place(prompt, "", frozenset(), 6.0).prefill == P0.registration.address
     assert two_decodes.place(prompt, "", frozenset(), 5.0).prefill == p1.registration.address
-
-
-async def test_a_rank_whose_context_is_too_short_has_no_room_however_idle(two_decodes, mirror, balance):
-    mirror.set(view(Role.DECODE, 0, max_context_tokens=64))
-    prompt = await two_decodes.hash(tuple(range(100)), "")
-    queue(balance, D1_KEY, 9.0)
-    with pytest.raises(NoCapacity, match=r"would wait 9\.0 s"):
-        two_decodes.place(prompt, "", frozenset(), 5.0)
-
-
-async def test_what_is_refused_is_explained_so(two_decodes, balance):
-    prompt = await two_decodes.hash(tuple(range(40)), "")
-    for rank in (D0_KEY, D1_KEY):
-        queue(balance, rank, 9.0)
-    with pytest.raises(NoCapacity) as refused:
-        two_decodes.place(prompt, "", frozenset(), 5.0)
-    explained = two_decodes.explain(prompt, "", 5.0).decision
-    assert explained.reason == str(refused.value)
-    assert [rank.excluded for rank in explained.candidates] == ["its queue is too long"] * 3

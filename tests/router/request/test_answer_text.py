@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,33 +60,32 @@ def told(answer, ids, step=1):
     return content, reasoning, calls, num_tokens, said[-1].matched if said[-1].ended else None
 
 
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_markers_that_are_special_tokens_are_read_and_others_are_no_text(step):
-    ids = ids_of(f"<think>hm<pad></think>\n\nI <pad>look.{CALL}{CALL}")
-    answer = answer_text()
-    call = ("f", '{"a": "."}')
-    assert told(answer, ids, step) == ("I look.", "hm", [(0, *call), (1, *call)], len(ids), None)
-    ids = [call.id for call in answer.message().calls]
-    assert len(set(ids)) == 2 and all(re.fullmatch("call_[A-Za-z0-9]{24}", each) for each in ids)
+def test_markers_that_are_special_tokens_are_read_and_others_are_no_text(subtests):
+    for step in [1, 3, 1000]:
+        with subtests.test(step=step):
+            ids = ids_of(f"<think>hm<pad></think>\n\nI <pad>look.{CALL}{CALL}")
+            answer = answer_text()
+            call = ("f", '{"a": "."}')
+            assert told(answer, ids, step) == ("I look.", "hm", [(0, *call), (1, *call)], len(ids), None)
+            ids = [call.id for call in answer.message().calls]
+            assert len(set(ids)) == 2 and all(re.fullmatch("call_[A-Za-z0-9]{24}", each) for each in ids)
 
 
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_stop_strings_are_looked_for_in_content_alone(step):
-    ids = ids_of(f"<think>a. b.</think>{CALL}So. Then")
-    until = ids_of(f"<think>a. b.</think>{CALL}So.")
-    content, reasoning, calls, num_tokens, ended = told(answer_text(["."]), ids, step)
-    assert (content, reasoning, len(calls), num_tokens, ended) == ("So", "a. b.", 1, len(until), ".")
+def test_stop_strings_are_looked_for_in_content_alone_and_one_call_may_be_all(subtests):
+    for step in [1, 3, 1000]:
+        with subtests.test(step=step):
+            ids = ids_of(f"<think>a. b.</think>{CALL}So. Then")
+            until = ids_of(f"<think>a. b.</think>{CALL}So.")
+            content, reasoning, calls, num_tokens, ended = told(answer_text(["."]), ids, step)
+            assert (content, reasoning, len(calls), num_tokens, ended) == ("So", "a. b.", 1, len(until), ".")
+
+            ids = ids_of(f"I n{CALL}{CALL}more")
+            content, _, calls, num_tokens, ended = told(answer_text(["no"], parallel_calls=False), ids, step)
+            assert (content, len(calls), ended) == ("I n", 1, "")
+            assert num_tokens == len(ids_of(f"I n{CALL}")) - 1  # it is whole before its end is written
 
 
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_one_call_is_all_where_no_more_are_allowed(step):
-    ids = ids_of(f"I n{CALL}{CALL}more")
-    content, _, calls, num_tokens, ended = told(answer_text(["no"], parallel_calls=False), ids, step)
-    assert (content, len(calls), ended) == ("I n", 1, "")
-    assert num_tokens == len(ids_of(f"I n{CALL}")) - 1  # it is whole before its end is written
-
-
-def test_tokens_of_thinking_are_counted_with_its_markers():
+def test_tokens_of_thinking_are_counted_with_its_markers_and_so_are_broken_calls():
     answer = answer_text()
     told(answer, ids_of("<think>hm</think>\n\nYes"))
     assert answer.reasoning_tokens == 4
@@ -97,9 +95,6 @@ def test_tokens_of_thinking_are_counted_with_its_markers():
     again = answer_text()
     told(again, ids_of(f"<think>hm</think>{CALL}<think>hm</think>Yes"))
     assert again.reasoning_tokens == 8
-
-
-def test_broken_calls_are_counted():
     answer = answer_text()
     assert told(answer, ids_of("<tool_call>{]"))[0] == "<tool_call>{]"
     assert answer.num_broken == 1
@@ -162,38 +157,40 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("step", [1, 1000])
-@pytest.mark.parametrize(
-    ("format_", "text", "ids"),
-    [
-        ("mistral", '[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{"a": 1}', ["c0x0abcde"]),
-        ("mistral", f"[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{LONG}", ["c0x0abcde"]),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]', ["D681PevKs"]),
-        (
-            "mistral",
-            '[TOOL_CALLS]f[CALL_ID]twice[ARGS]{}[TOOL_CALLS]f[CALL_ID]twice[ARGS]{"a": 1}',
-            ["twice", None],
-        ),
-        ("mistral", "[TOOL_CALLS]f[CALL_ID]of_before[ARGS]{}", [None]),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', [None]),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', [None]),
-        (
-            "kimi_k2",
-            KIMI.format("functions.f:3", "{}") + KIMI.format(" f:4 ", LONG),
-            ["functions.f:3", "f:4"],
-        ),
-        ("template", '<call>{"name": "f", "arguments": {}, "id": "functions.f:3"}</call>', ["functions.f:3"]),
-        ("template", '<call>{"id": "x1", "function": {"name": "f", "arguments": {}}}</call>', ["x1"]),
-        ("template", '<call>{"name": "f", "arguments": {}, "id": 7}</call>', [None]),
-    ],
-)
-def test_the_models_own_id_of_a_call_stays_where_it_tells_the_call(format_, text, ids, step):
+def test_the_models_own_id_of_a_call_stays_where_it_tells_the_call(subtests):
     """Its template writes it in the call, so that results must have it, too."""
-    own = OWN if format_ == "template" else None
-    parser = choose(format_, format_ if own else "none", "", own).parser({"f": {}}, "")
-    answer = AnswerText(Characters(), (), parser, past_ids=frozenset({"of_before"}))
-    for begin in range(0, len(text), step):
-        answer.push(ids_of(text[begin : begin + step]))
-    answer.finish()
-    for call, expected in zip(answer.message().calls, ids, strict=True):
-        assert call.id == expected if expected else re.fullmatch("call_[A-Za-z0-9]{24}", call.id)
+    for step in [1, 1000]:
+        for format_, text, ids in [
+            ("mistral", '[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{"a": 1}', ["c0x0abcde"]),
+            ("mistral", f"[TOOL_CALLS]f[CALL_ID]c0x0abcde[ARGS]{LONG}", ["c0x0abcde"]),
+            ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "D681PevKs"}]', ["D681PevKs"]),
+            (
+                "mistral",
+                '[TOOL_CALLS]f[CALL_ID]twice[ARGS]{}[TOOL_CALLS]f[CALL_ID]twice[ARGS]{"a": 1}',
+                ["twice", None],
+            ),
+            ("mistral", "[TOOL_CALLS]f[CALL_ID]of_before[ARGS]{}", [None]),
+            ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "no id"}]', [None]),
+            ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 7}]', [None]),
+            (
+                "kimi_k2",
+                KIMI.format("functions.f:3", "{}") + KIMI.format(" f:4 ", LONG),
+                ["functions.f:3", "f:4"],
+            ),
+            (
+                "template",
+                '<call>{"name": "f", "arguments": {}, "id": "functions.f:3"}</call>',
+                ["functions.f:3"],
+            ),
+            ("template", '<call>{"id": "x1", "function": {"name": "f", "arguments": {}}}</call>', ["x1"]),
+            ("template", '<call>{"name": "f", "arguments": {}, "id": 7}</call>', [None]),
+        ]:
+            with subtests.test(step=step, format_=format_, text=text, ids=ids):
+                own = OWN if format_ == "template" else None
+                parser = choose(format_, format_ if own else "none", "", own).parser({"f": {}}, "")
+                answer = AnswerText(Characters(), (), parser, past_ids=frozenset({"of_before"}))
+                for begin in range(0, len(text), step):
+                    answer.push(ids_of(text[begin : begin + step]))
+                answer.finish()
+                for call, expected in zip(answer.message().calls, ids, strict=True):
+                    assert call.id == expected if expected else re.fullmatch("call_[A-Za-z0-9]{24}", call.id)

@@ -157,7 +157,7 @@ def sums(messages, names) -> dict[str, int]:
     return {name: sum(getattr(message, name) for message in messages) for name in names}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(stays, max_size=6), last_stays, st.integers(1, 30))
 def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, last, prompt_tokens):
     cluster = Travelled([*moved, last])

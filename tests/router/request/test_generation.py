@@ -35,43 +35,44 @@ class Outcomes(list):
         self.append(outcome)
 
 
-@pytest.mark.parametrize(
-    ("error", "deadline", "outcome"),
-    [
-        (None, None, "finished"),
-        (NoCapacity("full"), None, "NoCapacity"),
-        (ContextExceeded("long"), None, "InvalidRequest"),
-        (KeyError("a bug"), None, "Internal"),
-        (KeyError("a bug"), 50.0, "Internal"),
-        (asyncio.CancelledError(), None, "cancelled"),
-        (asyncio.CancelledError(), 101.0, "cancelled"),
-        (asyncio.CancelledError(), 99.0, "DeadlineExceeded"),
-        (GeneratorExit(), 100.05, "DeadlineExceeded"),  # gRPC's clock is not ours
-        (GeneratorExit(), 101.0, "cancelled"),
-    ],
-)
-def test_how_a_request_ended(error, deadline, outcome):
-    outcomes = Outcomes()
-    cluster = SimpleNamespace(ended=lambda request_id: None)
-    generator = Generator(
-        "m",
-        None,
-        cluster,
-        outcomes,
-        max_attempts=1,
-        max_wait_s=1.0,
-        request_timeout_s=9.0,
-        clock=lambda: 100.0,
-    )
-    try:
-        with generator._track(CHECKED, INVALID_SPAN, deadline):
-            assert generator.num_running == 1
-            if error is not None:
-                raise error
-    except BaseException as raised:
-        assert raised is error
-    assert outcomes == [outcome]
-    assert generator.num_running == 0
+ENDS = [
+    (None, None, "finished"),
+    (NoCapacity("full"), None, "NoCapacity"),
+    (ContextExceeded("long"), None, "InvalidRequest"),
+    (KeyError("a bug"), None, "Internal"),
+    (KeyError("a bug"), 50.0, "Internal"),
+    (asyncio.CancelledError(), None, "cancelled"),
+    (asyncio.CancelledError(), 101.0, "cancelled"),
+    (asyncio.CancelledError(), 99.0, "DeadlineExceeded"),
+    (GeneratorExit(), 100.05, "DeadlineExceeded"),  # gRPC's clock is not ours
+    (GeneratorExit(), 101.0, "cancelled"),
+]
+
+
+def test_how_a_request_ended(subtests):
+    for error, deadline, outcome in ENDS:
+        with subtests.test(error=error, deadline=deadline, outcome=outcome):
+            outcomes = Outcomes()
+            cluster = SimpleNamespace(ended=lambda request_id: None)
+            generator = Generator(
+                "m",
+                None,
+                cluster,
+                outcomes,
+                max_attempts=1,
+                max_wait_s=1.0,
+                request_timeout_s=9.0,
+                clock=lambda: 100.0,
+            )
+            try:
+                with generator._track(CHECKED, INVALID_SPAN, deadline):
+                    assert generator.num_running == 1
+                    if error is not None:
+                        raise error
+            except BaseException as raised:
+                assert raised is error
+            assert outcomes == [outcome]
+            assert generator.num_running == 0
 
 
 @pytest.fixture
@@ -85,15 +86,13 @@ def tracked(generator, tenant="acme"):
     return generator._track(Checked("r", SamplingParams(), "", tenant, 0), INVALID_SPAN, None)
 
 
-def test_a_tenants_key_aborts_its_own_requests_alone(generator):
+def test_a_tenants_key_aborts_its_own_requests_alone_whoever_else_has_one_of_that_id(generator):
     with tracked(generator) as progress:
         assert not generator.abort("r", "another") and not generator.abort("other")
         assert not progress.aborted
         assert generator.abort("r", "acme") and progress.aborted
         assert generator.abort("r")
 
-
-def test_two_tenants_may_have_a_request_of_one_id(generator):
     ended = []
     generator._cluster.ended = ended.append
     with tracked(generator) as acmes, tracked(generator, "other") as others:
@@ -205,86 +204,105 @@ class LosingCluster:
         pass
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "error", "excluded"),
-    [
-        (0, DecodeRankLost, [set(), {"d1"}]),
-        (1, DecodeRankLost, [set(), {"d1"}]),  # it may be the request that breaks them
-        (2, InvalidRequest, [set(), {"d1"}, {"d2"}, {"d3"}, {"d4"}, {"d5"}]),
-    ],
-)
-async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, num_tokens, error, excluded):
-    cluster = LosingCluster(num_tokens)
-    generator = Generator(
-        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
-    )
-    request = generation_pb2.GenerateRequest(text="a")
-    got = []
-    with pytest.raises(error):
-        async for response in generator.generate(request):
-            got.extend(response.token_ids)
-    assert cluster.excluded == excluded
-    assert got == [*range(num_tokens)] * min(5, len(excluded))
+FORGIVEN = [
+    (0, DecodeRankLost, [set(), {"d1"}]),
+    (1, DecodeRankLost, [set(), {"d1"}]),  # it may be the request that breaks them
+    (2, InvalidRequest, [set(), {"d1"}, {"d2"}, {"d3"}, {"d4"}, {"d5"}]),
+]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "moves_penalties", "sampling", "places"),
-    [
-        (2, False, {"frequency_penalty": 0.5}, 1),
-        (1, False, {"presence_penalty": -0.5}, 1),
-        (2, False, {"repetition_penalty": 1.1}, 1),
-        (2, False, {"constraint": common_pb2.Constraint(regex="a+")}, 1),
-        (2, True, {"constraint": common_pb2.Constraint(regex="a+")}, 6),
-        (0, False, {"frequency_penalty": 0.5}, 2),  # nothing was generated yet
-        (2, False, {"temperature": 0.5}, 6),
-        (2, True, {"frequency_penalty": 0.5}, 6),
-    ],
-)
+async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, subtests):
+    for num_tokens, error, excluded in FORGIVEN:
+        with subtests.test(num_tokens=num_tokens, error=error, excluded=excluded):
+            cluster = LosingCluster(num_tokens)
+            generator = Generator(
+                "m",
+                character_tokenizer,
+                cluster,
+                MagicMock(),
+                max_attempts=2,
+                max_wait_s=1.0,
+                request_timeout_s=60.0,
+            )
+            request = generation_pb2.GenerateRequest(text="a")
+            got = []
+            with pytest.raises(error):
+                async for response in generator.generate(request):
+                    got.extend(response.token_ids)
+            assert cluster.excluded == excluded
+            assert got == [*range(num_tokens)] * min(5, len(excluded))
+
+
+PLACES = [
+    (2, False, {"frequency_penalty": 0.5}, 1),
+    (1, False, {"presence_penalty": -0.5}, 1),
+    (2, False, {"repetition_penalty": 1.1}, 1),
+    (2, False, {"constraint": common_pb2.Constraint(regex="a+")}, 1),
+    (2, True, {"constraint": common_pb2.Constraint(regex="a+")}, 6),
+    (0, False, {"frequency_penalty": 0.5}, 2),  # nothing was generated yet
+    (2, False, {"temperature": 0.5}, 6),
+    (2, True, {"frequency_penalty": 0.5}, 6),
+]
+
+
 async def test_an_answer_whose_penalties_would_change_ends_where_it_was_cut_off(
-    character_tokenizer, num_tokens, moves_penalties, sampling, places
+    character_tokenizer, subtests
 ):
-    cluster = LosingCluster(num_tokens, moves_penalties)
-    generator = Generator(
-        "m", character_tokenizer, cluster, MagicMock(), max_attempts=2, max_wait_s=1.0, request_timeout_s=60.0
-    )
-    generator._grammars = AsyncMock()  # any will do
-    request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
-    got = []
-    with pytest.raises(IsthmusError) as raised:
-        async for response in generator.generate(request):
-            got.extend(response.token_ids)
-    assert len(cluster.excluded) == places
-    assert got == [*range(num_tokens)] * min(5, places)
-    assert isinstance(raised.value, Unavailable) == (places == 1)
-    if places == 1:
-        assert "penalties" in str(raised.value) and "(gone)" in str(raised.value)
+    for num_tokens, moves_penalties, sampling, places in PLACES:
+        with subtests.test(
+            num_tokens=num_tokens, moves_penalties=moves_penalties, sampling=sampling, places=places
+        ):
+            cluster = LosingCluster(num_tokens, moves_penalties)
+            generator = Generator(
+                "m",
+                character_tokenizer,
+                cluster,
+                MagicMock(),
+                max_attempts=2,
+                max_wait_s=1.0,
+                request_timeout_s=60.0,
+            )
+            generator._grammars = AsyncMock()  # any will do
+            request = generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**sampling))
+            got = []
+            with pytest.raises(IsthmusError) as raised:
+                async for response in generator.generate(request):
+                    got.extend(response.token_ids)
+            assert len(cluster.excluded) == places
+            assert got == [*range(num_tokens)] * min(5, places)
+            assert isinstance(raised.value, Unavailable) == (places == 1)
+            if places == 1:
+                assert "penalties" in str(raised.value) and "(gone)" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("max_priority", "priority", "is_let_in"),
-    [(0, 0, True), (0, -5, True), (0, 1, False), (2, 2, True), (2, 3, False), (2, 2**31 - 1, False)],
-)
-async def test_a_client_goes_before_others_only_as_far_as_the_operator_allows(
-    character_tokenizer, max_priority, priority, is_let_in
-):
-    cluster, metrics = LosingCluster(0), MagicMock()
-    generator = Generator(
-        "m",
-        character_tokenizer,
-        cluster,
-        metrics,
-        max_attempts=1,
-        max_wait_s=1.0,
-        request_timeout_s=60.0,
-        max_priority=max_priority,
-    )
-    request = generation_pb2.GenerateRequest(text="a", priority=priority)
-    with pytest.raises(DecodeRankLost if is_let_in else InvalidRequest) as raised:
-        await anext(generator.generate(request))
-    assert len(cluster.excluded) == is_let_in
-    if not is_let_in:
-        assert str(raised.value).startswith(f"priority must be at most {max_priority}")
-        metrics.rejected.assert_called_once_with(raised.value)
+async def test_a_client_goes_before_others_only_as_far_as_the_operator_allows(character_tokenizer, subtests):
+    for max_priority, priority, is_let_in in [
+        (0, 0, True),
+        (0, -5, True),
+        (0, 1, False),
+        (2, 2, True),
+        (2, 3, False),
+        (2, 2**31 - 1, False),
+    ]:
+        with subtests.test(max_priority=max_priority, priority=priority, is_let_in=is_let_in):
+            cluster, metrics = LosingCluster(0), MagicMock()
+            generator = Generator(
+                "m",
+                character_tokenizer,
+                cluster,
+                metrics,
+                max_attempts=1,
+                max_wait_s=1.0,
+                request_timeout_s=60.0,
+                max_priority=max_priority,
+            )
+            request = generation_pb2.GenerateRequest(text="a", priority=priority)
+            with pytest.raises(DecodeRankLost if is_let_in else InvalidRequest) as raised:
+                await anext(generator.generate(request))
+            assert len(cluster.excluded) == is_let_in
+            if not is_let_in:
+                assert str(raised.value).startswith(f"priority must be at most {max_priority}")
+                metrics.rejected.assert_called_once_with(raised.value)
 
 
 class OutgrownCluster(LosingCluster):
@@ -320,14 +338,11 @@ async def outgrowing(tokenizer, cluster, on_response=lambda generator, got: None
 
 
 async def test_at_the_end_of_a_pool_no_rank_is_to_blame(character_tokenizer):
-    """One token each is no progress, and no failure either."""
+    """One token each is no progress, and no failure either; only what may not move ends there."""
     for num_tokens in (1, 2):
         cluster = OutgrownCluster(num_tokens)
         assert await outgrowing(character_tokenizer, cluster) == ([*range(num_tokens)] * 3, "CAPACITY")
         assert cluster.excluded == [set()] * 3
-
-
-async def test_what_cannot_move_ends_with_the_pool(character_tokenizer):
     cluster = OutgrownCluster(2, moves_penalties=False)
     answer = await outgrowing(character_tokenizer, cluster, frequency_penalty=0.5)
     assert answer == ([0, 1], "CAPACITY")
@@ -335,14 +350,11 @@ async def test_what_cannot_move_ends_with_the_pool(character_tokenizer):
     assert await outgrowing(character_tokenizer, cluster) == ([0, 1] * 3, "CAPACITY")
 
 
-async def test_a_stop_string_that_ends_with_the_pool_ends_the_request(character_tokenizer):
+async def test_a_stop_string_or_an_abort_at_the_end_of_a_pool_ends_the_request(character_tokenizer):
     cluster = OutgrownCluster(2)
     stop = character_tokenizer.token_text(1)
     assert await outgrowing(character_tokenizer, cluster, stop=[stop]) == ([0, 1], "STOP")
     assert len(cluster.excluded) == 1
-
-
-async def test_an_abort_at_the_end_of_a_pool_is_heeded(character_tokenizer):
     cluster = OutgrownCluster(1)
 
     def abort(generator, response):
@@ -390,25 +402,25 @@ def reading(tokenizer):
     )
 
 
-@pytest.mark.parametrize("length", [3, 99, 100, 1600 - 1])
-async def test_a_prompt_is_counted_though_no_context_holds_it(character_tokenizer, length):
-    text = "a" * length
-    ids, context = await reading(character_tokenizer).tokenize(generation_pb2.GenerateRequest(text=text))
-    assert list(ids) == character_tokenizer.encode(text)
-    assert context == 100
+UNCOUNTABLE = [
+    (generation_pb2.GenerateRequest(text="a" * 1600), ContextExceeded),
+    (generation_pb2.GenerateRequest(text="a", model="another"), NotFound),
+    (generation_pb2.GenerateRequest(), InvalidRequest),
+]
 
 
-@pytest.mark.parametrize(
-    ("request_", "error"),
-    [
-        (generation_pb2.GenerateRequest(text="a" * 1600), ContextExceeded),
-        (generation_pb2.GenerateRequest(text="a", model="another"), NotFound),
-        (generation_pb2.GenerateRequest(), InvalidRequest),
-    ],
-)
-async def test_what_cannot_be_counted_is_refused(character_tokenizer, request_, error):
-    with pytest.raises(error):
-        await reading(character_tokenizer).tokenize(request_)
+async def test_a_prompt_is_counted_though_no_context_holds_it(character_tokenizer, subtests):
+    for length in [3, 99, 100, 1600 - 1]:
+        with subtests.test(length=length):
+            text = "a" * length
+            ids, context = await reading(character_tokenizer).tokenize(
+                generation_pb2.GenerateRequest(text=text)
+            )
+            assert list(ids) == character_tokenizer.encode(text)
+            assert context == 100
+    for request_, error in UNCOUNTABLE:
+        with subtests.test(request_=request_, error=error), pytest.raises(error):
+            await reading(character_tokenizer).tokenize(request_)
 
 
 async def test_the_text_of_ids_has_its_special_tokens(character_tokenizer):

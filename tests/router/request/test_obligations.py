@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -72,9 +73,9 @@ class Family:
         return None
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def family(request, tmp_path_factory):
-    return Family(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    return [Family(name, tmp_path_factory.mktemp(name)) for name in FORMATS]
 
 
 HURRY = ("</think>", "{", "<|end|>", "<tool_call>", "[TOOL_CALLS]", "<minimax:tool_call>", '"', "\n", "<")
@@ -113,144 +114,165 @@ async def answers(family, tools, constraint=None):
     return ended
 
 
-@pytest.mark.parametrize("named", ["", "look_up"])
-async def test_an_answer_that_must_call_does(family, named):
-    tools = ChatTools(schemas_of(family), CallMode.REQUIRED, named, told_apart=True)
-    for text in await answers(family, tools):
-        message = text.message()
-        assert message.calls and text.num_broken == 0
-        assert message.content == ""
-        for call in message.calls:
-            check(call)
-            assert named in ("", call.name)
+async def test_an_answer_that_must_call_does_and_once_where_no_more_are_allowed(families, subtests):
+    for family in families:
+        for named in ["", "look_up"]:
+            with subtests.test(family=family.format.name, named=named):
+                tools = ChatTools(schemas_of(family), CallMode.REQUIRED, named, told_apart=True)
+                for text in await answers(family, tools):
+                    message = text.message()
+                    assert message.calls and text.num_broken == 0
+                    assert message.content == ""
+                    for call in message.calls:
+                        check(call)
+                        assert named in ("", call.name)
+        with subtests.test(family=family.format.name, parallel=False):
+            tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, told_apart=True)
+            for seed in range(4):
+                text = await family.write(tools, seed, None, opened(family), HURRY)
+                assert text is None or len(text.message().calls) == 1
 
 
-async def test_one_call_where_no_more_are_allowed(family):
-    tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, told_apart=True)
-    for seed in range(4):
-        text = await family.write(tools, seed, None, opened(family), HURRY)
-        assert text is None or len(text.message().calls) == 1
-
-
-async def test_a_strict_tool_is_called_as_it_says_or_not_at_all(family):
-    tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), told_apart=True)
-    for text in await answers(family, tools):
-        assert text.num_broken == 0
-        for call in text.message().calls:
-            check(call)
+async def test_a_strict_tool_is_called_as_it_says_or_not_at_all(families, subtests):
+    for family in families:
+        with subtests.test(family=family.format.name):
+            tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), told_apart=True)
+            for text in await answers(family, tools):
+                assert text.num_broken == 0
+                for call in text.message().calls:
+                    check(call)
 
 
 GOOD = {"kind": "ß", "n": 7, "deep": [True, False]}
 
 
-@pytest.mark.parametrize("mode", [CallMode.REQUIRED, CallMode.AUTO])
-async def test_calls_are_kept_to_as_the_family_writes_them(family, mode):
-    tools = ChatTools(schemas_of(family), mode, strict=frozenset(SCHEMAS), told_apart=True)
-    constraint, format_ = await family.constraint(tools, prompt=opened(family)), family.format
+def is_allowed(family, tools, constraint, said):
+    *ids, end = family.tokenizer.encode(family.format.written(said), special_tokens=False)
+    matcher = family.grammars.matcher(constraint, (), family.parsers.end_ids(tools))
+    if matcher.num_fitting(ids) < len(ids):
+        return False
+    matcher.advance(ids)
+    return matcher.may_choose(end)
 
-    def is_allowed(said):
-        *ids, end = family.tokenizer.encode(format_.written(said), special_tokens=False)
-        matcher = family.grammars.matcher(constraint, (), family.parsers.end_ids(tools))
-        if matcher.num_fitting(ids) < len(ids):
-            return False
-        matcher.advance(ids)
-        return matcher.may_choose(end)
 
-    thought = "So be it." * format_.thinks
+async def test_calls_are_kept_to_as_the_family_writes_them(families, subtests):
     good, bad = Call("look_up", GOOD), Call("look_up", {**GOOD, "n": 700})
-    assert is_allowed(Said("", thought, [good])) and is_allowed(Said("", thought, [Call("stop", {})]))
-    assert is_allowed(Said("", thought, [good, good])) == format_.parallel or format_.name == "llama3"
-    assert not is_allowed(Said("", thought, [bad])) and not is_allowed(Said("", thought, [Call("none", {})]))
-    assert is_allowed(Said("I think not.", thought)) == (mode is CallMode.AUTO)
-    if format_.name != "llama3":
-        assert is_allowed(Said("I look.", thought, [good])) == (mode is CallMode.AUTO)
+    for family in families:
+        for mode in [CallMode.REQUIRED, CallMode.AUTO]:
+            tools = ChatTools(schemas_of(family), mode, strict=frozenset(SCHEMAS), told_apart=True)
+            constraint = await family.constraint(tools, prompt=opened(family))
+            allowed, format_ = partial(is_allowed, family, tools, constraint), family.format
+            thought = "So be it." * format_.thinks
+            with subtests.test(family=format_.name, mode=mode):
+                assert allowed(Said("", thought, [good])) and allowed(Said("", thought, [Call("stop", {})]))
+                is_parallel = format_.parallel or format_.name == "llama3"
+                assert allowed(Said("", thought, [good, good])) == is_parallel
+                assert not allowed(Said("", thought, [bad]))
+                assert not allowed(Said("", thought, [Call("none", {})]))
+                assert allowed(Said("I think not.", thought)) == (mode is CallMode.AUTO)
+                if format_.name != "llama3":
+                    assert allowed(Said("I look.", thought, [good])) == (mode is CallMode.AUTO)
 
 
 OLDER_CALL = f'{{"name": "look_up", "arguments": {json.dumps(GOOD, ensure_ascii=False)}}}'
 
 
-@pytest.mark.parametrize(
-    ("name", "without", "text", "num_calls"),
-    [
-        ("mistral", " [ARGS]", f"[TOOL_CALLS][{OLDER_CALL}]", 1),
-        ("mistral", " [ARGS]", f'[TOOL_CALLS] [{OLDER_CALL}, {OLDER_CALL[:-1]}, "id": "aB3456789"}}]', 2),
-        (
-            "glm",
-            "",
-            "<think>So.</think>" + "<tool_call>look_up<arg_key>kind</arg_key><arg_value>ß</arg_value>"
-            "<arg_key>n</arg_key><arg_value>7</arg_value></tool_call>" * 2,
-            2,
-        ),
-    ],
-)
-async def test_versions_of_a_family_write_calls_as_they_learned(
-    tmp_path, monkeypatch, name, without, text, num_calls
-):
+VERSIONS = [
+    ("mistral", " [ARGS]", f"[TOOL_CALLS][{OLDER_CALL}]", 1),
+    ("mistral", " [ARGS]", f'[TOOL_CALLS] [{OLDER_CALL}, {OLDER_CALL[:-1]}, "id": "aB3456789"}}]', 2),
+    (
+        "glm",
+        "",
+        "<think>So.</think>" + "<tool_call>look_up<arg_key>kind</arg_key><arg_value>ß</arg_value>"
+        "<arg_key>n</arg_key><arg_value>7</arg_value></tool_call>" * 2,
+        2,
+    ),
+]
+
+
+async def test_versions_of_a_family_write_calls_as_they_learned(tmp_path, monkeypatch, subtests):
     """Mistral's before v11 have no token [ARGS]; GLM's from 4.7 on write no line ends."""
-    format_ = FORMATS[name]
-    monkeypatch.setitem(FORMATS, name, replace(format_, special=format_.special.replace(without, "", 1)))
-    family = Family(name, tmp_path)
-    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
-    for asked in (tools, ChatTools(SCHEMAS, strict=frozenset(SCHEMAS), told_apart=True)):
-        ids = family.tokenizer.encode(text, special_tokens=False)
-        matcher = family.grammars.matcher(await family.constraint(asked), (), family.parsers.end_ids(asked))
-        assert matcher.num_fitting(ids) == len(ids)
-    read = family.parsers.text_of(tools, SamplingParams(), [1])
-    read.push(ids)
-    read.finish()
-    assert [call.name for call in read.message().calls] == ["look_up"] * num_calls
+    for name, without, text, num_calls in VERSIONS:
+        with subtests.test(name=name, without=without, text=text, num_calls=num_calls):
+            format_ = FORMATS[name]
+            monkeypatch.setitem(
+                FORMATS, name, replace(format_, special=format_.special.replace(without, "", 1))
+            )
+            family = Family(name, tmp_path / name)
+            tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
+            for asked in (tools, ChatTools(SCHEMAS, strict=frozenset(SCHEMAS), told_apart=True)):
+                ids = family.tokenizer.encode(text, special_tokens=False)
+                matcher = family.grammars.matcher(
+                    await family.constraint(asked), (), family.parsers.end_ids(asked)
+                )
+                assert matcher.num_fitting(ids) == len(ids)
+            read = family.parsers.text_of(tools, SamplingParams(), [1])
+            read.push(ids)
+            read.finish()
+            assert [call.name for call in read.message().calls] == ["look_up"] * num_calls
 
 
-@pytest.mark.parametrize("kind", [" json", " <|constrain|>json"])
-@pytest.mark.parametrize("header", ["{to}<|channel|>commentary", "<|channel|>commentary{to}"])
-async def test_harmony_names_its_tool_before_the_channel_or_behind_it(tmp_path, header, kind):
+async def test_harmony_names_its_tool_before_the_channel_or_behind_it(tmp_path, subtests):
     gpt_oss = Family("gpt_oss", tmp_path)
     tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
     arguments = json.dumps(GOOD, ensure_ascii=False)
-    text = f"{header.format(to=' to=functions.look_up')}{kind}<|message|>{arguments}<|call|>"
-    ids = gpt_oss.tokenizer.encode(text, special_tokens=False)
-    matcher = gpt_oss.grammars.matcher(await gpt_oss.constraint(tools), (), gpt_oss.parsers.end_ids(tools))
-    assert matcher.num_fitting(ids[:-1]) == len(ids) - 1
-    read = gpt_oss.parsers.text_of(tools, SamplingParams(), [1])
-    read.push(ids)
-    read.finish()
-    assert [call.name for call in read.message().calls] == ["look_up"]
+    for kind in [" json", " <|constrain|>json"]:
+        for header in ["{to}<|channel|>commentary", "<|channel|>commentary{to}"]:
+            with subtests.test(kind=kind, header=header):
+                text = f"{header.format(to=' to=functions.look_up')}{kind}<|message|>{arguments}<|call|>"
+                ids = gpt_oss.tokenizer.encode(text, special_tokens=False)
+                matcher = gpt_oss.grammars.matcher(
+                    await gpt_oss.constraint(tools), (), gpt_oss.parsers.end_ids(tools)
+                )
+                assert matcher.num_fitting(ids[:-1]) == len(ids) - 1
+                read = gpt_oss.parsers.text_of(tools, SamplingParams(), [1])
+                read.push(ids)
+                read.finish()
+                assert [call.name for call in read.message().calls] == ["look_up"]
 
 
-async def test_a_format_of_answers_comes_behind_thinking_and_calls_stay_possible(family):
-    constraint = Constraint(ConstraintKind.JSON_SCHEMA, ('{"type": "boolean"}',))
-    texts = await answers(family, ChatTools(schemas_of(family), told_apart=True), constraint)
-    for text in texts:
-        message = text.message()
-        assert bool(message.calls) != (message.content in ("true", "false"))
+async def test_a_format_of_answers_comes_behind_thinking_and_calls_stay_possible(families, subtests):
+    for family in families:
+        with subtests.test(family=family.format.name):
+            constraint = Constraint(ConstraintKind.JSON_SCHEMA, ('{"type": "boolean"}',))
+            texts = await answers(family, ChatTools(schemas_of(family), told_apart=True), constraint)
+            for text in texts:
+                message = text.message()
+                assert bool(message.calls) != (message.content in ("true", "false"))
 
 
-@pytest.mark.parametrize(
-    ("constraint", "contents"),
-    [
-        (Constraint(ConstraintKind.CHOICE, ("a/b", "ß\n")), {"a/b", "ß\n"}),
-        (Constraint(ConstraintKind.REGEX, (r"a/b|a\/c",)), {"a/b", "a/c"}),
-        (Constraint(ConstraintKind.JSON_OBJECT), None),
-        (Constraint(ConstraintKind.GRAMMAR, ('start: X\nX: "a" | "b"',)), {"a", "b"}),
-        (Constraint(ConstraintKind.GRAMMAR, ('root ::= "a" | "b"',)), {"a", "b"}),
-    ],
-)
-async def test_every_kind_of_constraint_comes_behind_thinking(family, constraint, contents):
-    if family.format.name not in ("qwen3", "gpt_oss", "minimax"):
-        return
-    for seed in range(3):
-        text = await family.write(ChatTools(told_apart=True), seed, constraint, opened(family), HURRY)
-        if text is not None and contents is not None:
-            assert text.message().content in {content.strip() for content in contents} | contents
-        elif text is not None:
-            assert isinstance(json.loads(text.message().content), dict)
+BEHIND_THINKING = [
+    (Constraint(ConstraintKind.CHOICE, ("a/b", "ß\n")), {"a/b", "ß\n"}),
+    (Constraint(ConstraintKind.REGEX, (r"a/b|a\/c",)), {"a/b", "a/c"}),
+    (Constraint(ConstraintKind.JSON_OBJECT), None),
+    (Constraint(ConstraintKind.GRAMMAR, ('start: X\nX: "a" | "b"',)), {"a", "b"}),
+    (Constraint(ConstraintKind.GRAMMAR, ('root ::= "a" | "b"',)), {"a", "b"}),
+]
 
 
-async def test_what_asks_for_nothing_has_no_constraint(family):
-    for tools in (ChatTools(), ChatTools(SCHEMAS, told_apart=True), ChatTools(told_apart=True)):
-        assert await family.constraint(tools) is None
-    asked = Constraint(ConstraintKind.CHOICE, ("a",))
-    assert await family.constraint(ChatTools(SCHEMAS), asked) == asked  # raw
+async def test_every_kind_of_constraint_comes_behind_thinking(families, subtests):
+    for family in families:
+        if family.format.name not in ("qwen3", "gpt_oss", "minimax"):
+            continue
+        for constraint, contents in BEHIND_THINKING:
+            with subtests.test(family=family.format.name, constraint=constraint, contents=contents):
+                for seed in range(3):
+                    text = await family.write(
+                        ChatTools(told_apart=True), seed, constraint, opened(family), HURRY
+                    )
+                    if text is not None and contents is not None:
+                        assert text.message().content in {content.strip() for content in contents} | contents
+                    elif text is not None:
+                        assert isinstance(json.loads(text.message().content), dict)
+
+
+async def test_what_asks_for_nothing_has_no_constraint(families, subtests):
+    for family in families:
+        with subtests.test(family=family.format.name):
+            for tools in (ChatTools(), ChatTools(SCHEMAS, told_apart=True), ChatTools(told_apart=True)):
+                assert await family.constraint(tools) is None
+            asked = Constraint(ConstraintKind.CHOICE, ("a",))
+            assert await family.constraint(ChatTools(SCHEMAS), asked) == asked  # raw
 
 
 @pytest.fixture(scope="module")
@@ -270,24 +292,13 @@ async def test_what_cannot_be_kept_to_is_named(qwen):
         await qwen.constraint(ChatTools(many, CallMode.REQUIRED))
 
 
-async def test_strict_tools_that_nobody_may_call_are_kept_to_nowhere(qwen):
+async def test_strict_tools_that_nobody_may_call_or_no_router_keeps_to_are_as_any_others(qwen):
     obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
     tools = ChatTools(SCHEMAS, CallMode.NONE, strict=frozenset({"stop"}), told_apart=True)
     asked = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT))
     assert await obligations.put(tools, asked, [1]) == asked
     assert (await qwen.constraint(tools, asked.constraint)).kind is ConstraintKind.GRAMMAR
 
-
-@pytest.mark.parametrize("named", ["", "stop"])
-async def test_a_format_binds_no_answer_that_is_calls(qwen, named):
-    """Frameworks send the type of the last answer with each of a loop's."""
-    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, named)
-    assert await qwen.constraint(tools, Constraint(ConstraintKind.JSON_OBJECT)) == await qwen.constraint(
-        tools
-    )
-
-
-async def test_strict_tools_can_be_as_any_others(qwen):
     request = GenerateRequest(chat=Chat(tools=[Tool(name="f", strict=True)]))
     kept, ignored = (
         Parsers(qwen.tokenizer, qwen.parsers._choice, keeps).read_tools(request) for keeps in (True, False)
@@ -296,8 +307,19 @@ async def test_strict_tools_can_be_as_any_others(qwen):
     assert await qwen.constraint(kept) is not None and await qwen.constraint(ignored) is None
 
 
-@pytest.mark.parametrize("tools", [{"mode": CallMode.REQUIRED}, {"strict": frozenset({"stop"})}])
-async def test_what_is_not_known_to_write_calls_cannot_be_kept_to_them(qwen, tools):
-    obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
-    with pytest.raises(InvalidRequest, match="cannot be kept to"):
-        await obligations.put(ChatTools(SCHEMAS, **tools), SamplingParams(), [1])
+async def test_a_format_binds_no_answer_that_is_calls(qwen, subtests):
+    """Frameworks send the type of the last answer with each of a loop's."""
+    for named in ["", "stop"]:
+        with subtests.test(named=named):
+            tools = ChatTools(SCHEMAS, CallMode.REQUIRED, named)
+            assert await qwen.constraint(
+                tools, Constraint(ConstraintKind.JSON_OBJECT)
+            ) == await qwen.constraint(tools)
+
+
+async def test_what_is_not_known_to_write_calls_cannot_be_kept_to_them(qwen, subtests):
+    for tools in [{"mode": CallMode.REQUIRED}, {"strict": frozenset({"stop"})}]:
+        with subtests.test(tools=tools):
+            obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
+            with pytest.raises(InvalidRequest, match="cannot be kept to"):
+                await obligations.put(ChatTools(SCHEMAS, **tools), SamplingParams(), [1])

@@ -32,11 +32,13 @@ ONE, TWO = Call("look_up", {"what": "ß </tool_call> <|call|>", "n": 3}), Call("
 PLAIN = Call("look_up", {"what": "ß <think>", "n": 3})  # tags end what is written between tags
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def family(request, tmp_path_factory):
-    """(its format, its tokenizer)"""
-    format_ = FORMATS[request.param]
-    return format_, Tokenizer(str(format_.save(tmp_path_factory.mktemp(format_.name))))
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """(its format, its tokenizer) of each"""
+    return [
+        (format_, Tokenizer(str(format_.save(tmp_path_factory.mktemp(format_.name)))))
+        for format_ in FORMATS.values()
+    ]
 
 
 def parsers_of(tokenizer):
@@ -74,22 +76,20 @@ def read(format_, tokenizer, said, step):
     return text
 
 
-def test_a_template_tells_how_its_model_writes(family):
-    format_, tokenizer = family
-    choice, _ = parsers_of(tokenizer)
-    assert (choice.tools, choice.reasoning) == CHOSEN[format_.name]
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_what_was_said_is_read_from_its_tokens(family, step):
-    format_, tokenizer = family
-    for said in sayings(format_):
-        text = read(format_, tokenizer, said, step)
-        message = text.message()
-        calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
-        assert (message.content.strip(), message.reasoning) == (said.content, said.reasoning)
-        assert calls == [(call.name, dict(call.arguments)) for call in said.calls]
-        assert (text.reasoning_tokens > 0) == bool(said.reasoning) and text.num_broken == 0
+def test_a_template_tells_how_its_model_writes_and_what_was_said_is_read_from_its_tokens(families, subtests):
+    for format_, tokenizer in families:
+        with subtests.test(family=format_.name):
+            choice, _ = parsers_of(tokenizer)
+            assert (choice.tools, choice.reasoning) == CHOSEN[format_.name]
+        for step in [1, 7]:
+            with subtests.test(family=format_.name, step=step):
+                for said in sayings(format_):
+                    text = read(format_, tokenizer, said, step)
+                    message = text.message()
+                    calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
+                    assert (message.content.strip(), message.reasoning) == (said.content, said.reasoning)
+                    assert calls == [(call.name, dict(call.arguments)) for call in said.calls]
+                    assert (text.reasoning_tokens > 0) == bool(said.reasoning) and text.num_broken == 0
 
 
 def test_the_end_of_a_harmony_call_ends_an_answer_that_may_call(tmp_path):

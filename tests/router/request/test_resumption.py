@@ -1,6 +1,5 @@
 """Answers that go on: of their rest a parser tells what it tells of the whole, behind what was said."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,28 +15,26 @@ def resumed(said, rest, step=1):
     return told(answer, ids_of(rest), step)
 
 
-@pytest.mark.parametrize(
-    ("said", "rest", "content", "reasoning"),
-    [
-        ("It is", " 42", " 42", ""),
-        ("It is ", "42", "42", ""),
-        ("It is\n\n", "42", "42", ""),
-        ("It is\n\n", "\n42", "\n42", ""),
-        ("1 <", " 2", " 2", ""),
-        ("1 <", "think", "think", ""),
-        ("<think>Hm", ", so</think>\n\n42", "42", ", so"),
-        ("<think>Hm ", "so</think>42", "42", "so"),
-        ("<think>\n", "so</think>42", "42", "so"),
-        ("<think>Hm</think>\n\n", "42", "42", ""),
-        ("<think>Hm</thi", "nk>42", "42", ""),
-    ],
-)
-@pytest.mark.parametrize("step", [1, 100])
-def test_only_the_rest_is_told(said, rest, content, reasoning, step):
-    assert resumed(said, rest, step)[:3] == (content, reasoning, [])
+RESTS = [
+    ("It is", " 42", " 42", ""),
+    ("It is ", "42", "42", ""),
+    ("It is\n\n", "42", "42", ""),
+    ("It is\n\n", "\n42", "\n42", ""),
+    ("1 <", " 2", " 2", ""),
+    ("1 <", "think", "think", ""),
+    ("<think>Hm", ", so</think>\n\n42", "42", ", so"),
+    ("<think>Hm ", "so</think>42", "42", "so"),
+    ("<think>\n", "so</think>42", "42", "so"),
+    ("<think>Hm</think>\n\n", "42", "42", ""),
+    ("<think>Hm</thi", "nk>42", "42", ""),
+]
 
 
-def test_a_call_that_was_begun_is_told_whole():
+def test_only_the_rest_is_told_but_of_a_call_that_was_begun_all(subtests):
+    for said, rest, content, reasoning in RESTS:
+        for step in [1, 100]:
+            with subtests.test(said=said, rest=rest, content=content, reasoning=reasoning, step=step):
+                assert resumed(said, rest, step)[:3] == (content, reasoning, [])
     begun, rest = CALL[: len(CALL) // 2], CALL[len(CALL) // 2 :]
     assert resumed("I look. " + begun, rest)[2] == told(answer_text(), ids_of(CALL))[2]
 
@@ -65,17 +62,18 @@ def test_without_a_parser_half_a_character_is_made_whole():
     assert answer.push([whole[-1]]).content == "é"
 
 
-@pytest.mark.parametrize(
-    ("prompt_end", "said", "thinks"),
-    [
-        ("<think>\n", "", True),
-        ("", "", False),
-        ("", "It is", False),
-        ("", "<think>Hm", True),
-        ("", "<think>Hm</think>It", False),
-        ("<think>\n", "Hm", True),
-        ("<think>\n", "Hm</think>", False),
-    ],
-)
-def test_whether_it_goes_on_with_thinking(prompt_end, said, thinks):
-    assert CHOICE.thinks_behind(prompt_end, said) is thinks
+ENDS = [
+    ("<think>\n", "", True),
+    ("", "", False),
+    ("", "It is", False),
+    ("", "<think>Hm", True),
+    ("", "<think>Hm</think>It", False),
+    ("<think>\n", "Hm", True),
+    ("<think>\n", "Hm</think>", False),
+]
+
+
+def test_whether_it_goes_on_with_thinking(subtests):
+    for prompt_end, said, thinks in ENDS:
+        with subtests.test(prompt_end=prompt_end, said=said, thinks=thinks):
+            assert CHOICE.thinks_behind(prompt_end, said) is thinks

@@ -30,7 +30,7 @@ def test_a_chats_tools():
     assert set(tools.callable) == {"f", "ns.g-1"}
 
 
-def test_what_is_chosen():
+def test_what_is_chosen_and_which_calls_are_past():
     assert of(F, tool_choice=ToolChoice(mode=ToolChoice.MODE_NONE)).callable is None
     assert of(F, tool_choice=ToolChoice(mode=ToolChoice.MODE_REQUIRED)).must_call
     named = of(F, tool_choice=ToolChoice(name="f"))
@@ -39,31 +39,28 @@ def test_what_is_chosen():
     assert not of(F, raw_answer=True).told_apart
     assert of().callable is None
     assert read_tools(GenerateRequest(text="a")) == ChatTools()
-
-
-@pytest.mark.parametrize(
-    ("tools", "fields", "problem"),
-    [
-        ([Tool()], {}, r"chat.tools\[0\].name must be"),
-        ([Tool(name="a b")], {}, r"chat.tools\[0\].name must be"),
-        ([Tool(name="a" * 129)], {}, r"chat.tools\[0\].name must be"),
-        ([F, F], {}, r"chat.tools\[1\].name is another"),
-        ([Tool(name="f", parameters="{")], {}, r"chat.tools\[0\].parameters must be"),
-        ([Tool(name="f", parameters="[" * 10**5)], {}, r"chat.tools\[0\].parameters must be"),
-        ([Tool(name="f", parameters="[]")], {}, r"chat.tools\[0\].parameters must be"),
-        ([Tool(name="f", parameters='{"type": "string"}')], {}, r"chat.tools\[0\].parameters must be"),
-        ([F], {"tool_choice": ToolChoice(name="g")}, "chat.tool_choice.name is none"),
-        ([F], {"tool_choice": ToolChoice(name="f", mode=3)}, "chat.tool_choice.mode and"),
-        ([F], {"tool_choice": ToolChoice(mode=9)}, "chat.tool_choice.mode is not known"),
-        ([], {"tool_choice": ToolChoice(mode=3)}, "chat.tool_choice asks for a call"),
-        ([Tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)], {}, "chat.tools must be at most"),
-    ],
-)
-def test_what_is_wrong_is_named(tools, fields, problem):
-    with pytest.raises(InvalidRequest, match=f"^{problem}"):
-        of(*tools, **fields)
-
-
-def test_the_ids_of_past_calls_are_known():
     past = ChatMessage(role="assistant", tool_calls=[ToolCall(id="a", name="f"), ToolCall(id="b", name="f")])
     assert of(F, messages=[past]).past_ids == {"a", "b"}
+
+
+WRONG = [
+    ([Tool()], {}, r"chat.tools\[0\].name must be"),
+    ([Tool(name="a b")], {}, r"chat.tools\[0\].name must be"),
+    ([Tool(name="a" * 129)], {}, r"chat.tools\[0\].name must be"),
+    ([F, F], {}, r"chat.tools\[1\].name is another"),
+    ([Tool(name="f", parameters="{")], {}, r"chat.tools\[0\].parameters must be"),
+    ([Tool(name="f", parameters="[" * 10**5)], {}, r"chat.tools\[0\].parameters must be"),
+    ([Tool(name="f", parameters="[]")], {}, r"chat.tools\[0\].parameters must be"),
+    ([Tool(name="f", parameters='{"type": "string"}')], {}, r"chat.tools\[0\].parameters must be"),
+    ([F], {"tool_choice": ToolChoice(name="g")}, "chat.tool_choice.name is none"),
+    ([F], {"tool_choice": ToolChoice(name="f", mode=3)}, "chat.tool_choice.mode and"),
+    ([F], {"tool_choice": ToolChoice(mode=9)}, "chat.tool_choice.mode is not known"),
+    ([], {"tool_choice": ToolChoice(mode=3)}, "chat.tool_choice asks for a call"),
+    ([Tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)], {}, "chat.tools must be at most"),
+]
+
+
+def test_what_is_wrong_is_named(subtests):
+    for tools, fields, problem in WRONG:
+        with subtests.test(problem, fields=fields), pytest.raises(InvalidRequest, match=f"^{problem}"):
+            of(*tools, **fields)

@@ -44,20 +44,16 @@ async def best(answered, **fields):
     return [await answers.next_response() for _ in range(answered)]
 
 
-async def test_the_most_probable_on_average_come_first_and_equal_ones_in_their_order():
+async def test_the_most_probable_on_average_come_first_and_what_the_others_took_is_told():
     told = await best(4)
     assert [(answer.index, answer.text) for answer in told] == [(0, "b"), (1, "aA"), (2, "c"), (3, "")]
     assert [len(answer.logprobs) for answer in told] == [3, 2, 1, 0]
     assert all(answer.HasField("finish") for answer in told)
 
-
-async def test_what_the_others_took_is_told_with_the_last():
     first, second = await best(2)
     assert not first.finish.HasField("left_out")
-    assert second.finish.left_out == Totals(completion_tokens=100 + 1000)
+    assert second.finish.left_out == Totals(completion_tokens=100 + 1000)  # with the last
 
-
-async def test_log_probabilities_that_nobody_asked_for_are_not_told():
     (told,) = await best(1, tells_logprobs=False)
     assert list(told.token_ids) == [7, 7, 7] and not told.logprobs
 
@@ -84,19 +80,20 @@ def scored(token_id):
     return TokenLogprobs(chosen=TokenLogprob(token_id=token_id))
 
 
-@pytest.mark.parametrize("answered", [1, 2])
-async def test_what_is_told_of_the_prompt_comes_first_and_once(answered):
-    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered)
-    answers = BestAnswers(Scoring(), checked)
-    told = [await answers.next_response() for _ in range(2 + answered)]
-    assert [[each.chosen.token_id for each in response.prompt_logprobs] for response in told[:2]] == [
-        [1],
-        [2],
-    ]
-    assert not any(response.text or response.HasField("finish") for response in told[:2])
-    assert [response.index for response in told] == [0, 0, *range(answered)]
-    assert [response.text for response in told[2:]] == ["b", "aA"][:answered]
-    assert not any(response.prompt_logprobs for response in told[2:])
+async def test_what_is_told_of_the_prompt_comes_first_and_once(subtests):
+    for answered in [1, 2]:
+        with subtests.test(answered=answered):
+            checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered)
+            answers = BestAnswers(Scoring(), checked)
+            told = [await answers.next_response() for _ in range(2 + answered)]
+            assert [[each.chosen.token_id for each in response.prompt_logprobs] for response in told[:2]] == [
+                [1],
+                [2],
+            ]
+            assert not any(response.text or response.HasField("finish") for response in told[:2])
+            assert [response.index for response in told] == [0, 0, *range(answered)]
+            assert [response.text for response in told[2:]] == ["b", "aA"][:answered]
+            assert not any(response.prompt_logprobs for response in told[2:])
 
 
 class Refusing(Several):
@@ -104,11 +101,12 @@ class Refusing(Several):
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
 
 
-@pytest.mark.parametrize(("tells_logprobs", "says"), [(False, "^best_of "), (True, "^sampling.logprobs")])
-async def test_an_engine_without_log_probabilities_is_told_of_by_what_was_asked(tells_logprobs, says):
-    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, tells_logprobs=tells_logprobs)
-    with pytest.raises(InvalidRequest, match=says):
-        await BestAnswers(Refusing(), checked).next_response()
+async def test_an_engine_without_log_probabilities_is_told_of_by_what_was_asked(subtests):
+    for tells_logprobs, says in [(False, "^best_of "), (True, "^sampling.logprobs")]:
+        with subtests.test(tells_logprobs=tells_logprobs, says=says):
+            checked = Checked("r", SamplingParams(), "", "", 0, answers=4, tells_logprobs=tells_logprobs)
+            with pytest.raises(InvalidRequest, match=says):
+                await BestAnswers(Refusing(), checked).next_response()
 
 
 async def test_closing_closes_the_answers():

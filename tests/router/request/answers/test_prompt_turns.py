@@ -6,7 +6,7 @@ from services.values.rank import Generation, RankId
 D0, D1 = (RankId("d", index, Generation(1)) for index in range(2))
 
 
-def test_one_leads_until_a_rank_holds_the_prompt():
+def test_one_leads_until_a_rank_holds_the_prompt_or_it_leaves():
     turns = PromptTurns()
     assert turns.lead(2) and turns.lead(2) and not turns.lead(0)
     turns.held(2, D0)
@@ -17,8 +17,6 @@ def test_one_leads_until_a_rank_holds_the_prompt():
     assert turns.holders(()) == []
     assert turns.lead(1)
 
-
-def test_who_leaves_leads_no_more_and_nobody_leads_for_another():
     turns = PromptTurns()
     assert turns.lead(0)
     turns.leave(1)

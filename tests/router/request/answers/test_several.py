@@ -191,21 +191,22 @@ async def test_an_abort_before_the_prompt_is_encoded_reaches_all(tokenizer):
     assert not cluster.starts
 
 
-@pytest.mark.parametrize("error", [NoCapacity("full"), PeerFailed("gone")])
-async def test_an_error_of_one_ends_all_and_is_raised(tokenizer, error):
-    cluster = HeldCluster()
-    generator = generator_of(tokenizer, cluster)
-    reading = asked(generator, n=3)
-    await started(cluster, 1)
-    first_token(cluster, "r")
-    await started(cluster, 3)
-    cluster.streams["r#1"].put(error)
-    with pytest.raises(type(error)):
-        await reading
-    assert set(cluster.ended_keys) == {f"\0r\0{index}" for index in range(3)}
-    assert generator.num_running == 0
-    for name in ("r", "r#2"):
-        cluster.streams[name]._client.send_abort.assert_called_once()
+async def test_an_error_of_one_ends_all_and_is_raised(tokenizer, subtests):
+    for error in [NoCapacity("full"), PeerFailed("gone")]:
+        with subtests.test(error=error):
+            cluster = HeldCluster()
+            generator = generator_of(tokenizer, cluster)
+            reading = asked(generator, n=3)
+            await started(cluster, 1)
+            first_token(cluster, "r")
+            await started(cluster, 3)
+            cluster.streams["r#1"].put(error)
+            with pytest.raises(type(error)):
+                await reading
+            assert set(cluster.ended_keys) == {f"\0r\0{index}" for index in range(3)}
+            assert generator.num_running == 0
+            for name in ("r", "r#2"):
+                cluster.streams[name]._client.send_abort.assert_called_once()
 
 
 class TalkingTwice(TalkingCluster):

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
@@ -33,26 +32,23 @@ def test_what_was_asked_without_what_was_said():
     }
 
 
-@pytest.mark.parametrize(
-    ("constraint", "output_type"),
-    [({"json_object": True}, "json"), ({"json_schema": "{}"}, "json"), ({"regex": "a"}, None), ({}, None)],
-)
-def test_an_answer_that_must_be_json_is_said_to_be(constraint, output_type):
-    sampling = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**constraint))
-    told = gen_ai.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
-    assert told.get("gen_ai.output.type") == output_type
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [{"text": "t"}, {"token_ids": generation_pb2.TokenIds(ids=[1])}, {}],
-    ids=["text", "ids", "none"],
-)
-def test_a_prompt_that_is_no_chat_is_a_completion_and_long_names_are_cut(prompt):
-    request = generation_pb2.GenerateRequest(**prompt, model="x" * 9999, conversation_id="y" * 9999)
-    told = gen_ai.asked(request, "m")
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert len(told["gen_ai.request.model"]) == len(told["gen_ai.conversation.id"]) == 128
+def test_json_and_completions_are_said_to_be_that_and_long_names_are_cut(subtests):
+    for constraint, output_type in [
+        ({"json_object": True}, "json"),
+        ({"json_schema": "{}"}, "json"),
+        ({"regex": "a"}, None),
+        ({}, None),
+    ]:
+        with subtests.test(constraint=constraint, output_type=output_type):
+            sampling = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**constraint))
+            told = gen_ai.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
+            assert told.get("gen_ai.output.type") == output_type
+    for prompt in [{"text": "t"}, {"token_ids": generation_pb2.TokenIds(ids=[1])}, {}]:
+        with subtests.test(prompt=prompt):
+            request = generation_pb2.GenerateRequest(**prompt, model="x" * 9999, conversation_id="y" * 9999)
+            told = gen_ai.asked(request, "m")
+            assert told["gen_ai.operation.name"] == "text_completion"
+            assert len(told["gen_ai.request.model"]) == len(told["gen_ai.conversation.id"]) == 128
 
 
 def test_of_a_request_that_no_rank_took_nothing_is_made_up():

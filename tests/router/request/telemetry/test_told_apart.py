@@ -26,6 +26,12 @@ TEMPLATE = (
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 F = Tool(name="f")
+UNASKED = [
+    ("no", None),
+    (CALL, None),
+    (CALL, Chat(tools=[F], tool_choice=ToolChoice(mode=ToolChoice.MODE_NONE))),
+    (CALL, Chat(tools=[F], raw_answer=True)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,32 +94,29 @@ async def answer(tokenizer, text, chat=None, finished=FinishReason.STOP, **sampl
     return content, reasoning, calls, response.finish
 
 
-async def test_thinking_is_apart_and_counted(tokenizer):
+async def test_thinking_is_apart_and_counted_unless_an_answer_is_raw(tokenizer):
     content, reasoning, calls, finish = await answer(tokenizer, "<think>hm.</think>Yes.")
     assert (content, reasoning, calls) == ("Yes.", "hm.", [])
     assert finish.reason == common_pb2.FINISH_REASON_STOP
     assert finish.usage.completion_tokens == len("<think>hm.</think>Yes.") + 1
     assert finish.usage.reasoning_tokens == len(">hm.</think>")
 
-
-async def test_a_raw_answer_is_as_it_was_written(tokenizer):
     text = f"<think>hm.</think>{CALL}"
     content, reasoning, calls, finish = await answer(tokenizer, text, Chat(raw_answer=True))
     assert (content, reasoning, calls) == (text, "", [])
     assert finish.usage.reasoning_tokens == 0
 
 
-async def test_text_is_never_told_apart(tokenizer):
+async def test_text_and_calls_that_nobody_asks_for_are_as_they_were_written(tokenizer, subtests):
     cluster = TalkingCluster(tokenizer, "<think>a")
     request = GenerateRequest(text="a")
     texts = [r.text async for r in generator_of(tokenizer, cluster).generate(request)]
     assert "".join(texts) == "<think>a"
 
-
-@pytest.mark.parametrize("text", ["no", f"{CALL}"])
-async def test_without_tools_a_call_is_text(tokenizer, text):
-    content, _, calls, finish = await answer(tokenizer, text)
-    assert (content, calls, finish.reason) == (text, [], common_pb2.FINISH_REASON_STOP)
+    for text, chat in UNASKED:
+        with subtests.test(text=text, chat=chat):
+            content, _, calls, finish = await answer(tokenizer, text, chat)
+            assert (content, calls, finish.reason) == (text, [], common_pb2.FINISH_REASON_STOP)
 
 
 async def test_tools_are_refused_where_calls_could_not_be_told(tokenizer):
@@ -123,33 +126,34 @@ async def test_tools_are_refused_where_calls_could_not_be_told(tokenizer):
         await anext(generator.generate(GenerateRequest(chat=chat)))
 
 
-async def test_an_answer_that_ends_behind_calls_says_so(tokenizer):
+async def test_an_answer_that_ends_behind_calls_says_so_unless_it_is_cut_off(tokenizer):
     text = f"<think>hm</think>Look. {CALL}{CALL}"
     content, reasoning, calls, finish = await answer(tokenizer, text, Chat(tools=[F]))
     assert (content, reasoning) == ("Look. ", "hm")
     assert calls == [(0, "f", '{"a": 1}'), (1, "f", '{"a": 1}')]
     assert finish.reason == common_pb2.FINISH_REASON_TOOL_CALLS
 
-
-async def test_an_answer_that_is_cut_off_behind_calls_does_not(tokenizer):
     cluster_ends = FinishReason.CAPACITY
     _, _, calls, finish = await answer(tokenizer, CALL, Chat(tools=[F]), cluster_ends)
     assert len(calls) == 1 and finish.reason == common_pb2.FINISH_REASON_CAPACITY
 
 
-@pytest.mark.parametrize("ends", [FinishReason.STOP, FinishReason.CAPACITY])
-async def test_a_long_call_comes_in_pieces_and_is_none_if_it_breaks_off(tokenizer, ends):
-    arguments = json.dumps({"text": "word " * 100})
-    text = f'<tool_call>{{"name": "f", "arguments": {arguments}'
-    _, _, calls, finish = await answer(tokenizer, text + "}", Chat(tools=[F]), ends)
-    assert len(calls) > 50 and {index for index, *_ in calls} == {0}
-    assert [name for _, name, _ in calls if name] == ["f"]
-    assert "".join(piece for *_, piece in calls) == arguments
-    whole = common_pb2.FINISH_REASON_TOOL_CALLS
-    assert finish.reason == (whole if ends is FinishReason.STOP else common_pb2.FINISH_REASON_CAPACITY)
-    content, _, calls, finish = await answer(tokenizer, text[:-20], Chat(tools=[F]), ends)
-    assert content == "" and "".join(piece for *_, piece in calls) == arguments[:-20]
-    assert finish.reason != whole
+async def test_a_long_call_comes_in_pieces_and_is_none_if_it_breaks_off(tokenizer, subtests):
+    for ends in [FinishReason.STOP, FinishReason.CAPACITY]:
+        with subtests.test(ends=ends):
+            arguments = json.dumps({"text": "word " * 100})
+            text = f'<tool_call>{{"name": "f", "arguments": {arguments}'
+            _, _, calls, finish = await answer(tokenizer, text + "}", Chat(tools=[F]), ends)
+            assert len(calls) > 50 and {index for index, *_ in calls} == {0}
+            assert [name for _, name, _ in calls if name] == ["f"]
+            assert "".join(piece for *_, piece in calls) == arguments
+            whole = common_pb2.FINISH_REASON_TOOL_CALLS
+            assert finish.reason == (
+                whole if ends is FinishReason.STOP else common_pb2.FINISH_REASON_CAPACITY
+            )
+            content, _, calls, finish = await answer(tokenizer, text[:-20], Chat(tools=[F]), ends)
+            assert content == "" and "".join(piece for *_, piece in calls) == arguments[:-20]
+            assert finish.reason != whole
 
 
 async def test_one_call_ends_an_answer_that_may_have_no_more(tokenizer):
@@ -158,18 +162,6 @@ async def test_one_call_ends_an_answer_that_may_have_no_more(tokenizer):
     assert calls == [(0, "f", '{"a": 1}')]
     assert finish.reason == common_pb2.FINISH_REASON_TOOL_CALLS
     assert finish.usage.completion_tokens == len(CALL) - len("</tool_call>")
-
-
-@pytest.mark.parametrize(
-    "chat",
-    [
-        Chat(tools=[F], tool_choice=ToolChoice(mode=ToolChoice.MODE_NONE)),
-        Chat(tools=[F], raw_answer=True),
-    ],
-)
-async def test_calls_that_nobody_asks_for_are_text(tokenizer, chat):
-    content, _, calls, finish = await answer(tokenizer, CALL, chat)
-    assert (content, calls, finish.reason) == (CALL, [], common_pb2.FINISH_REASON_STOP)
 
 
 async def test_what_was_told_apart_is_counted_and_traced(tokenizer):
