@@ -13,20 +13,19 @@ outgrown its rank needs room for one more token: so it goes to a larger one, nex
 import asyncio
 import logging
 import math
-import time
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from services.observe import log_lines, traces
-from services.router.cluster import Cluster, HashedPrompt, Placed
+from services.router.cluster import HashedPrompt, Placed
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
+from services.router.request.answer_context import AnswerContext
 from services.router.request.answers.prompt_turns import PromptTurns
-from services.router.request.progress import Checked, Progress
-from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.progress import Progress
 from services.values.errors import (
     DeadlineExceeded,
     IsthmusError,
@@ -43,15 +42,11 @@ from services.values.request import (
     StartCommand,
     reusable_of,
 )
-from services.wire.packed_ids import PackedIds
 
 log = logging.getLogger(__name__)
 
 # After these another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
-# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
-# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
-_PROGRESS_TOKENS = 2
 _STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
 # A larger rank that does not answer is there again by then, or known to be gone: its lease lapses after 10 s,
 # and it misses three health checks.
@@ -59,34 +54,17 @@ _LARGER_RANK_S = 30.0
 
 
 class FailoverStream:
-    """One request's. What becomes of it is noted in `progress`, whose owner closes the stream in the end."""
+    """The tokens of one answer. What becomes of it is noted in `progress`, which somebody else releases."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        metrics: RouterMetrics,
-        checked: Checked,
-        prompt: PackedIds,
-        progress: Progress,
-        *,
-        eos_token_ids: tuple[int, ...],
-        deadline: float,
-        max_attempts: int,
-        allowed_wait_s: Callable[[float], float],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`deadline` is on `clock`; `allowed_wait_s` says how long the request may wait for its turn, of the
-        seconds that it has left."""
-        self._cluster = cluster
-        self._metrics = metrics
-        self._checked = checked
-        self._prompt = prompt
+    def __init__(self, context: AnswerContext, progress: Progress, eos_token_ids: tuple[int, ...]) -> None:
+        self._context = context
+        self._cluster = context.cluster
+        self._metrics = context.metrics
+        self._clock = context.clock
+        self._request = progress.request
+        self._prompt_ids = progress.request.prompt.ids
         self._progress = progress
         self._eos_token_ids = eos_token_ids
-        self._deadline = deadline
-        self._max_attempts = max_attempts
-        self._allowed_wait_s = allowed_wait_s
-        self._clock = clock
 
     async def next(self) -> Output:
         """From the current rank; when it fails, from the next one.
@@ -118,7 +96,7 @@ class FailoverStream:
         they tell of steps behind its last token is not the client's.
         """
         self._remaining_s()  # though there be tokens
-        return stream.next(all_at_once=not self._checked.sampling.stop)
+        return stream.next(all_at_once=not self._request.sampling.stop)
 
     def _judged(self, output: Output) -> Output:
         """Its rank may have ended the request for no other reason than that its pool is at its end."""
@@ -130,28 +108,31 @@ class FailoverStream:
         if reason is None and not self._can_move(progress.placed):
             reason = FinishReason.CAPACITY
         if reason is None:
-            progress.outgrown_s = self._clock()
+            progress.outgrow(self._clock())
         return output if reason is output.finished else replace(output, finished=reason)
 
     def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
         """To the client; see pool_ends.py. `new_tokens` are not noted yet."""
         num_output = len(self._progress.output_ids) + new_tokens
-        num_tokens, most = len(self._prompt.ids) + num_output, self._checked.sampling.max_tokens
+        num_tokens, most = len(self._prompt_ids) + num_output, self._request.sampling.max_tokens
         return self._cluster.length_means(num_tokens, num_output, most)
 
     def _can_move(self, placed: Placed) -> bool:
         """With the output so far."""
-        return placed.moves_penalties or not self._checked.sampling.heeds_output
+        return placed.moves_penalties or not self._request.sampling.heeds_output
 
     @property
     def _sampling(self) -> SamplingParams:
         """Where the request goes next nobody tells again what the client has been told."""
-        sampling = self._checked.sampling
+        sampling = self._request.sampling
         return sampling.without_prompt_logprobs if self._progress.prompt_is_told else sampling
 
     async def _hashed(self) -> HashedPrompt:
         """The prompt, and what was generated so far."""
-        reusable_tokens, prompt = reusable_of(self._sampling, len(self._prompt.ids)), await self._shared()
+        reusable_tokens, prompt = (
+            reusable_of(self._sampling, len(self._prompt_ids)),
+            await self._shared(),
+        )
         if reusable_tokens == prompt.reusable_tokens:
             return prompt
         return replace(prompt, reusable_tokens=reusable_tokens)
@@ -162,18 +143,18 @@ class FailoverStream:
         if turns is None:
             return await self._hash()
         if output_ids:
-            return replace(await self._hash(), answers=self._checked.answers)
+            return replace(await self._hash(), answers=self._request.answers)
         if turns.prompt is None:
-            turns.prompt = replace(await self._hash(), answers=self._checked.answers)
+            turns.prompt = replace(await self._hash(), answers=self._request.answers)
         return turns.prompt
 
     async def _hash(self) -> HashedPrompt:
         began = self._clock()
-        output_ids, most = self._progress.output_ids, self._checked.sampling.max_tokens
-        ids = self._prompt.ids + array("I", output_ids) if output_ids else self._prompt.ids
+        output_ids, most = self._progress.output_ids, self._request.sampling.max_tokens
+        ids = self._prompt_ids + array("I", output_ids) if output_ids else self._prompt_ids
         more_tokens = None if most is None else most - len(output_ids)
-        prompt = await self._cluster.hash(ids, self._checked.tenant, more_tokens)
-        self._progress.route_s += self._clock() - began
+        prompt = await self._cluster.hash(ids, self._request.tenant, more_tokens)
+        self._progress.routed(self._clock() - began)
         return prompt
 
     async def _place(self) -> None:
@@ -193,25 +174,23 @@ class FailoverStream:
         began = self._clock()
         if turns is not None and (placed := self._at_holder(prompt, turns)) is not None:
             self._send(placed, began)
-        elif turns is None or turns.lead(self._checked.index):
+        elif turns is None or turns.lead(self._request.index):
             self._send(self._placed(prompt), began)
         else:
             await turns.changed(self._remaining_s())
 
     def _has_turn(self, turns: PromptTurns) -> bool:
-        return bool(turns.holders(self._progress.excluded)) or turns.lead(self._checked.index)
+        return bool(turns.holders(self._progress.excluded)) or turns.lead(self._request.index)
 
     def _send(self, placed: Placed, began: float) -> None:
-        progress, checked = self._progress, self._checked
-        progress.tokens_when_placed = len(progress.output_ids)
-        progress.placed = placed
-        progress.stream = placed.client.start(self._command(placed), self._prompt)
-        progress.outgrown_s = None
-        self._cluster.sent(checked.answer_key, checked.memory_key, placed)
+        progress, request = self._progress, self._request
+        progress.place(placed)
+        stream = placed.client.start(self._command(placed), request.prompt)
+        self._cluster.sent(request.answer_key, request.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
-        progress.route_s += now - began
-        progress.sent_s = now - progress.began_s
+        progress.routed(now - began)
+        progress.sent(stream, now)
 
     def _placed(self, prompt: HashedPrompt) -> Placed:
         """Raises as `Cluster.place`.
@@ -219,11 +198,13 @@ class FailoverStream:
         Where a rank failed this request, ranks of other workers come first: what ends one often ends all of
         its worker, and the router hears of one after the other.
         """
-        key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         # What was begun is not refused any more.
-        is_first = self._progress.attempts == 0 and self._checked.index == 0
-        self._progress.attempts += 1
-        max_wait_s = self._allowed_wait_s(self._remaining_s()) if is_first else math.inf
+        is_first = self._progress.attempts == 0 and self._request.index == 0
+        self._progress.attempt()
+        max_wait_s = math.inf
+        if is_first:
+            max_wait_s = self._context.allowed_wait_s(self._request, self._remaining_s())
         if failed:
             with suppress(Unavailable, NoCapacity):
                 return self._cluster.place(prompt, key, self._cluster.siblings(failed), max_wait_s)
@@ -231,23 +212,23 @@ class FailoverStream:
 
     def _at_holder(self, prompt: HashedPrompt, turns: PromptTurns) -> Placed | None:
         """Where another answer has the prompt already. None: nowhere, or no such rank can take it now."""
-        key, failed = self._checked.memory_key, frozenset(self._progress.excluded)
+        key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         for holder in turns.holders(failed):
             with suppress(Unavailable):
                 placed = self._cluster.place_at(prompt, key, failed, holder)
-                self._progress.attempts += 1
+                self._progress.attempt()
                 return placed
         return None
 
     def _command(self, placed: Placed) -> StartCommand:
-        checked = self._checked
+        asked = self._request
         request = GenerationRequest(
-            request_id=checked.answer_name,
+            request_id=asked.answer_name,
             prompt_ids=(),  # they go as they came
             sampling=self._sampling,
             output_ids_so_far=tuple(self._progress.output_ids),
-            cache_salt=checked.tenant,
-            priority=checked.priority,
+            cache_salt=asked.tenant,
+            priority=asked.priority,
             plan=placed.plan,
             eos_token_ids=self._eos_token_ids,
         )
@@ -255,15 +236,9 @@ class FailoverStream:
         return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
 
     def _withdraw(self) -> Placed | None:
-        """From the ranks that it is with."""
-        progress = self._progress
-        placed, stream = progress.placed, progress.stream
-        progress.stream = progress.placed = None
-        if stream is not None:
-            stream.close()
-        self._cluster.ended(self._checked.answer_key)
-        if placed is not None and len(progress.output_ids) - progress.tokens_when_placed >= _PROGRESS_TOKENS:
-            progress.begin_anew()
+        """Leave the ranks that it is with."""
+        placed = self._progress.withdraw()
+        self._cluster.ended(self._request.answer_key)
         return placed
 
     def _moved_on(self) -> FinishReason | None:
@@ -272,11 +247,14 @@ class FailoverStream:
             return self._length_means()
         progress, placed = self._progress, self._withdraw()
         assert placed is not None
-        left, num_tokens = placed.decision.chosen.decode.id, len(self._prompt.ids) + len(progress.output_ids)
+        left, num_tokens = (
+            placed.decision.chosen.decode.id,
+            len(self._prompt_ids) + len(progress.output_ids),
+        )
         progress.note("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
         self._metrics.outgrew()
         log_lines.event(
-            log, "request_moved_on", request_id=self._checked.answer_name, left=left, tokens=num_tokens
+            log, "request_moved_on", request_id=self._request.answer_name, left=left, tokens=num_tokens
         )
         return None
 
@@ -286,30 +264,27 @@ class FailoverStream:
         placed = self._withdraw()
         if placed is None or isinstance(error, NoCapacity):
             raise error
-        progress.failures += 1
         chosen = placed.decision.chosen
         if isinstance(error, _DECODE_FAILED) or chosen.prefill is None:
             failed = chosen.decode.id
         else:
             failed = chosen.prefill.id
-        progress.excluded.add(failed)
+        progress.fail(failed)
         self._cluster.failed(failed)
-        if progress.turns is not None:
-            progress.turns.lost(failed)
         progress.note("rank_failed", {"rank": str(failed), "error": str(error)})
         if progress.output_ids and not self._can_move(placed):
             raise Unavailable(
                 "the answer was cut off and cannot go on elsewhere: this engine heeds its own output alone "
                 f"for penalties and constraints: send the request again ({error})"
             ) from error
-        if progress.failures >= self._max_attempts:
+        if progress.failures >= self._context.max_attempts:
             raise error
         self._metrics.moved(progress)
         log_lines.event(
             log,
             "request_moved",
             level=logging.WARNING,
-            request_id=self._checked.answer_name,
+            request_id=self._request.answer_name,
             left=failed,
             error=repr(str(error)),
         )
@@ -330,12 +305,11 @@ class FailoverStream:
         """
         if self._remaining_s() <= _STUMBLE_S:
             raise error
-        self._progress.gave_time = True
-        self._progress.excluded.clear()
+        self._progress.give_time()
         await asyncio.sleep(_STUMBLE_S)
 
     def _remaining_s(self) -> float:
-        remaining = self._deadline - self._clock()
+        remaining = self._request.deadline - self._clock()
         if remaining <= 0:
             raise DeadlineExceeded("the deadline has passed")
         return remaining

@@ -24,10 +24,11 @@ from services.observe import traces
 from services.router.cluster import Cluster, Explained
 from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
+from services.router.request.answer_context import AnswerContext
 from services.router.request.answers.answers import answers_to, counts_of
-from services.router.request.answers.response_stream import Means
+from services.router.request.client_request import ClientRequest
 from services.router.request.parsers import Parsers
-from services.router.request.progress import Checked, Progress
+from services.router.request.progress import Progress
 from services.router.request.telemetry import gen_ai
 from services.router.request.telemetry.metrics import RouterMetrics
 from services.router.request.telemetry.story import tell
@@ -103,7 +104,7 @@ class Generator:
         self._max_priority = max_priority
         self._keep_thinking = keep_thinking
         self._clock = clock
-        self._means = Means(
+        self._context = AnswerContext(
             cluster,
             tokenizer,
             ConversationMemory(_REMEMBERED_CONVERSATIONS, _REMEMBERED_TOKEN_IDS),
@@ -148,16 +149,8 @@ class Generator:
             own = self._running.get((tenant, request_id))
             found = [] if own is None else [own]
         for progress in found:
-            self._stop(progress)
+            progress.abort()
         return bool(found)
-
-    def _stop(self, progress: Progress) -> None:
-        for answer in progress.answers:
-            answer.aborted = True
-            if answer.stream is not None:
-                answer.stream.abort()
-        if progress.turns is not None:
-            progress.turns.look()
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
         """Where the request would go now without a deadline; nothing is sent or remembered.
@@ -165,16 +158,15 @@ class Generator:
         Raises Unavailable where no decode rank is registered, and at the door as `generate`.
         """
         past = self._past(request)
-        checked = await self._check(request)
-        encoded = await self._encoder().encode(request, past)
-        checked = await self._obliged(checked, encoded)
-        prompt = await self._cluster.hash(encoded.ids, checked.tenant, checked.sampling.max_tokens)
-        reusable_tokens = reusable_of(checked.sampling, len(prompt.ids))
-        prompt = replace(prompt, reusable_tokens=reusable_tokens, answers=checked.answers)
-        max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
-        explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
-        outcomes = past.outcomes if past is not None else {}
-        return Explanation(len(prompt.ids), explained, checked.constraint, outcomes)
+        asked = await self._check(request)
+        asked = await self._obliged(asked, await self._encoder().encode(request, past), past)
+        ids, sampling = asked.prompt.ids, asked.sampling
+        prompt = await self._cluster.hash(ids, asked.tenant, sampling.max_tokens)
+        prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=asked.answers)
+        max_wait_s = self._allowed_wait_s(asked, self._request_timeout_s)
+        explained = self._cluster.explain(prompt, asked.memory_key, max_wait_s)
+        constraint = "" if sampling.constraint is None else sampling.constraint.kind.value
+        return Explanation(len(ids), explained, constraint, past.outcomes if past is not None else {})
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> tuple["array[int]", int]:
         """The prompt's ids, though they may be too many, and what the context holds.
@@ -228,23 +220,21 @@ class Generator:
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
                 span.set_attributes(gen_ai.asked(request, self._model_name))
-            checked = await self._admit(request, timeout_s)
-            with self._track(checked, span, deadline) as progress:
+            asked = await self._admit(request, timeout_s, deadline)
+            with self._track(asked, span) as progress:
                 past = self._past(request)
                 encoder = self._encoder()
                 prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
-                checked = await self._obliged(checked, prompt)
-                scored_of(checked.sampling, len(prompt.ids))
-                progress.tokenize_s = self._clock() - progress.began_s
-                progress.prompt_tokens = len(prompt.ids)
-                progress.past_answers = past.outcomes if past is not None else {}
+                asked = await self._obliged(asked, prompt, past)
+                scored_of(asked.sampling, len(prompt.ids))
+                progress.encoded(asked, self._clock())
                 self._metrics.past_answers(progress.past_answers)
-                answers = answers_to(self._means, checked, prompt, past, progress, deadline)
+                answers = answers_to(self._context, progress)
                 async with aclosing(answers):
                     response = await answers.next_response()
                     if tell_prompt is not None:
                         tell_prompt(prompt)
-                    unfinished = checked.answered
+                    unfinished = asked.answered
                     while unfinished := unfinished - response.HasField("finish"):
                         yield response
                         response = await answers.next_response()
@@ -258,33 +248,35 @@ class Generator:
 
     # -- the door ---------------------------------------------------------------------------------
 
-    async def _admit(self, request: generation_pb2.GenerateRequest, timeout_s: float) -> Checked:
+    async def _admit(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, deadline: float
+    ) -> ClientRequest:
         try:
-            checked = await self._check(request)
-            if self.is_running(checked.tenant, checked.request_id):
-                raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
-            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
+            asked = await self._check(request)
+            if self.is_running(asked.tenant, asked.request_id):
+                raise AlreadyRunning(f"request_id {asked.request_id!r} is running")
+            self._cluster.check_room(self._allowed_wait_s(asked, timeout_s), asked.answers)
         except IsthmusError as error:
             self._metrics.rejected(error)
             raise
-        return checked
+        return replace(asked, deadline=deadline)
 
-    async def _check(self, request: generation_pb2.GenerateRequest) -> Checked:
-        checked = self._read(request)
-        if (constraint := checked.sampling.constraint) is not None:
+    async def _check(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
+        asked = self._read(request)
+        if (constraint := asked.sampling.constraint) is not None:
             await self._grammars.beside(self._grammars.check, constraint)
-        if checked.sampling.bad_words:
-            checked = await asyncio.to_thread(self._banned, checked)
-        checked.sampling.check_vocabulary(self._tokenizer.vocab_size)
-        return replace(checked, runs_few=self._runs_few(checked.tenant))
+        if asked.sampling.bad_words:
+            asked = await asyncio.to_thread(self._banned, asked)
+        asked.sampling.check_vocabulary(self._tokenizer.vocab_size)
+        return replace(asked, runs_few=self._runs_few(asked.tenant))
 
-    def _banned(self, checked: Checked) -> Checked:
-        """With its bad words as ids."""
-        sampling = checked.sampling
+    def _banned(self, asked: ClientRequest) -> ClientRequest:
+        """Return the request with its bad words as ids."""
+        sampling = asked.sampling
         bad = (*sampling.bad_token_ids, *banned_ids(self._tokenizer, sampling.bad_words))
-        return replace(checked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
+        return replace(asked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
 
-    def _read(self, request: generation_pb2.GenerateRequest) -> Checked:
+    def _read(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
         self._check_model(request.model)
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
@@ -299,36 +291,40 @@ class Generator:
             self._spellings.restore(request.tenant, request.chat)
         tools = self._parsers.read_tools(request)
         sampling = request.sampling
+        constraint = sampling.constraint.WhichOneof("kind") or ""
         tells_logprobs = sampling.HasField("logprobs") or answers == answered
         instead = {} if sampling.HasField("seed") else {"seed": secrets.randbits(64)}
         if not tells_logprobs:
             instead["logprobs"] = 0
-        return Checked(
+        return ClientRequest(
             request_id=request.request_id or secrets.token_hex(8),
             sampling=convert_request.sampling_from_proto(sampling, **instead),
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             priority=request.priority,
             operation=gen_ai.operation_of(request),
+            constraint=constraint,
             tools=tools,
             answers=answers,
             answered=answered,
             tells_logprobs=tells_logprobs,
         )
 
-    async def _obliged(self, checked: Checked, prompt: PackedIds) -> Checked:
-        """With what its tools ask of the answer."""
-        sampling = await self._obligations.put(checked.tools, checked.sampling, prompt.ids)
-        return checked if sampling is checked.sampling else replace(checked, sampling=sampling)
+    async def _obliged(
+        self, asked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
+    ) -> ClientRequest:
+        """Return the request with its prompt, and with what its tools ask of the answer."""
+        sampling = await self._obligations.put(asked.tools, asked.sampling, prompt.ids)
+        return asked.encoded(prompt, past, sampling)
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model_name:
             raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
 
-    def _allowed_wait_s(self, checked: Checked, remaining_s: float) -> float:
+    def _allowed_wait_s(self, request: ClientRequest, remaining_s: float) -> float:
         """One of a higher priority than usual does not wait behind the others, however many there are. Nor
         does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
-        passes = checked.priority > 0 or checked.runs_few
+        passes = request.priority > 0 or request.runs_few
         return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _runs_few(self, tenant: str) -> bool:
@@ -354,18 +350,10 @@ class Generator:
         return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
 
     @contextmanager
-    def _track(self, checked: Checked, span: Span, deadline: float | None) -> Iterator[Progress]:
-        progress = Progress(
-            checked.request_id,
-            self._clock(),
-            span,
-            operation=checked.operation,
-            constraint=checked.constraint,
-            tenant=checked.tenant,
-            conversation_id=checked.conversation_id,
-        )
-        self._running[checked.tenant, checked.request_id] = progress
-        self._tenants[checked.tenant] += 1
+    def _track(self, asked: ClientRequest, span: Span) -> Iterator[Progress]:
+        progress = Progress(asked, self._clock(), span)
+        self._running[asked.tenant, asked.request_id] = progress
+        self._tenants[asked.tenant] += 1
         outcome = "finished"
         try:
             yield progress
@@ -379,15 +367,14 @@ class Generator:
             outcome = "Internal"  # a bug of ours
             raise
         except BaseException:  # the call was cancelled, or its generator closed
-            is_over = deadline is not None and self._clock() >= deadline - _DEADLINE_LEAD_S
+            is_over = self._clock() >= asked.deadline - _DEADLINE_LEAD_S
             outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
             raise
         finally:
-            del self._running[checked.tenant, checked.request_id]
-            self._left(checked.tenant)
-            if progress.stream is not None:
-                progress.stream.close()
-            self._cluster.ended(checked.answer_key)
+            del self._running[asked.tenant, asked.request_id]
+            self._left(asked.tenant)
+            progress.release()
+            self._cluster.ended(asked.answer_key)
             self._tell_story(progress, outcome)
 
     def _left(self, tenant: str) -> None:

@@ -1,6 +1,6 @@
-"""One request on the router: what was asked, and what has become of its answers so far."""
+"""How one request goes on its router. Only Progress writes this state: the others call its verbs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
@@ -8,49 +8,15 @@ from opentelemetry.trace import Span
 from services.router.cluster import Placed
 from services.router.links.output_stream import OutputStream
 from services.router.request.answers.prompt_turns import PromptTurns
-from services.router.request.telemetry.stages import Stages
-from services.router.request.tools import ChatTools
+from services.router.request.client_request import ClientRequest
+from services.router.request.telemetry.stages import Stages, stages_of
 from services.values.rank import RankId
-from services.values.request import Admitted, FinishReason, Output, SamplingParams
+from services.values.request import Admitted, FinishReason, Output
 from services.wire.isthmus.v1 import generation_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A client's request after the door."""
-
-    request_id: str
-    sampling: SamplingParams
-    conversation_id: str
-    tenant: str
-    priority: int
-    runs_few: bool = False  # beside a crowd of other tenants', as it was when this request came
-    operation: str = "text_completion"  # or chat
-    tools: ChatTools = field(default_factory=ChatTools)
-    answers: int = 1  # that are generated, and
-    answered: int = 1  # of them, those that the client gets: the best
-    index: int = 0  # of this answer
-    tells_logprobs: bool = True  # False: they are asked for to rank the answers
-
-    @property
-    def answer_name(self) -> str:
-        """What ranks and log lines call this answer."""
-        return f"{self.request_id}#{self.index}" if self.index else self.request_id
-
-    @property
-    def answer_key(self) -> str:
-        """Names it among all that are in flight: tenants choose their ids apart; none of them has a NUL."""
-        return f"{self.tenant}\0{self.request_id}\0{self.index}"
-
-    @property
-    def constraint(self) -> str:
-        """Its kind; empty: none."""
-        return "" if self.sampling.constraint is None else self.sampling.constraint.kind.value
-
-    @property
-    def memory_key(self) -> str:
-        """Names the conversation, for tenants may choose the same ids; empty where none was named."""
-        return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
+# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
+# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
+_PROGRESS_TOKENS = 2
 
 
 @dataclass(slots=True)
@@ -63,16 +29,12 @@ class Served:
     drafted_tokens: int = 0  # verified there, and
     accepted_draft_tokens: int = 0  # of them, those that were right
 
-    def note_drafts(self, output: Output) -> None:
-        self.drafted_tokens += output.drafted_tokens
-        self.accepted_draft_tokens += output.accepted_draft_tokens
-
 
 @dataclass(slots=True)
 class Progress:
     """What has become of one answer so far. The first one's is the request's, too."""
 
-    request_id: str
+    request: ClientRequest
     began_s: float
     span: Span
     tokenize_s: float = 0.0
@@ -93,34 +55,39 @@ class Progress:
     stream: OutputStream | None = None
     outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
     aborted: bool = False
-    operation: str = "text_completion"  # or chat: what was asked for
-    constraint: str = ""  # its kind
-    tenant: str = ""
-    conversation_id: str = ""
-    prompt_tokens: int = 0  # known once it is encoded
     finish: generation_pb2.Finish | None = None  # as the client got it
     finish_reason: FinishReason | None = None
     reasoning_tokens: int = 0
     num_calls: int = 0
     num_broken_calls: int = 0
-    past_answers: Mapping[str, int] = field(default_factory=dict)  # of a chat: how many of them were what
-    index: int = 0  # of the answer
-    turns: PromptTurns | None = None  # where there are several
+    turns: PromptTurns | None = None  # where there are several answers
     others: list["Progress"] = field(default_factory=list)  # of the request's other answers, by index
     prompt_is_told: bool = False  # what was asked of its tokens
+
+    # -- what it tells ----------------------------------------------------------------------------
 
     @property
     def answers(self) -> tuple["Progress", ...]:
         return self, *self.others
 
     @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length; 0 until it is encoded."""
+        return len(self.request.prompt.ids)
+
+    @property
+    def past_answers(self) -> Mapping[str, int]:
+        """How many past answers of a chat became what; known once the prompt is encoded."""
+        return {} if self.request.past is None else self.request.past.outcomes
+
+    @property
     def completion_tokens(self) -> int:
-        """Of all answers."""
+        """The tokens of all answers."""
         return sum(len(answer.output_ids) for answer in self.answers)
 
     @property
     def admitted(self) -> Admitted | None:
-        """Of the first placement that generated: what the usage speaks of."""
+        """What the first placement that generated had: the usage speaks of that one."""
         return self.served[0].admitted if self.served else None
 
     @property
@@ -128,26 +95,143 @@ class Progress:
         """Where `admitted` was; where nobody has generated, where it is now."""
         return self.served[0].placed if self.served else self.placed
 
-    def another(self, index: int) -> "Progress":
-        """Of another answer to the same prompt. An abort that came before there was any is of all of them."""
-        return Progress(
-            self.request_id,
-            self.began_s,
-            self.span,
-            tokenize_s=self.tokenize_s,
-            aborted=self.aborted,
-            operation=self.operation,
-            constraint=self.constraint,
-            index=index,
-            turns=self.turns,
-        )
-
     def note(self, event: str, attributes: Mapping[str, str | int] | None = None) -> None:
-        """In the request's trace, with the answer's index where there are several."""
-        which = {} if self.turns is None else {"answer": self.index}
+        """Add an event to the request's trace, with the answer's index where there are several."""
+        which = {} if self.turns is None else {"answer": self.request.index}
         self.span.add_event(event, {**(attributes or {}), **which})
 
-    def begin_anew(self) -> None:
-        """What failed before does not count any more."""
-        self.failures, self.gave_time = 0, False
+    # -- its way to a rank ------------------------------------------------------------------------
+
+    def encoded(self, request: ClientRequest, now: float) -> None:
+        """The request has its prompt."""
+        self.request = request
+        self.tokenize_s = now - self.began_s
+
+    def split(self) -> None:
+        """Begin the request's other answers. An abort that came before is an abort of all of them."""
+        self.turns = PromptTurns()
+        self.others = [
+            Progress(
+                self.request.of_answer(index),
+                self.began_s,
+                self.span,
+                tokenize_s=self.tokenize_s,
+                aborted=self.aborted,
+                turns=self.turns,
+            )
+            for index in range(1, self.request.answers)
+        ]
+
+    def routed(self, took_s: float) -> None:
+        """The router spent that long on finding a place."""
+        self.route_s += took_s
+
+    def attempt(self) -> None:
+        """It is placed once more."""
+        self.attempts += 1
+
+    def place(self, placed: Placed) -> None:
+        self.placed = placed
+        self.tokens_when_placed = len(self.output_ids)
+
+    def sent(self, stream: OutputStream, now: float) -> None:
+        """The rank where it is placed has it: `stream` brings what it generates."""
+        self.stream = stream
+        self.outgrown_s = None
+        self.sent_s = now - self.began_s
+
+    # -- what comes from the rank -----------------------------------------------------------------
+
+    def admit(self, admitted: Admitted) -> None:
+        """The rank where it is placed has its prompt, and generates."""
+        assert self.placed is not None
+        self.served.append(Served(self.placed, admitted, self.tokens_when_placed))
+        if self.turns is not None:
+            self.turns.held(self.request.index, self.placed.decision.chosen.decode.id)
+
+    def told_of_prompt(self) -> None:
+        """The client gets what it asked of the prompt's tokens: no later rank need tell it again."""
+        self.prompt_is_told = True
+
+    def add_tokens(self, token_ids: Sequence[int], now: float) -> float | None:
+        """Return the seconds since the tokens before; None where these are the first."""
+        self.output_ids.extend(token_ids)
+        before_s, self.last_tokens_at_s = self.last_tokens_at_s, now
+        if self.first_token_s is not None:
+            return now - before_s
+        assert self.admitted is not None, "it comes with a token"
+        self.first_token_s = now - self.began_s
+        self.stages = stages_of(
+            tokenize_s=self.tokenize_s,
+            route_s=self.route_s,
+            sent_s=self.sent_s,
+            first_token_s=self.first_token_s,
+            admitted=self.admitted,
+        )
+        self.note("first_token")
+        return None
+
+    def add_drafts(self, output: Output) -> None:
+        """Count drafts where they were verified; they may come at the end alone, without a token."""
+        if self.served:
+            self.served[-1].drafted_tokens += output.drafted_tokens
+            self.served[-1].accepted_draft_tokens += output.accepted_draft_tokens
+
+    def read(self, reasoning_tokens: int, num_calls: int, num_broken_calls: int) -> None:
+        """The text so far has these."""
+        self.reasoning_tokens = reasoning_tokens
+        self.num_calls, self.num_broken_calls = num_calls, num_broken_calls
+
+    def end(self, reason: FinishReason, finish: generation_pb2.Finish) -> None:
+        """Its client is told `finish`."""
+        self.finish_reason, self.finish = reason, finish
+
+    # -- when a rank can do no more ---------------------------------------------------------------
+
+    def outgrow(self, now: float) -> None:
+        """Its rank holds no more of it; it is to go on at a larger one."""
+        self.outgrown_s = now
+
+    def withdraw(self) -> Placed | None:
+        """Leave the ranks that it is with, and return them."""
+        placed, self.placed = self.placed, None
+        self.release()
+        if placed is not None and len(self.output_ids) - self.tokens_when_placed >= _PROGRESS_TOKENS:
+            self.failures, self.gave_time = 0, False  # what failed before does not count any more
+            self.excluded.clear()
+        return placed
+
+    def fail(self, rank: RankId) -> None:
+        """That rank failed it, and is left out from now on."""
+        self.failures += 1
+        self.excluded.add(rank)
+        if self.turns is not None:
+            self.turns.lost(rank)
+
+    def give_time(self) -> None:
+        """Ranks that failed it may be chosen once more, for there are no others."""
+        self.gave_time = True
         self.excluded.clear()
+
+    # -- its end ----------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Stop the request: all its answers, also those that wait for their turn."""
+        for answer in self.answers:
+            answer.aborted = True
+            if answer.stream is not None:
+                answer.stream.abort()
+        if self.turns is not None:
+            self.turns.look()
+
+    def release(self) -> None:
+        """Give up what its rank still has of it; it does nothing the second time."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+    def leave(self) -> None:
+        """This answer has ended, whichever way: it holds nothing and the others need not wait for it."""
+        self.release()
+        if self.turns is not None:
+            self.turns.leave(self.request.index)

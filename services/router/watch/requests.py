@@ -17,9 +17,9 @@ def running_request(progress: Progress, model: str, now: float) -> generation_pb
     chosen = placed.decision.chosen if placed is not None else None
     prefill = chosen.prefill if chosen is not None else None
     return generation_pb2.RunningRequest(
-        request_id=progress.request_id,
-        conversation_id=progress.conversation_id,
-        tenant=progress.tenant,
+        request_id=progress.request.request_id,
+        conversation_id=progress.request.conversation_id,
+        tenant=progress.request.tenant,
         model=model,
         age_s=now - progress.began_s,
         prompt_tokens=progress.prompt_tokens,
@@ -41,9 +41,9 @@ def finished_request(
 ) -> generation_pb2.FinishedRequest:
     """`outcome`: as Generator tells it. `ended_at_s`: since the epoch."""
     finished = generation_pb2.FinishedRequest(
-        request_id=progress.request_id,
-        conversation_id=progress.conversation_id,
-        tenant=progress.tenant,
+        request_id=progress.request.request_id,
+        conversation_id=progress.request.conversation_id,
+        tenant=progress.request.tenant,
         model=model,
         outcome=_outcome(progress, outcome),
         ended_at_s=ended_at_s,
@@ -52,7 +52,7 @@ def finished_request(
         tool_calls=sum(answer.num_calls for answer in progress.answers),
         answers=len(progress.answers),
         completion_tokens=progress.completion_tokens,
-        constraint=progress.constraint,
+        constraint=progress.request.constraint,
     )
     if progress.finish is not None:
         for name in _CLIENTS_ALONE:

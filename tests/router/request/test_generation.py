@@ -11,8 +11,8 @@ from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
+from services.router.request.client_request import ClientRequest
 from services.router.request.generation import Generator
-from services.router.request.progress import Checked
 from services.values.errors import (
     ContextExceeded,
     InvalidRequest,
@@ -25,8 +25,6 @@ from services.values.rank import Generation, Plan, RankId
 from services.values.request import Admitted, FinishReason, Output, SamplingParams, TokenLogprobs
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-CHECKED = Checked("r", SamplingParams(), "", "", 0)
-
 
 class Outcomes(list):
     """In the place of RouterMetrics."""
@@ -36,12 +34,12 @@ class Outcomes(list):
 
 
 ENDS = [
-    (None, None, "finished"),
-    (NoCapacity("full"), None, "NoCapacity"),
-    (ContextExceeded("long"), None, "InvalidRequest"),
-    (KeyError("a bug"), None, "Internal"),
+    (None, math.inf, "finished"),
+    (NoCapacity("full"), math.inf, "NoCapacity"),
+    (ContextExceeded("long"), math.inf, "InvalidRequest"),
+    (KeyError("a bug"), math.inf, "Internal"),
     (KeyError("a bug"), 50.0, "Internal"),
-    (asyncio.CancelledError(), None, "cancelled"),
+    (asyncio.CancelledError(), math.inf, "cancelled"),
     (asyncio.CancelledError(), 101.0, "cancelled"),
     (asyncio.CancelledError(), 99.0, "DeadlineExceeded"),
     (GeneratorExit(), 100.05, "DeadlineExceeded"),  # gRPC's clock is not ours
@@ -65,7 +63,7 @@ def test_how_a_request_ended(subtests):
                 clock=lambda: 100.0,
             )
             try:
-                with generator._track(CHECKED, INVALID_SPAN, deadline):
+                with generator._track(ClientRequest("r", SamplingParams(), deadline=deadline), INVALID_SPAN):
                     assert generator.num_running == 1
                     if error is not None:
                         raise error
@@ -83,7 +81,7 @@ def generator():
 
 
 def tracked(generator, tenant="acme"):
-    return generator._track(Checked("r", SamplingParams(), "", tenant, 0), INVALID_SPAN, None)
+    return generator._track(ClientRequest("r", SamplingParams(), tenant=tenant), INVALID_SPAN)
 
 
 def test_a_tenants_key_aborts_its_own_requests_alone_whoever_else_has_one_of_that_id(generator):
@@ -126,23 +124,23 @@ async def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(cha
 
     with ExitStack() as stack:
         for number in range(4):
-            crowd = Checked(f"r{number}", SamplingParams(), "", "crowd", 0)
-            stack.enter_context(generator._track(crowd, INVALID_SPAN, None))
+            crowd = ClientRequest(f"r{number}", SamplingParams(), tenant="crowd")
+            stack.enter_context(generator._track(crowd, INVALID_SPAN))
         assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, math.inf)
         cluster.takes_turns = False
         assert await allowed_s("quiet") == 1.0
         cluster.takes_turns = True
-        quiet = Checked("q", SamplingParams(), "", "quiet", 0)
-        stack.enter_context(generator._track(quiet, INVALID_SPAN, None))
+        quiet = ClientRequest("q", SamplingParams(), tenant="quiet")
+        stack.enter_context(generator._track(quiet, INVALID_SPAN))
         assert (await allowed_s("crowd"), await allowed_s("quiet")) == (1.0, 1.0)
     assert (await allowed_s("quiet"), generator._tenants) == (1.0, {})
 
 
 def test_who_listens_is_told_how_requests_end_until_it_stops(generator):
     told = []
-    stop = generator.listen(lambda progress, outcome: told.append((progress.tenant, outcome)))
+    stop = generator.listen(lambda progress, outcome: told.append((progress.request.tenant, outcome)))
     with tracked(generator):
-        assert [progress.request_id for progress in generator.running] == ["r"] and not told
+        assert [progress.request.request_id for progress in generator.running] == ["r"] and not told
     stop()
     with tracked(generator):
         pass

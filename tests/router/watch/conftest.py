@@ -6,8 +6,10 @@ from opentelemetry.trace import INVALID_SPAN
 from router.placement.placement_ranks import WEIGHTS, decode, prefill, request
 from services.router.cluster import HashedPrompt, Placed
 from services.router.placement.decision import place
+from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
 from services.values.rank import RankKey
+from services.values.request import SamplingParams
 
 
 class Requests:
@@ -20,8 +22,9 @@ class Requests:
         self.listeners.append(ended)
         return lambda: self.listeners.remove(ended)
 
-    def begin(self, request_id, tenant="", began_s=100.0):
-        progress = Progress(request_id, began_s, INVALID_SPAN, tenant=tenant, conversation_id="c")
+    def begin(self, request_id, tenant="", began_s=100.0, **fields):
+        asked = ClientRequest(request_id, SamplingParams(), "c", tenant, **fields)
+        progress = Progress(asked, began_s, INVALID_SPAN)
         self.running.append(progress)
         return progress
 

@@ -9,6 +9,7 @@ from services.router.request.finish import finish_of
 from services.router.watch.requests import finished_request, running_request
 from services.values.rank import Plan
 from services.values.request import FinishReason
+from services.wire.packed_ids import PackedIds
 
 
 def told(progress, outcome="finished"):
@@ -22,7 +23,9 @@ def test_a_running_request_says_how_far_it_is(subtests, requests, placed):
         assert (waiting.request_id, waiting.conversation_id, waiting.tenant) == ("r", "c", "a")
         assert (waiting.model, waiting.age_s) == ("m", 3.0)
         assert not waiting.HasField("decode") and not waiting.HasField("prefill")
-        progress.prompt_tokens, progress.output_ids, progress.placed = 9, [1, 2], placed()
+        asked = progress.request
+        progress.encoded(asked.encoded(PackedIds.of(range(9)), None, asked.sampling), 101.0)
+        progress.output_ids, progress.placed = [1, 2], placed()
         running = running_request(progress, "m", 103.0)
         assert (running.prompt_tokens, running.completion_tokens) == (9, 2)
         chosen = progress.placed.decision.chosen
@@ -30,9 +33,9 @@ def test_a_running_request_says_how_far_it_is(subtests, requests, placed):
         assert (running.decode.worker, running.decode.rank) == ("decode", chosen.decode.id.rank)
         assert running.prefill.worker == "prefill"
     with subtests.test("of several answers the tokens and calls of all are told"):
-        progress = requests.begin("r")
+        progress = requests.begin("r", answers=3)
         progress.output_ids, progress.num_calls = [1, 2], 1
-        progress.others = [progress.another(index) for index in (1, 2)]
+        progress.split()
         progress.others[1].output_ids, progress.others[1].num_calls = [3], 2
         running, finished = running_request(progress, "m", 103.0), told(progress)
         assert (running.answers, running.completion_tokens) == (3, 3)
@@ -49,8 +52,8 @@ def test_how_it_ended(subtests, requests):
         ("Internal", None, "INTERNAL"),
     ]:
         with subtests.test(outcome=outcome):
-            progress = requests.begin("r", tenant="a")
-            progress.finish_reason, progress.num_calls, progress.constraint = reason, 2, "json_schema"
+            progress = requests.begin("r", tenant="a", constraint="json_schema")
+            progress.finish_reason, progress.num_calls = reason, 2
             finished = told(progress, outcome)
             assert (finished.outcome, finished.duration_s, finished.ended_at_s) == (told_as, 2.5, 1e9)
             assert (finished.tool_calls, finished.constraint, finished.tenant) == (2, "json_schema", "a")

@@ -2,14 +2,13 @@
 
 from typing import Protocol
 
+from services.router.request.answer_context import AnswerContext
 from services.router.request.answers.best import BestAnswers
-from services.router.request.answers.response_stream import Means, ResponseStream
+from services.router.request.answers.response_stream import ResponseStream
 from services.router.request.answers.several import SeveralAnswers
-from services.router.request.progress import Checked, Progress
-from services.router.text.chats.past_answers import PastAnswers
+from services.router.request.progress import Progress
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
-from services.wire.packed_ids import PackedIds
 
 MAX_ANSWERS = 128
 
@@ -33,16 +32,10 @@ def counts_of(request: GenerateRequest) -> tuple[int, int]:
     return answers, answered
 
 
-def answers_to(
-    means: Means,
-    checked: Checked,
-    prompt: PackedIds,
-    past: PastAnswers | None,
-    progress: Progress,
-    deadline: float,
-) -> Answers:
-    """To be closed. `progress` is the request's, `deadline` on the clock of `means`."""
-    if checked.answers == 1:
-        return ResponseStream(means, checked, prompt, past, progress, deadline)
-    several = SeveralAnswers(means, checked, prompt, past, progress, deadline)
-    return several if checked.answered == checked.answers else BestAnswers(several, checked)
+def answers_to(context: AnswerContext, progress: Progress) -> Answers:
+    """The answers to an encoded request, to be closed."""
+    request = progress.request
+    if request.answers == 1:
+        return ResponseStream(context, progress)
+    several = SeveralAnswers(context, progress)
+    return several if request.answered == request.answers else BestAnswers(several, request)

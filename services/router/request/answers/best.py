@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from services.router.request.answers.held_logprobs import HeldLogprobs
 from services.router.request.answers.several import SeveralAnswers
-from services.router.request.progress import Checked
+from services.router.request.client_request import ClientRequest
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse, Totals
 from services.wire.joined_responses import JoinedResponses
@@ -15,12 +15,12 @@ class BestAnswers:
     """As SeveralAnswers, but none is heard before all of them have ended: each then in one response. What is
     told of the prompt goes before them as it comes, for it may be more than one message holds."""
 
-    def __init__(self, answers: SeveralAnswers, checked: Checked) -> None:
+    def __init__(self, answers: SeveralAnswers, request: ClientRequest) -> None:
         self._answers = answers
-        self._checked = checked
-        self._joined = [JoinedResponses() for _ in range(checked.answers)]
+        self._request = request
+        self._joined = [JoinedResponses() for _ in range(request.answers)]
         self._held = HeldLogprobs()
-        self._unfinished = checked.answers
+        self._unfinished = request.answers
         self._best: Iterator[GenerateResponse] | None = None
 
     async def next_response(self) -> GenerateResponse:
@@ -41,7 +41,7 @@ class BestAnswers:
         try:
             yield
         except InvalidRequest as error:
-            if self._checked.tells_logprobs or not str(error).startswith("sampling.logprobs"):
+            if self._request.tells_logprobs or not str(error).startswith("sampling.logprobs"):
                 raise
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
@@ -51,7 +51,7 @@ class BestAnswers:
             response = await self._answers.next_response()
             told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)
             response.ClearField("prompt_logprobs")
-            if self._checked.tells_logprobs:
+            if self._request.tells_logprobs:
                 self._held.add(response)
             self._joined[response.index].add(response)
             self._unfinished -= response.HasField("finish")
@@ -63,10 +63,10 @@ class BestAnswers:
         """Numbered anew, best first; the last one says what the others took."""
         answers = [each.whole() for each in self._joined]
         ranked = sorted(answers, key=mean_logprob, reverse=True)  # those that are equal stay in their order
-        best, left_out = ranked[: self._checked.answered], ranked[self._checked.answered :]
+        best, left_out = ranked[: self._request.answered], ranked[self._request.answered :]
         for index, answer in enumerate(best):
             answer.index = index
-            if not self._checked.tells_logprobs:
+            if not self._request.tells_logprobs:
                 del answer.logprobs[:]
         best[-1].finish.left_out.CopyFrom(_sums([answer.finish.totals for answer in left_out]))
         return best

@@ -6,36 +6,21 @@ missing without a word would be lost.
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
+from services.router.request.answer_context import AnswerContext
 from services.router.request.answers.merged import merged
-from services.router.request.answers.prompt_turns import PromptTurns
-from services.router.request.answers.response_stream import Means, ResponseStream
-from services.router.request.answers.seeds import seed_of
-from services.router.request.progress import Checked, Progress
+from services.router.request.answers.response_stream import ResponseStream
+from services.router.request.progress import Progress
 from services.router.request.telemetry.story import tell_answer
-from services.router.text.chats.past_answers import PastAnswers
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
-from services.wire.packed_ids import PackedIds
 
 
 class SeveralAnswers:
     """As ResponseStream, which it has one of for each; `progress` is the first one's."""
 
-    def __init__(
-        self,
-        means: Means,
-        checked: Checked,
-        prompt: PackedIds,
-        past: PastAnswers | None,
-        progress: Progress,
-        deadline: float,
-    ) -> None:
-        self._means = means
-        self._checked = checked
-        self._parts = prompt, past, deadline
-        progress.turns = PromptTurns()
-        progress.others = [progress.another(index) for index in range(1, checked.answers)]
+    def __init__(self, context: AnswerContext, progress: Progress) -> None:
+        self._context = context
+        progress.split()
         self._responses = merged([self._answer(each) for each in progress.answers])
 
     async def next_response(self) -> GenerateResponse:
@@ -48,26 +33,16 @@ class SeveralAnswers:
         await self._responses.aclose()
 
     async def _answer(self, progress: Progress) -> AsyncGenerator[GenerateResponse, None]:
-        prompt, past, deadline = self._parts
-        checked = self._of(progress.index)
-        with self._ending(checked, progress):
-            stream = ResponseStream(self._means, checked, prompt, past, progress, deadline)
+        with self._ending(progress):
+            stream = ResponseStream(self._context, progress)
             response = await stream.next_response()
             while not response.HasField("finish"):
                 yield response
                 response = await stream.next_response()
         yield response
 
-    def _of(self, index: int) -> Checked:
-        sampling = self._checked.sampling
-        sampling = replace(sampling, seed=seed_of(sampling.seed, index))
-        if index:
-            sampling = sampling.without_prompt_logprobs
-        return replace(self._checked, sampling=sampling, index=index)
-
     @contextmanager
-    def _ending(self, checked: Checked, progress: Progress) -> Iterator[None]:
-        """When it has ended, whichever way, it holds nothing and the others need not wait for it."""
+    def _ending(self, progress: Progress) -> Iterator[None]:
         outcome = "finished"
         try:
             yield
@@ -78,10 +53,6 @@ class SeveralAnswers:
             outcome = "cancelled"
             raise
         finally:
-            stream, progress.stream = progress.stream, None
-            if stream is not None:
-                stream.close()
-            self._means.cluster.ended(checked.answer_key)
-            assert progress.turns is not None
-            progress.turns.leave(progress.index)
+            progress.leave()
+            self._context.cluster.ended(progress.request.answer_key)
             tell_answer(progress, outcome)

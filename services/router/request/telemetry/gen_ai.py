@@ -56,7 +56,7 @@ def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
 def answered(progress: Progress, model: str) -> Attributes:
     """Of a request that has ended, however it ended."""
     attributes: Attributes = {
-        "gen_ai.response.id": progress.request_id,
+        "gen_ai.response.id": progress.request.request_id,
         "gen_ai.response.model": model,
         "gen_ai.usage.output_tokens": progress.completion_tokens,
     }
@@ -114,4 +114,4 @@ class GenAiMetrics:
             self._per_token[labels].observe((took_s - progress.first_token_s) / later_tokens)
 
     def _labels(self, progress: Progress) -> tuple[str, str, str]:
-        return progress.operation, PROVIDER, self._model
+        return progress.request.operation, PROVIDER, self._model

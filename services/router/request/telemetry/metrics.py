@@ -276,8 +276,8 @@ class RouterMetrics:
                 self._broken_calls.inc(answer.num_broken_calls)
             if answer.finish_reason is FinishReason.CAPACITY:
                 self._cut_off.inc()
-        if progress.constraint:
-            self._constrained.labels(progress.constraint).inc()
+        if progress.request.constraint:
+            self._constrained.labels(progress.request.constraint).inc()
         if progress.admitted is None and outcome not in ("finished", "cancelled"):
             self._rejections.labels(outcome).inc()
         self._duration.observe(took_s, traces.exemplar(progress.span))

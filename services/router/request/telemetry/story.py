@@ -16,14 +16,14 @@ def tell(progress: Progress, outcome: str) -> None:
     log_lines.event(
         log,
         "request_finished",
-        request_id=progress.request_id,
+        request_id=progress.request.request_id,
         answers=len(progress.answers),
         outcome=outcome,
         **_placing(progress),
         completion_tokens=progress.completion_tokens,
         reasoning_tokens=sum(answer.reasoning_tokens for answer in progress.answers),
         tool_calls=sum(answer.num_calls for answer in progress.answers),
-        constraint=progress.constraint or "-",
+        constraint=progress.request.constraint or "-",
         past_answers=",".join(f"{what}:{n}" for what, n in progress.past_answers.items()) or "-",
         **_ending(progress),
     )
@@ -36,8 +36,8 @@ def tell_answer(progress: Progress, outcome: str) -> None:
     log_lines.event(
         log,
         "answer_finished",
-        request_id=progress.request_id,
-        answer=progress.index,
+        request_id=progress.request.request_id,
+        answer=progress.request.index,
         outcome=outcome,
         **_placing(progress),
         completion_tokens=len(progress.output_ids),

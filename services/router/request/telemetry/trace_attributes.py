@@ -15,7 +15,7 @@ Attributes = dict[str, str | int | float | tuple[str, ...]]
 def attributes_of(progress: Progress) -> Attributes:
     """Of a request that has ended, however it ended."""
     attributes: Attributes = {
-        "request_id": progress.request_id,
+        "request_id": progress.request.request_id,
         "answers": len(progress.answers),
         "completion_tokens": progress.completion_tokens,
         "reasoning_tokens": sum(answer.reasoning_tokens for answer in progress.answers),
@@ -25,8 +25,8 @@ def attributes_of(progress: Progress) -> Attributes:
         "placements": len(progress.served),
     }
     attributes |= {f"past_answers.{what}": number for what, number in progress.past_answers.items()}
-    if progress.constraint:
-        attributes["constraint"] = progress.constraint
+    if progress.request.constraint:
+        attributes["constraint"] = progress.request.constraint
     if progress.first_token_s is not None:
         attributes["first_token_s"] = progress.first_token_s
     if progress.stages is not None:

@@ -2,7 +2,7 @@ import pytest
 
 from services.router.request.answers import held_logprobs
 from services.router.request.answers.best import BestAnswers
-from services.router.request.progress import Checked
+from services.router.request.client_request import ClientRequest
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
@@ -39,8 +39,8 @@ class Several:
 
 
 async def best(answered, **fields):
-    checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered, **fields)
-    answers = BestAnswers(Several(), checked)
+    asked = ClientRequest("r", SamplingParams(), answers=4, answered=answered, **fields)
+    answers = BestAnswers(Several(), asked)
     return [await answers.next_response() for _ in range(answered)]
 
 
@@ -83,8 +83,8 @@ def scored(token_id):
 async def test_what_is_told_of_the_prompt_comes_first_and_once(subtests):
     for answered in [1, 2]:
         with subtests.test(answered=answered):
-            checked = Checked("r", SamplingParams(), "", "", 0, answers=4, answered=answered)
-            answers = BestAnswers(Scoring(), checked)
+            asked = ClientRequest("r", SamplingParams(), answers=4, answered=answered)
+            answers = BestAnswers(Scoring(), asked)
             told = [await answers.next_response() for _ in range(2 + answered)]
             assert [[each.chosen.token_id for each in response.prompt_logprobs] for response in told[:2]] == [
                 [1],
@@ -104,12 +104,12 @@ class Refusing(Several):
 async def test_an_engine_without_log_probabilities_is_told_of_by_what_was_asked(subtests):
     for tells_logprobs, says in [(False, "^best_of "), (True, "^sampling.logprobs")]:
         with subtests.test(tells_logprobs=tells_logprobs, says=says):
-            checked = Checked("r", SamplingParams(), "", "", 0, answers=4, tells_logprobs=tells_logprobs)
+            asked = ClientRequest("r", SamplingParams(), answers=4, tells_logprobs=tells_logprobs)
             with pytest.raises(InvalidRequest, match=says):
-                await BestAnswers(Refusing(), checked).next_response()
+                await BestAnswers(Refusing(), asked).next_response()
 
 
 async def test_closing_closes_the_answers():
     several = Several()
-    await BestAnswers(several, Checked("r", SamplingParams(), "", "", 0, answers=4)).aclose()
+    await BestAnswers(several, ClientRequest("r", SamplingParams(), answers=4)).aclose()
     assert several.closed

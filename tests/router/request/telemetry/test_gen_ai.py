@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
+from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
 from services.router.request.telemetry import gen_ai
-from services.values.request import FinishReason
+from services.values.request import FinishReason, SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 CHAT = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user", content="a secret")])
@@ -52,7 +53,7 @@ def test_json_and_completions_are_said_to_be_that_and_long_names_are_cut(subtest
 
 
 def test_of_a_request_that_no_rank_took_nothing_is_made_up():
-    progress = Progress("r", 0.0, trace.INVALID_SPAN)
+    progress = Progress(ClientRequest("r", SamplingParams()), 0.0, trace.INVALID_SPAN)
     assert gen_ai.answered(progress, "m") == {
         "gen_ai.response.id": "r",
         "gen_ai.response.model": "m",
@@ -74,7 +75,8 @@ class Observed:
 def test_durations_by_error_and_tokens_of_those_that_finished_only():
     observed = Observed(CollectorRegistry())
     metrics = gen_ai.GenAiMetrics(observed.registry, "m")
-    progress = Progress("r", 0.0, trace.INVALID_SPAN, operation="chat", finish_reason=FinishReason.LENGTH)
+    asked = ClientRequest("r", SamplingParams(), operation="chat")
+    progress = Progress(asked, 0.0, trace.INVALID_SPAN, finish_reason=FinishReason.LENGTH)
     metrics.ended(progress, "Unavailable", 4.0)
     progress.first_token_s, progress.output_ids = 1.0, [1, 2, 3, 4, 5]
     metrics.first_token(progress)

@@ -1,0 +1,61 @@
+"""What one client asked for, after the door."""
+
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Self
+
+from services.router.request.answers.seeds import seed_of
+from services.router.request.tools import ChatTools
+from services.router.text.chats.past_answers import PastAnswers
+from services.values.request import SamplingParams
+from services.wire.packed_ids import PackedIds
+
+_NO_IDS = PackedIds.of(())
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request has no prompt at the door; `encoded` makes the one that goes on."""
+
+    request_id: str
+    sampling: SamplingParams
+    conversation_id: str = ""
+    tenant: str = ""
+    priority: int = 0
+    runs_few: bool = False  # beside a crowd of other tenants', as it was when this request came
+    operation: str = "text_completion"  # or chat
+    constraint: str = ""  # the kind of what the client asked for; empty: none
+    tools: ChatTools = field(default_factory=ChatTools)
+    answers: int = 1  # that are generated, and
+    answered: int = 1  # of them, those that the client gets: the best
+    index: int = 0  # of this answer
+    tells_logprobs: bool = True  # False: they are asked for to rank the answers
+    deadline: float = inf  # on the router's clock
+    prompt: PackedIds = _NO_IDS
+    past: PastAnswers | None = None  # of a chat
+
+    @property
+    def answer_name(self) -> str:
+        """What ranks and log lines call this answer."""
+        return f"{self.request_id}#{self.index}" if self.index else self.request_id
+
+    @property
+    def answer_key(self) -> str:
+        """Names it among all that are in flight: tenants choose their ids apart; none of them has a NUL."""
+        return f"{self.tenant}\0{self.request_id}\0{self.index}"
+
+    @property
+    def memory_key(self) -> str:
+        """Names the conversation, for tenants may choose the same ids; empty where none was named."""
+        return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
+
+    def encoded(self, prompt: PackedIds, past: PastAnswers | None, sampling: SamplingParams) -> Self:
+        """The same request with its prompt. `sampling` has what the tools ask of the answer."""
+        return replace(self, prompt=prompt, past=past, sampling=sampling)
+
+    def of_answer(self, index: int) -> Self:
+        """The request of one answer: it has a seed of its own, and the first alone asks about the prompt."""
+        sampling = replace(self.sampling, seed=seed_of(self.sampling.seed, index))
+        if index:
+            sampling = sampling.without_prompt_logprobs
+        return replace(self, sampling=sampling, index=index)
