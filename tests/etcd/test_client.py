@@ -18,55 +18,45 @@ from services.values.errors import ConfigError, ProtocolError, Unavailable
 from services.wire.etcd import etcd_pb2
 
 
-def test_prefix_end_is_the_first_key_past_the_prefix() -> None:
-    assert prefix_end(b"a/") == b"a0"
-    assert prefix_end(b"a\xff\xff") == b"b"
-    assert prefix_end(b"\xff") == b"\0"
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "tls", "message"),
-    [
+def test_settings_of_endpoints(subtests: pytest.Subtests) -> None:
+    with subtests.test("prefix end is the first key past the prefix"):
+        assert prefix_end(b"a/") == b"a0"
+        assert prefix_end(b"a\xff\xff") == b"b"
+        assert prefix_end(b"\xff") == b"\0"
+    for endpoint, tls, message in [
         ("etcd", False, "HOST:PORT"),
         ("https://etcd:2379", False, "without a CA"),
         ("http://e:1", True, "with a CA"),
-    ],
-)
-def test_endpoints_that_cannot_work(endpoint: str, tls: bool, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EtcdSettings((endpoint,), tls=TlsConfig(Path("ca.pem")) if tls else None)
+    ]:
+        with (
+            subtests.test(endpoint=endpoint, tls=tls, message=message),
+            pytest.raises(ConfigError, match=message),
+        ):
+            EtcdSettings((endpoint,), tls=TlsConfig(Path("ca.pem")) if tls else None)
+    with subtests.test("settings hide the password and strip the scheme"):
+        settings = EtcdSettings(("http://etcd:2379/", "[::1]:2379"), user="u", password="hush")
+        assert settings.endpoints == ("etcd:2379", "[::1]:2379")
+        assert "hush" not in repr(settings)
 
 
-def test_settings_hide_the_password_and_strip_the_scheme() -> None:
-    settings = EtcdSettings(("http://etcd:2379/", "[::1]:2379"), user="u", password="hush")
-    assert settings.endpoints == ("etcd:2379", "[::1]:2379")
-    assert "hush" not in repr(settings)
-
-
-async def test_put_and_get(etcd: Etcd, keys: ClusterKeys) -> None:
+async def test_keys_are_put_created_swapped_and_changed_all_or_nothing(etcd: Etcd, keys: ClusterKeys) -> None:
     key = keys.prefix + b"a"
     assert await etcd.get(key) is None
     revision = await etcd.put(key, b"1")
     found = await etcd.get(key)
     assert found is not None and (found.value, found.mod_revision) == (b"1", revision)
-
-
-async def test_create_and_compare_and_swap(etcd: Etcd, keys: ClusterKeys) -> None:
-    key = keys.prefix + b"a"
-    assert await etcd.create(key, b"1")
-    assert not await etcd.create(key, b"2")
-    found = await etcd.get(key)
+    created = keys.prefix + b"created"
+    assert await etcd.create(created, b"1")
+    assert not await etcd.create(created, b"2")
+    found = await etcd.get(created)
     assert found is not None and found.value == b"1"
-    assert await etcd.compare_and_swap(key, b"3", found.mod_revision)
-    assert not await etcd.compare_and_swap(key, b"4", found.mod_revision)
-
-
-async def test_a_transaction_is_all_or_nothing(etcd: Etcd, keys: ClusterKeys) -> None:
-    a, b = keys.prefix + b"a", keys.prefix + b"b"
+    assert await etcd.compare_and_swap(created, b"3", found.mod_revision)
+    assert not await etcd.compare_and_swap(created, b"4", found.mod_revision)
+    a, b = keys.prefix + b"txn/a", keys.prefix + b"txn/b"
     await etcd.put(a, b"old")
     refused = await etcd.txn([unchanged(a, 0)], [delete_range_op(a, b)], [put_op(b, b"else")])
     assert not refused.succeeded
-    _, kvs = await etcd.snapshot(keys.prefix)
+    _, kvs = await etcd.snapshot(keys.prefix + b"txn/")
     assert [(kv.key, kv.value) for kv in kvs] == [(a, b"old"), (b, b"else")]
 
 
@@ -83,30 +73,37 @@ async def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, keys: Clu
     assert max(kv.mod_revision for kv in kvs) <= revision
 
 
-async def test_errors_are_ours(etcd: Etcd, keys: ClusterKeys) -> None:
-    with pytest.raises(LeaseNotFound):
-        await etcd.put(keys.prefix + b"a", b"", lease_id=12345)
-    with pytest.raises(LeaseNotFound):
-        await etcd.revoke_lease(12345)
-    with pytest.raises(ProtocolError, match="too many operations"):
-        await etcd.txn([], [put_op(keys.prefix + b"%d" % number, b"") for number in range(129)])
+async def test_errors_are_ours(subtests: pytest.Subtests, etcd: Etcd, keys: ClusterKeys) -> None:
+    with subtests.test("errors are ours"):
+        with pytest.raises(LeaseNotFound):
+            await etcd.put(keys.prefix + b"a", b"", lease_id=12345)
+        with pytest.raises(LeaseNotFound):
+            await etcd.revoke_lease(12345)
+        with pytest.raises(ProtocolError, match="too many operations"):
+            await etcd.txn([], [put_op(keys.prefix + b"%d" % number, b"") for number in range(129)])
+    with subtests.test("no endpoint answers"):
+        async with client("127.0.0.1:1", "localhost:2", timeout_s=0.3) as nowhere:
+            with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1, localhost:2"):
+                await nowhere.get(b"a")
+    with subtests.test("a compacted revision has an error of its own"):
+        first = await etcd.put(keys.prefix + b"a", b"1")
+        await etcd.put(keys.prefix + b"a", b"2")
+        await etcd.compact(await etcd.current_revision())
+        with pytest.raises(EtcdCompacted):
+            await etcd.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=b"a", revision=first))
 
 
-async def test_no_endpoint_answers() -> None:
-    async with client("127.0.0.1:1", "localhost:2", timeout_s=0.3) as nowhere:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1, localhost:2"):
-            await nowhere.get(b"a")
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_dead_endpoint_is_passed_over(etcd_endpoint: str, keys: ClusterKeys, seed: int) -> None:
-    by_name = etcd_endpoint.replace("127.0.0.1", "localhost")
-    async with client("127.0.0.1:1", by_name, seed=seed, timeout_s=3.0) as etcd:
-        assert await etcd.create(
-            keys.prefix + b"a", b"1"
-        )  # not idempotent, and yet it may be tried elsewhere
-        _, kvs = await etcd.snapshot(keys.prefix)
-        assert [kv.value for kv in kvs] == [b"1"]
+async def test_a_dead_endpoint_is_passed_over(
+    subtests: pytest.Subtests, etcd_endpoint: str, keys: ClusterKeys
+) -> None:
+    for seed in range(3):
+        with subtests.test(seed=seed):
+            by_name = etcd_endpoint.replace("127.0.0.1", "localhost")
+            async with client("127.0.0.1:1", by_name, seed=seed, timeout_s=3.0) as etcd:
+                prefix = keys.prefix + b"%d/" % seed
+                assert await etcd.create(prefix, b"1")  # not idempotent, and yet it may be tried elsewhere
+                _, kvs = await etcd.snapshot(prefix)
+                assert [kv.value for kv in kvs] == [b"1"]
 
 
 async def test_a_stalled_endpoint_is_left_after_one_attempt(etcd_endpoint: str, keys: ClusterKeys) -> None:
@@ -157,14 +154,6 @@ async def test_a_full_etcd_has_an_error_of_its_own(tmp_path: Path) -> None:
             for _ in range(300):  # etcd looks at what it has committed, and it commits from time to time
                 await etcd.put(b"a", bytes(200_000))
         assert await etcd.get(b"a") is not None
-
-
-async def test_a_compacted_revision_has_an_error_of_its_own(etcd: Etcd, keys: ClusterKeys) -> None:
-    first = await etcd.put(keys.prefix + b"a", b"1")
-    await etcd.put(keys.prefix + b"a", b"2")
-    await etcd.compact(await etcd.current_revision())
-    with pytest.raises(EtcdCompacted):
-        await etcd.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=b"a", revision=first))
 
 
 def make_certificates(folder: Path) -> None:

@@ -35,52 +35,48 @@ def failed(error: BaseException) -> IsthmusError:
     return error if isinstance(error, IsthmusError) else Unavailable(repr(error))
 
 
-async def test_what_was_received_is_read_before_the_end_is_told() -> None:
-    stream: EtcdStream[str, str] = EtcdStream(ScriptedCall("a", "b", grpc.aio.EOF), failed)
-    assert [await stream.read(ENOUGH_S) for _ in "ab"] == ["a", "b"]
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="ended the stream"):
+async def test_how_a_stream_ends(subtests: pytest.Subtests) -> None:
+    with subtests.test("what was received is read before the end is told"):
+        stream: EtcdStream[str, str] = EtcdStream(ScriptedCall("a", "b", grpc.aio.EOF), failed)
+        assert [await stream.read(ENOUGH_S) for _ in "ab"] == ["a", "b"]
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="ended the stream"):
+                await stream.read(ENOUGH_S)
+    for error in [asyncio.InvalidStateError("finished"), asyncio.CancelledError("locally")]:
+        with subtests.test(error=error):
+            stream: EtcdStream[str, str] = EtcdStream(ScriptedCall("a", error), failed)
+            assert await stream.read(ENOUGH_S) == "a"
+            with pytest.raises(Unavailable, match=type(error).__name__):
+                await stream.read(ENOUGH_S)
+    with subtests.test("our own mistakes are not taken for a broken stream"):
+        stream: EtcdStream[str, str] = EtcdStream(ScriptedCall(ZeroDivisionError()), failed)
+        with pytest.raises(ZeroDivisionError):
             await stream.read(ENOUGH_S)
 
 
-@pytest.mark.parametrize("error", [asyncio.InvalidStateError("finished"), asyncio.CancelledError("locally")])
-async def test_what_breaks_the_stream_is_renamed(error: BaseException) -> None:
-    stream: EtcdStream[str, str] = EtcdStream(ScriptedCall("a", error), failed)
-    assert await stream.read(ENOUGH_S) == "a"
-    with pytest.raises(Unavailable, match=type(error).__name__):
-        await stream.read(ENOUGH_S)
-
-
-async def test_our_own_mistakes_are_not_taken_for_a_broken_stream() -> None:
-    stream: EtcdStream[str, str] = EtcdStream(ScriptedCall(ZeroDivisionError()), failed)
-    with pytest.raises(ZeroDivisionError):
-        await stream.read(ENOUGH_S)
-
-
-async def test_who_gives_up_waiting_loses_nothing() -> None:
-    call = ScriptedCall()
-    stream: EtcdStream[str, str] = EtcdStream(call, failed)
-    assert await stream.read(0.0) is None
-    impatient = asyncio.create_task(stream.read(ENOUGH_S))
-    await until(lambda: call.reads == 1)
-    impatient.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
-    call.coming.put_nowait("a")
-    assert await stream.read(ENOUGH_S) == "a"
-    stream.close()
-
-
-async def test_a_reader_who_is_slow_holds_up_the_stream() -> None:
-    call = ScriptedCall(*range(100))
-    stream: EtcdStream[str, int] = EtcdStream(call, failed)
-    while call.reads < _MAX_AHEAD:
-        await asyncio.sleep(0)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert call.reads == _MAX_AHEAD
-    assert [await stream.read(ENOUGH_S) for _ in range(100)] == list(range(100))
-    stream.close()
+async def test_readers_who_give_up_or_are_slow(subtests: pytest.Subtests) -> None:
+    with subtests.test("who gives up waiting loses nothing"):
+        call = ScriptedCall()
+        stream: EtcdStream[str, str] = EtcdStream(call, failed)
+        assert await stream.read(0.0) is None
+        impatient = asyncio.create_task(stream.read(ENOUGH_S))
+        await until(lambda: call.reads == 1)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        call.coming.put_nowait("a")
+        assert await stream.read(ENOUGH_S) == "a"
+        stream.close()
+    with subtests.test("a reader who is slow holds up the stream"):
+        call = ScriptedCall(*range(100))
+        stream: EtcdStream[str, int] = EtcdStream(call, failed)
+        while call.reads < _MAX_AHEAD:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert call.reads == _MAX_AHEAD
+        assert [await stream.read(ENOUGH_S) for _ in range(100)] == list(range(100))
+        stream.close()
 
 
 async def test_a_closed_stream_leaves_nothing_behind_and_waits_for_nobody() -> None:

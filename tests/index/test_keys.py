@@ -26,14 +26,25 @@ numbers = st.integers(0, 2**64 - 1)
 ranks = st.builds(RankKey, names, st.integers(0, 999_999_999))
 
 
-def test_keys_are_those_of_the_design() -> None:
-    rank = RankKey("d0", 3)
-    assert KEYS.schema == b"/isthmus/prod/schema"
-    assert KEYS.registration(rank) == b"/isthmus/prod/ranks/d0/3"
-    assert KEYS.head(rank) == b"/isthmus/prod/prefix/d0/3/head"
-    assert KEYS.snapshot(rank, 7, 1) == b"/isthmus/prod/prefix/d0/3/snapshot/%020d/%020d" % (7, 1)
-    assert KEYS.log(rank, 9) == b"/isthmus/prod/prefix/d0/3/log/%020d" % 9
-    assert KEYS.probe("r1") == b"/isthmus/prod/probe/r1"
+def test_keys_are_those_of_the_design(subtests: pytest.Subtests) -> None:
+    with subtests.test("keys are those of the design"):
+        rank = RankKey("d0", 3)
+        assert KEYS.schema == b"/isthmus/prod/schema"
+        assert KEYS.registration(rank) == b"/isthmus/prod/ranks/d0/3"
+        assert KEYS.head(rank) == b"/isthmus/prod/prefix/d0/3/head"
+        assert KEYS.snapshot(rank, 7, 1) == b"/isthmus/prod/prefix/d0/3/snapshot/%020d/%020d" % (7, 1)
+        assert KEYS.log(rank, 9) == b"/isthmus/prod/prefix/d0/3/log/%020d" % 9
+        assert KEYS.probe("r1") == b"/isthmus/prod/probe/r1"
+    with subtests.test("one cluster is no prefix of another"):
+        assert not ClusterKeys("prod2").schema.startswith(KEYS.prefix)
+    for name in ["", "a/b", "a b", "ä", ".hidden", "x" * 201, "a\n"]:
+        with subtests.test(name=name):
+            with pytest.raises(ConfigError, match="cluster"):
+                ClusterKeys(name)
+            with pytest.raises(ConfigError, match="worker"):
+                KEYS.head(RankKey(name, 0))
+            with pytest.raises(ConfigError, match="router"):
+                KEYS.probe(name)
 
 
 @given(ranks, numbers, numbers, names)
@@ -58,20 +69,6 @@ def test_foreign_keys_are_none_and_never_an_error(rest: bytes) -> None:
 def test_key_order_is_number_order(rank: RankKey, a: int, b: int) -> None:
     assert (KEYS.log(rank, a) < KEYS.log(rank, b)) == (a < b)
     assert (KEYS.snapshot_epoch(rank, a) < KEYS.snapshot_epoch(rank, b)) == (a < b)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "a b", "ä", ".hidden", "x" * 201, "a\n"])
-def test_names_that_cannot_stand_in_a_key(name: str) -> None:
-    with pytest.raises(ConfigError, match="cluster"):
-        ClusterKeys(name)
-    with pytest.raises(ConfigError, match="worker"):
-        KEYS.head(RankKey(name, 0))
-    with pytest.raises(ConfigError, match="router"):
-        KEYS.probe(name)
-
-
-def test_one_cluster_is_no_prefix_of_another() -> None:
-    assert not ClusterKeys("prod2").schema.startswith(KEYS.prefix)
 
 
 @given(st.lists(st.text(max_size=300), max_size=10, unique=True))

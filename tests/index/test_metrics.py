@@ -38,7 +38,7 @@ async def test_a_rank_and_a_router_tell_how_the_index_goes(
             assert value("isthmus_etcd_round_trip_seconds_count", method="Txn") > 0
             assert value("isthmus_index_update_staleness_seconds_count") > 0
             assert value("isthmus_index_added_blocks_total") == 3
-            assert value("isthmus_publisher_writes_total", kind="snapshot") >= 1
+            await until(lambda: value("isthmus_publisher_writes_total", kind="snapshot") >= 1)
             await own_server.kill()
             rank.store(4)
             await until(lambda: value("isthmus_publisher_degraded", reason="etcd_away") == 1)

@@ -88,6 +88,7 @@ async def churning(nodes: EtcdNodes, num_blocks: int = 2000) -> AsyncIterator[tu
             await opened.close()
 
 
+@pytest.mark.long
 async def test_members_die_one_after_the_other_and_nobody_loses_anything(tmp_path: Path) -> None:
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, *mirrors):
         for node in nodes.nodes:
@@ -112,6 +113,7 @@ async def test_all_members_are_away_until_every_lease_is_lost_and_routing_goes_o
         assert all(view.state is RankState.LIVE for view in (*first.ranks.values(), *second.ranks.values()))
 
 
+@pytest.mark.long
 async def test_all_members_lose_their_data_and_nobody_is_restarted(tmp_path: Path) -> None:
     """Twice: revisions begin anew, and soon pass what the routers had read of the etcd before."""
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, first, second):
@@ -146,6 +148,7 @@ async def test_a_minute_away(tmp_path: Path) -> None:
         await churn.agree(first, second)
 
 
+@pytest.mark.long
 async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> None:
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, first, second):
         async with client(*nodes.endpoints) as admin:
@@ -161,6 +164,7 @@ async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> No
         assert first.listings >= 2
 
 
+@pytest.mark.long
 async def test_ten_thousand_pins_of_two_routers(tmp_path: Path) -> None:
     """Each conversation is pinned by both; whoever was last stands, and both see the same pins."""
     names = [f"conversation {number}" for number in range(10_000)]

@@ -16,15 +16,14 @@ def unknown(name: str) -> KnownPin | None:
     """A mirror that has seen nothing."""
 
 
-@pytest.mark.parametrize("pin", [Pin(D0), Pin(D0, D1)])
-def test_pins_survive_the_wire(pin: Pin) -> None:
-    assert decode_pin(encode_pin(pin)) == pin
-
-
-def test_torn_pins_are_named() -> None:
-    for value in (b"", b"\xff"):
-        with pytest.raises(ProtocolError):
-            decode_pin(value)
+def test_pins_survive_the_wire_or_are_named(subtests: pytest.Subtests) -> None:
+    for pin in [Pin(D0), Pin(D0, D1)]:
+        with subtests.test(pin=pin):
+            assert decode_pin(encode_pin(pin)) == pin
+    with subtests.test("torn pins are named"):
+        for value in (b"", b"\xff"):
+            with pytest.raises(ProtocolError):
+                decode_pin(value)
 
 
 async def test_pins_are_written_under_one_lease_in_few_transactions(

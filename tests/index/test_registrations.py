@@ -7,13 +7,12 @@ from services.index.registrations import decode_registration, encode_registratio
 from services.wire.isthmus.v1 import index_pb2
 
 
-def test_a_registration_comes_back_as_it_went():
-    its = registration()
-    its = replace(its, draining=True, layout=replace(its.layout, handshake_version=7))
-    assert decode_registration(encode_registration(its)) == its
-
-
-def test_one_from_before_registrations_had_a_handshake_version_speaks_the_first():
-    old = index_pb2.Registration.FromString(encode_registration(registration()))
-    old.ClearField("handshake_version")
-    assert decode_registration(old.SerializeToString()).layout.handshake_version == 1
+def test_registrations_survive_the_wire(subtests):
+    with subtests.test("a registration comes back as it went"):
+        its = registration()
+        its = replace(its, draining=True, layout=replace(its.layout, handshake_version=7))
+        assert decode_registration(encode_registration(its)) == its
+    with subtests.test("one from before registrations had a handshake version speaks the first"):
+        old = index_pb2.Registration.FromString(encode_registration(registration()))
+        old.ClearField("handshake_version")
+        assert decode_registration(old.SerializeToString()).layout.handshake_version == 1

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from etcd.etcd_backup import restore, save
 from etcd.real_etcd import FAST, client, running, until
 from index.cluster import FakeRank, mirroring, registration
@@ -40,6 +42,7 @@ async def killed_at_the_end(rank: FakeRank) -> AsyncIterator["asyncio.Task[None]
         await asyncio.wait({task})
 
 
+@pytest.mark.long
 async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_path: Path) -> None:
     """d0 has begun a new life since the backup, d1 has lived on, d2 has ended, d3 has come."""
     backup = tmp_path / "backup"

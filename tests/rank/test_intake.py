@@ -84,7 +84,9 @@ async def test_whoever_does_not_wait_is_told_how_many_run(intake):
     assert await intake.drain(0.0) == 0
 
 
-async def test_asked_again_it_tells_nobody_twice(intake, routers):
+async def test_in_service_it_has_nothing_to_undo_and_asked_again_it_tells_nobody_twice(intake, routers):
+    await intake.undrain()
+    assert routers.told == [] and not refuses(intake)
     for _ in range(3):
         assert await intake.drain(0.0) == 0
     assert routers.told == [True]
@@ -98,11 +100,6 @@ async def test_undone_it_takes_requests_again(intake, routers):
     intake.took()
     assert intake.num_running == 2
     assert routers.told == [True, False]
-
-
-async def test_a_rank_in_service_has_nothing_to_undo(intake, routers):
-    await intake.undrain()
-    assert routers.told == [] and not refuses(intake)
 
 
 async def test_without_etcd_it_drains_all_the_same_and_tells_when_asked_again(intake, routers):

@@ -178,12 +178,17 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     assert said == ["collect", "freeze", "join"]
 
 
-@pytest.mark.parametrize(("flag", "told"), [(None, math.inf), (900.0, 900.0)])
-def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(flag, told, monkeypatch):
-    calls = []
-    monkeypatch.setattr(rank.log_lines, "log_service", lambda *_: None)
-    monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
-    with ExitStack() as held:
-        rank.supervise(replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode", held)
-    ((_, _, _, _, timeout_s, _),) = calls
-    assert timeout_s == told
+def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(subtests, monkeypatch):
+    for flag, told in [(None, math.inf), (900.0, 900.0)]:
+        with subtests.test(flag=flag, told=told):
+            calls = []
+            monkeypatch.setattr(rank.log_lines, "log_service", lambda *_: None)
+            monkeypatch.setattr(
+                rank.supervisor, "run", lambda *arguments, calls=calls: calls.append(arguments) or 0
+            )
+            with ExitStack() as held:
+                rank.supervise(
+                    replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode", held
+                )
+            ((_, _, _, _, timeout_s, _),) = calls
+            assert timeout_s == told

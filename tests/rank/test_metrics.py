@@ -16,40 +16,36 @@ from services.values.rank import Plan
 from services.values.request import Admitted
 
 
-@pytest.mark.parametrize(
-    ("ends_with", "outcome"),
-    [
+def test_ends_of_requests_are_counted(subtests):
+    for ends_with, outcome in [
         (None, "finished"),
         (asyncio.CancelledError(), "cancelled"),
         (TimeoutError(), "DeadlineExceeded"),
         (NoCapacity("full"), "NoCapacity"),
         (PeerFailed("gone"), "PeerFailed"),
-    ],
-)
-def test_each_end_has_its_name(ends_with, outcome):
-    registry = CollectorRegistry()
-    metrics = RequestMetrics(registry)
-    assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": "finished"}) == 0
-    try:
-        with metrics.counted():
-            if ends_with is not None:
-                raise ends_with
-    except BaseException as error:
-        assert error is ends_with
-    assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": outcome}) == 1
-    failed = registry.get_sample_value("isthmus_transfer_failures_total")
-    assert failed == isinstance(ends_with, PeerFailed)
-
-
-@pytest.mark.parametrize("error", [KvCorrupt("changed"), PeerFailed("gone")])
-def test_pages_that_came_changed_are_a_failed_transfer_that_is_counted_by_itself(error):
-    registry = CollectorRegistry()
-    metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
-    with pytest.raises(PeerFailed), metrics.counted():
-        raise error
-    assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
-    mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
-    assert mismatches == isinstance(error, KvCorrupt)
+    ]:
+        with subtests.test(ends_with=ends_with, outcome=outcome):
+            registry = CollectorRegistry()
+            metrics = RequestMetrics(registry)
+            assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": "finished"}) == 0
+            try:
+                with metrics.counted():
+                    if ends_with is not None:
+                        raise ends_with
+            except BaseException as error:
+                assert error is ends_with
+            assert registry.get_sample_value("isthmus_rank_requests_total", {"outcome": outcome}) == 1
+            failed = registry.get_sample_value("isthmus_transfer_failures_total")
+            assert failed == isinstance(ends_with, PeerFailed)
+    for error in [KvCorrupt("changed"), PeerFailed("gone")]:
+        with subtests.test(error=error):
+            registry = CollectorRegistry()
+            metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
+            with pytest.raises(PeerFailed), metrics.counted():
+                raise error
+            assert registry.get_sample_value("isthmus_transfer_failures_total") == 1
+            mismatches = registry.get_sample_value("isthmus_kv_digest_mismatches_total")
+            assert mismatches == isinstance(error, KvCorrupt)
 
 
 def test_bytes_that_are_carried_are_counted_by_kind():
@@ -66,60 +62,57 @@ def test_bytes_that_are_carried_are_counted_by_kind():
     assert registry.get_sample_value("isthmus_decode_received_bytes_total") == 3000
 
 
-def test_each_way_of_kv_is_a_series_once_it_is_known():
-    paths = []
-    registry = CollectorRegistry()
-    registry.register(PoolCollector(lambda: RankLoad(kv_paths=tuple(paths))))
+def test_what_pools_show(subtests):
+    with subtests.test("pools beside full attention and resume points are shown"):
+        registry = CollectorRegistry()
+        carried = (CarriedPool(1, "sliding_window", 10, 4), CarriedPool(2, "recurrent", 3, 3))
+        registry.register(PoolCollector(lambda: RankLoad(carried=carried, resume_points=2, evicted_points=5)))
+        labels = {"group": "1", "kind": "sliding_window", "state": "used"}
+        assert registry.get_sample_value("isthmus_carried_units", labels) == 6
+        labels = {"group": "2", "kind": "recurrent", "state": "free"}
+        assert registry.get_sample_value("isthmus_carried_units", labels) == 3
+        assert registry.get_sample_value("isthmus_resume_points") == 2
+        assert registry.get_sample_value("isthmus_evicted_resume_points_total") == 5
+    with subtests.test("drafts are counted by source"):
+        drafts = (DraftCount("draft", 10, 8), DraftCount("lookup", 5, 0))
+        registry = CollectorRegistry()
+        registry.register(PoolCollector(lambda: RankLoad(drafts=drafts, tokens_per_step=2.5)))
 
-    def value(kind, reach, lanes):
-        return registry.get_sample_value("isthmus_kv_path", {"kind": kind, "reach": reach, "lanes": lanes})
+        def value(name, source):
+            return registry.get_sample_value(f"isthmus_{name}_tokens_total", {"source": source})
 
-    assert value("tcp", "inter-node", "tcp/eth0") is None
-    paths += [
-        KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
-        KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
-    ]
-    assert value("tcp", "inter-node", "tcp/eth0") == value("shared_memory", "intra-node", "cma/memory") == 1
+        assert (value("drafted", "draft"), value("accepted_draft", "draft")) == (10, 8)
+        assert (value("drafted", "lookup"), value("accepted_draft", "lookup")) == (5, 0)
+        assert registry.get_sample_value("isthmus_tokens_per_step") == 2.5
+    with subtests.test("what constraints took is counted"):
+        registry = CollectorRegistry()
+        constraints = ConstraintCounts(5, 2, 0.25, 40, 0.5)
+        registry.register(PoolCollector(lambda: RankLoad(constraints=constraints)))
+        names = ("rank_constrained_requests", "compiled_constraints", "constraint_compile_seconds")
+        values = [registry.get_sample_value(f"isthmus_{name}_total") for name in names]
+        assert values == [5, 2, 0.25]
+        assert registry.get_sample_value("isthmus_masked_tokens_total") == 40
+        assert registry.get_sample_value("isthmus_mask_seconds_total") == 0.5
+    with subtests.test("each way of kv is a series once it is known"):
+        paths = []
+        registry = CollectorRegistry()
+        registry.register(PoolCollector(lambda: RankLoad(kv_paths=tuple(paths))))
 
+        def value(kind, reach, lanes):
+            return registry.get_sample_value(
+                "isthmus_kv_path", {"kind": kind, "reach": reach, "lanes": lanes}
+            )
 
-@pytest.mark.parametrize("expected", [False, True])
-def test_what_is_expected_of_it_is_a_series_from_the_start(expected):
-    registry = CollectorRegistry()
-    PrefillMetrics(registry, SimpleNamespace(load=RankLoad), expects_rdma=expected)
-    assert registry.get_sample_value("isthmus_kv_rdma_expected") == expected
-
-
-def test_pools_beside_full_attention_and_resume_points_are_shown():
-    registry = CollectorRegistry()
-    carried = (CarriedPool(1, "sliding_window", 10, 4), CarriedPool(2, "recurrent", 3, 3))
-    registry.register(PoolCollector(lambda: RankLoad(carried=carried, resume_points=2, evicted_points=5)))
-    labels = {"group": "1", "kind": "sliding_window", "state": "used"}
-    assert registry.get_sample_value("isthmus_carried_units", labels) == 6
-    labels = {"group": "2", "kind": "recurrent", "state": "free"}
-    assert registry.get_sample_value("isthmus_carried_units", labels) == 3
-    assert registry.get_sample_value("isthmus_resume_points") == 2
-    assert registry.get_sample_value("isthmus_evicted_resume_points_total") == 5
-
-
-def test_drafts_are_counted_by_source():
-    drafts = (DraftCount("draft", 10, 8), DraftCount("lookup", 5, 0))
-    registry = CollectorRegistry()
-    registry.register(PoolCollector(lambda: RankLoad(drafts=drafts, tokens_per_step=2.5)))
-
-    def value(name, source):
-        return registry.get_sample_value(f"isthmus_{name}_tokens_total", {"source": source})
-
-    assert (value("drafted", "draft"), value("accepted_draft", "draft")) == (10, 8)
-    assert (value("drafted", "lookup"), value("accepted_draft", "lookup")) == (5, 0)
-    assert registry.get_sample_value("isthmus_tokens_per_step") == 2.5
-
-
-def test_what_constraints_took_is_counted():
-    registry = CollectorRegistry()
-    constraints = ConstraintCounts(5, 2, 0.25, 40, 0.5)
-    registry.register(PoolCollector(lambda: RankLoad(constraints=constraints)))
-    names = ("rank_constrained_requests", "compiled_constraints", "constraint_compile_seconds")
-    values = [registry.get_sample_value(f"isthmus_{name}_total") for name in names]
-    assert values == [5, 2, 0.25]
-    assert registry.get_sample_value("isthmus_masked_tokens_total") == 40
-    assert registry.get_sample_value("isthmus_mask_seconds_total") == 0.5
+        assert value("tcp", "inter-node", "tcp/eth0") is None
+        paths += [
+            KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
+            KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
+        ]
+        assert (
+            value("tcp", "inter-node", "tcp/eth0") == value("shared_memory", "intra-node", "cma/memory") == 1
+        )
+    for expected in [False, True]:
+        with subtests.test(expected=expected):
+            registry = CollectorRegistry()
+            PrefillMetrics(registry, SimpleNamespace(load=RankLoad), expects_rdma=expected)
+            assert registry.get_sample_value("isthmus_kv_rdma_expected") == expected

@@ -16,28 +16,26 @@ def config(tmp_path):
     return RankConfig(worker="w", engine="sglang", model=str(tmp_path), dp_size=3, etcd=("e:1",))
 
 
-@pytest.mark.parametrize(
-    ("role", "make_engines"), [(Role.DECODE, decode_engines), (Role.PREFILL, prefill_engines)]
-)
-def test_a_missing_sglang_is_said_in_a_sentence(config, monkeypatch, role, make_engines):
-    monkeypatch.setattr("services.engine.choose.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="SGLang is not installed"):
-        make_engines(config, [RankId("w", 0, Generation(1))])
+def test_a_missing_sglang_is_said_in_a_sentence(subtests, config, monkeypatch):
+    for role, make_engines in [(Role.DECODE, decode_engines), (Role.PREFILL, prefill_engines)]:
+        with subtests.test(role=role, make_engines=make_engines):
+            monkeypatch.setattr("services.engine.choose.find_spec", lambda name: None)
+            with pytest.raises(ConfigError, match="SGLang is not installed"):
+                make_engines(config, [RankId("w", 0, Generation(1))])
 
 
-def test_all_ranks_are_in_one_process_each_with_its_port(config):
-    with ExitStack() as held:
-        ranks = rank_configs(config, held)
-    assert config.ranks_per_process == 3
-    assert [rank.rank_index for rank in ranks] == [0, 1, 2]
-    assert len({rank.port for rank in ranks}) == 3
-
-
-def test_other_engines_have_a_process_for_each_rank(tmp_path):
-    config = RankConfig(
-        worker="w", engine="torch", model=str(tmp_path), dp_size=3, rank_index=1, etcd=("e:1",)
-    )
-    assert rank_configs(config, ExitStack()) == [config]
+def test_processes_and_their_ranks(subtests, config, tmp_path):
+    with subtests.test("all ranks are in one process each with its port"):
+        with ExitStack() as held:
+            ranks = rank_configs(config, held)
+        assert config.ranks_per_process == 3
+        assert [rank.rank_index for rank in ranks] == [0, 1, 2]
+        assert len({rank.port for rank in ranks}) == 3
+    with subtests.test("other engines have a process for each rank"):
+        config = RankConfig(
+            worker="w", engine="torch", model=str(tmp_path), dp_size=3, rank_index=1, etcd=("e:1",)
+        )
+        assert rank_configs(config, ExitStack()) == [config]
 
 
 def test_engine_arguments_are_for_sglang_and_may_hold_commas(tmp_path):

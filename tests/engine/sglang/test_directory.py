@@ -54,40 +54,35 @@ class Asking:
 ONE, OTHER = Directory({(0, 0, 0, 0): "h:1"}, {}), Directory({(0, 0, 0, 0): "h:2"}, {})
 
 
-def test_an_answer_is_waited_for_and_taken_once():
-    asking = Asking()
-    assert asking.lookups.take("h:9", 0.0) is None
-    assert asking.lookups.take("h:9", 0.0) is None
-    asking.futures[0].set_result(ONE)
-    asking.now += 2.9
-    assert asking.lookups.take("h:9", 0.0) is ONE
-    assert asking.lookups.take("h:9", 0.0) is None
-    assert len(asking.futures) == 2
-
-
-def test_an_answer_that_nobody_waited_for_is_not_believed_later():
-    asking = Asking()
-    assert asking.lookups.take("h:9", 0.0) is None
-    asking.futures[0].set_result(ONE)
-    asking.now += 3.1
-    assert asking.lookups.take("h:9", 0.0) is None  # asked again
-    asking.futures[1].set_result(OTHER)
-    assert asking.lookups.take("h:9", 0.0) is OTHER
-
-
-def test_a_slow_answer_is_as_good_as_a_quick_one():
-    asking = Asking()
-    assert asking.lookups.take("h:9", 0.0) is None
-    asking.now += 14.0
-    asking.futures[0].set_result(ONE)
-    assert asking.lookups.take("h:9", 0.0) is ONE
-
-
-def test_a_failure_is_told_and_asked_for_again():
-    asking = Asking()
-    assert asking.lookups.take("h:9", 0.0) is None
-    asking.futures[0].set_exception(Unavailable("gone"))
-    with pytest.raises(Unavailable, match="gone"):
-        asking.lookups.take("h:9", 0.0)
-    assert asking.lookups.take("h:9", 0.0) is None
-    assert len(asking.futures) == 2
+def test_an_answer_is_taken_once_while_somebody_waits(subtests):
+    with subtests.test("an answer is waited for and taken once"):
+        asking = Asking()
+        assert asking.lookups.take("h:9", 0.0) is None
+        assert asking.lookups.take("h:9", 0.0) is None
+        asking.futures[0].set_result(ONE)
+        asking.now += 2.9
+        assert asking.lookups.take("h:9", 0.0) is ONE
+        assert asking.lookups.take("h:9", 0.0) is None
+        assert len(asking.futures) == 2
+    with subtests.test("an answer that nobody waited for is not believed later"):
+        asking = Asking()
+        assert asking.lookups.take("h:9", 0.0) is None
+        asking.futures[0].set_result(ONE)
+        asking.now += 3.1
+        assert asking.lookups.take("h:9", 0.0) is None  # asked again
+        asking.futures[1].set_result(OTHER)
+        assert asking.lookups.take("h:9", 0.0) is OTHER
+    with subtests.test("a slow answer is as good as a quick one"):
+        asking = Asking()
+        assert asking.lookups.take("h:9", 0.0) is None
+        asking.now += 14.0
+        asking.futures[0].set_result(ONE)
+        assert asking.lookups.take("h:9", 0.0) is ONE
+    with subtests.test("a failure is told and asked for again"):
+        asking = Asking()
+        assert asking.lookups.take("h:9", 0.0) is None
+        asking.futures[0].set_exception(Unavailable("gone"))
+        with pytest.raises(Unavailable, match="gone"):
+            asking.lookups.take("h:9", 0.0)
+        assert asking.lookups.take("h:9", 0.0) is None
+        assert len(asking.futures) == 2

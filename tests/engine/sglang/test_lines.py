@@ -21,36 +21,34 @@ def test_lines_come_whole_however_they_are_cut(told, random):
     assert received == text
 
 
-@pytest.mark.parametrize("piece", [1, 7, 60])
-def test_of_a_line_that_is_too_long_nobody_reads_anything(monkeypatch, piece):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 50)
-    long, splitter, received = encode(Abort("x" * 200)), LineSplitter(), []
-    for start in range(0, len(long), piece):
-        received += splitter.feed(long[start : start + piece])
-        assert splitter._begun_bytes <= max(50, piece)
-    (rest,) = received
-    with pytest.raises(ProtocolError):
-        decode(rest, ORDERS)
-    assert splitter.feed(encode(Abort("y"))) == [encode(Abort("y"))[:-1]]
+def test_of_a_line_that_is_too_long_nobody_reads_anything(subtests, monkeypatch):
+    for piece in [1, 7, 60]:
+        with subtests.test(piece=piece):
+            monkeypatch.setattr(lines, "MAX_LINE_BYTES", 50)
+            long, splitter, received = encode(Abort("x" * 200)), LineSplitter(), []
+            for start in range(0, len(long), piece):
+                received += splitter.feed(long[start : start + piece])
+                assert splitter._begun_bytes <= max(50, piece)
+            (rest,) = received
+            with pytest.raises(ProtocolError):
+                decode(rest, ORDERS)
+            assert splitter.feed(encode(Abort("y"))) == [encode(Abort("y"))[:-1]]
 
 
-def test_looks_that_find_nothing_leave_nothing():
-    splitter = LineSplitter()
-    for _ in range(3):
-        assert splitter.feed(b"") == []
-    assert splitter._begun == [] and not splitter.has_begun
-    splitter.feed(b"half")
-    assert splitter.has_begun
-    assert splitter.feed(b" a line\n") == [b"half a line"] and not splitter.has_begun
-
-
-@pytest.mark.parametrize("message", [Abort("7"), Generate({"rid": "7", "input_ids": [1, 2]})])
-def test_an_order_is_no_report(message):
-    assert decode(encode(message), ORDERS) == message
-    with pytest.raises(ProtocolError):
-        decode(encode(message), REPORTS)
-
-
-def test_a_logprob_that_is_no_number_survives():
-    (chunk,) = decode(encode(Outputs([{"logprobs": [float("-inf"), None]}])), REPORTS).chunks
-    assert chunk["logprobs"] == [float("-inf"), None]
+def test_messages_as_lines(subtests):
+    for message in [Abort("7"), Generate({"rid": "7", "input_ids": [1, 2]})]:
+        with subtests.test(message=message):
+            assert decode(encode(message), ORDERS) == message
+            with pytest.raises(ProtocolError):
+                decode(encode(message), REPORTS)
+    with subtests.test("a logprob that is no number survives"):
+        (chunk,) = decode(encode(Outputs([{"logprobs": [float("-inf"), None]}])), REPORTS).chunks
+        assert chunk["logprobs"] == [float("-inf"), None]
+    with subtests.test("looks that find nothing leave nothing"):
+        splitter = LineSplitter()
+        for _ in range(3):
+            assert splitter.feed(b"") == []
+        assert splitter._begun == [] and not splitter.has_begun
+        splitter.feed(b"half")
+        assert splitter.has_begun
+        assert splitter.feed(b" a line\n") == [b"half a line"] and not splitter.has_begun

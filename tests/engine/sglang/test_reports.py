@@ -126,22 +126,33 @@ async def test_an_order_that_no_scheduler_would_read_is_refused(tmp_path, monkey
     assert orders == [Abort("7")]
 
 
-async def test_the_end_of_a_process_is_noticed(tmp_path):
-    taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.take, pytest.fail, ended.set)
-    async with asyncio.timeout(5):
-        _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode(Moved(1, 1, 1, {})))
-        await writer.drain()
-        writer.close()
-        await ended.wait()
-    server.close()
-    assert taken == [Moved(1, 1, 1, {})]
+async def test_ends_of_processes(subtests, tmp_path):
+    with subtests.test("the end of a process is noticed"):
+        taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
+        server = await serve_reports(path, taken.take, pytest.fail, ended.set)
+        async with asyncio.timeout(5):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(encode(Moved(1, 1, 1, {})))
+            await writer.drain()
+            writer.close()
+            await ended.wait()
+        server.close()
+        assert taken == [Moved(1, 1, 1, {})]
+    with subtests.test("half a line of a process that was killed is its end"):
+        taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
+        server = await serve_reports(path, taken.take, pytest.fail, ended.set)
+        async with asyncio.timeout(5):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {}))[:20])
+            await writer.drain()
+            writer.close()
+            await ended.wait()
+        server.close()
+        assert taken == [Moved(1, 1, 1, {})]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(subtests, tmp_path, monkeypatch):
+    for line in [
         b"\n",
         b"[]\n",
         b"7\n",
@@ -151,33 +162,21 @@ async def test_the_end_of_a_process_is_noticed(tmp_path):
         b'{"kind": "Moved", "room": 1}\n',
         b'{"kind": []}\n',
         b"x" * 3000 + b"\n",  # longer than a line may be
-    ],
-)
-async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
-    taken, errors, ended, path = Taken(), [], asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.take, errors.append, ended.set)
-    async with asyncio.timeout(5):
-        _, writer = await asyncio.open_unix_connection(path)
-        writer.write(line + encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {})))
-        await writer.drain()
-        writer.close()
-        await ended.wait()
-    server.close()
-    assert errors and Moved(2, 1, 1, {}) in taken  # of a line that is too long the rest may swallow the next
-
-
-async def test_half_a_line_of_a_process_that_was_killed_is_its_end(tmp_path):
-    taken, ended, path = Taken(), asyncio.Event(), str(tmp_path / "reports")
-    server = await serve_reports(path, taken.take, pytest.fail, ended.set)
-    async with asyncio.timeout(5):
-        _, writer = await asyncio.open_unix_connection(path)
-        writer.write(encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {}))[:20])
-        await writer.drain()
-        writer.close()
-        await ended.wait()
-    server.close()
-    assert taken == [Moved(1, 1, 1, {})]
+    ]:
+        with subtests.test(line=line):
+            monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+            taken, errors, ended, path = Taken(), [], asyncio.Event(), str(tmp_path / "reports")
+            server = await serve_reports(path, taken.take, errors.append, ended.set)
+            async with asyncio.timeout(5):
+                _, writer = await asyncio.open_unix_connection(path)
+                writer.write(line + encode(Moved(1, 1, 1, {})) + encode(Moved(2, 1, 1, {})))
+                await writer.drain()
+                writer.close()
+                await ended.wait()
+            server.close()
+            assert (
+                errors and Moved(2, 1, 1, {}) in taken
+            )  # of a line that is too long the rest may swallow the next
 
 
 def test_a_directory_survives():

@@ -70,28 +70,27 @@ TestHolding = Holding.TestCase
 TestHolding.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_columns_and_sets_that_nobody_needs_are_used_again() -> None:
-    holders = BlockHolders()
-    nothing = packed(()), np.zeros(0, np.int64), np.zeros(0, np.bool_)
-    for number in range(600):
-        column = holders.take_column()
-        holders.change(packed([number, number + 1]), np.full(2, column), np.ones(2, np.bool_))
-        if number >= 2:
+def test_columns_are_used_again(subtests: pytest.Subtests) -> None:
+    with subtests.test("columns and sets that nobody needs are used again"):
+        holders = BlockHolders()
+        nothing = packed(()), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        for number in range(600):
+            column = holders.take_column()
+            holders.change(packed([number, number + 1]), np.full(2, column), np.ones(2, np.bool_))
+            if number >= 2:
+                holders.give_column(column)
+        for _ in range(100):
+            holders.change(*nothing)
+        assert holders._dead == 0 and len(holders._alone) == 64 and len(holders._sets.masks) < 150
+        assert len(holders._table) == 3
+    with subtests.test("columns that never held anything are used again"):
+        # Ranks that start and fail, one after the other, while nobody holds or changes anything.
+        holders = BlockHolders()
+        for _ in range(1000):
+            column = holders.take_column()
+            holders.show(column)
             holders.give_column(column)
-    for _ in range(100):
-        holders.change(*nothing)
-    assert holders._dead == 0 and len(holders._alone) == 64 and len(holders._sets.masks) < 150
-    assert len(holders._table) == 3
-
-
-def test_columns_that_never_held_anything_are_used_again() -> None:
-    """Ranks that start and fail, one after the other, while nobody holds or changes anything."""
-    holders = BlockHolders()
-    for _ in range(1000):
-        column = holders.take_column()
-        holders.show(column)
-        holders.give_column(column)
-    assert len(holders._alone) == 64 and len(holders._sets.masks) < 150
+        assert len(holders._alone) == 64 and len(holders._sets.masks) < 150
 
 
 def test_sets_that_nobody_needs_are_forgotten_while_a_column_is_dead() -> None:
@@ -110,28 +109,29 @@ def test_sets_that_nobody_needs_are_forgotten_while_a_column_is_dead() -> None:
     assert holders._dead and len(holders._sets.masks) < 150
 
 
-def test_sets_are_forgotten_as_fast_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_holders, "_SWEPT_BUCKETS", 100)
-    holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
-    columns = np.array([holders.take_column() for _ in range(40)])
-    blocks = packed(range(1000))
-    for _ in range(1000):
-        is_added = rng.integers(0, 2, 1000) > 0
-        holders.change(blocks, columns[rng.integers(0, 40, 1000)], is_added)
-        most = max(most, len(holders._sets.masks))
-    assert most < 20_000
-
-
-def test_sets_are_forgotten_between_sweeps_that_follow_each_other() -> None:
-    holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
-    columns = [holders.take_column() for _ in range(40)]
-    for turn in range(2000):
-        holders.give_column(columns[turn % 40])
-        columns[turn % 40] = holders.take_column()
-        some = packed(rng.permutation(200)[:100].tolist())
-        holders.change(some, np.full(100, columns[turn % 40]), np.ones(100, np.bool_))
-        most = max(most, len(holders._sets.masks))
-    assert most < 20_000
+def test_sets_are_forgotten_as_fast_as_they_are_made(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subtests.test("sets are forgotten between sweeps that follow each other"):
+        holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
+        columns = [holders.take_column() for _ in range(40)]
+        for turn in range(600):
+            holders.give_column(columns[turn % 40])
+            columns[turn % 40] = holders.take_column()
+            some = packed(rng.permutation(200)[:100].tolist())
+            holders.change(some, np.full(100, columns[turn % 40]), np.ones(100, np.bool_))
+            most = max(most, len(holders._sets.masks))
+        assert most < 20_000
+    with subtests.test("sets are forgotten as fast as they are made"):
+        monkeypatch.setattr(block_holders, "_SWEPT_BUCKETS", 100)
+        holders, rng, most = BlockHolders(), np.random.default_rng(0), 0
+        columns = np.array([holders.take_column() for _ in range(40)])
+        blocks = packed(range(1000))
+        for _ in range(300):
+            is_added = rng.integers(0, 2, 1000) > 0
+            holders.change(blocks, columns[rng.integers(0, 40, 1000)], is_added)
+            most = max(most, len(holders._sets.masks))
+        assert most < 20_000
 
 
 def test_no_change_tidies_up_more_than_a_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,27 +52,38 @@ async def apply(mirror: BlockMirror, *changes: KeyChange) -> None:
         await mirror.apply(key, change)
 
 
-async def test_a_large_snapshot_lets_others_have_their_turn_and_takes_effect_at_once() -> None:
-    mirror = mirror_of_nothing()
-    await apply(mirror, snapshot(0, 7), head(1))
-    seen: list[int] = []
+async def test_what_is_large_lets_others_have_their_turn(subtests: pytest.Subtests) -> None:
+    with subtests.test("a large snapshot lets others have their turn and takes effect at once"):
+        mirror = mirror_of_nothing()
+        await apply(mirror, snapshot(0, 7), head(1))
+        seen: list[int] = []
 
-    async def look() -> None:
-        while True:
-            seen.append(mirror.index.num_blocks(RANK))
-            await asyncio.sleep(0)
+        async def look() -> None:
+            while True:
+                seen.append(mirror.index.num_blocks(RANK))
+                await asyncio.sleep(0)
 
-    looking = asyncio.create_task(look())
-    blocks = range(100_000)
-    second = PrefixSnapshot(LIFE, 2, 0, hashes_of(blocks))
-    await apply(
-        mirror,
-        KeyChange(KEYS.snapshot(RANK, 2, 0), encode_snapshot(second), 5),
-        KeyChange(KEYS.head(RANK), encode_head(PrefixHead(LIFE, 2, 0, 1)), 6),
-    )
-    await asyncio.sleep(0)
-    looking.cancel()
-    assert len(seen) > 10 and set(seen) == {1, 100_000}
+        looking = asyncio.create_task(look())
+        blocks = range(100_000)
+        second = PrefixSnapshot(LIFE, 2, 0, hashes_of(blocks))
+        await apply(
+            mirror,
+            KeyChange(KEYS.snapshot(RANK, 2, 0), encode_snapshot(second), 5),
+            KeyChange(KEYS.head(RANK), encode_head(PrefixHead(LIFE, 2, 0, 1)), 6),
+        )
+        await asyncio.sleep(0)
+        looking.cancel()
+        assert len(seen) > 10 and set(seen) == {1, 100_000}
+    with subtests.test("many resumable blocks of a delta let others have their turn"):
+        mirror = mirror_of_nothing()
+        await apply(mirror, *resumable_snapshot(1, range(0)))
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(
+            lambda: turns.append(mirror.index.resume_points.num_blocks(RANK))
+        )
+        record = PrefixDelta(LIFE, 1, 0, resumable_added=hashes_of(range(2_000)))
+        await apply(mirror, KeyChange(KEYS.log(RANK, 0), encode_delta(record), 20))
+        assert turns == [2_000]
 
 
 def resumable_snapshot(epoch: int, resumable: range) -> tuple[KeyChange, KeyChange]:
@@ -111,35 +122,31 @@ def _largest_step(seen: list[tuple[int, int]]) -> int:
     return max(abs(after - before) for (_, before), (_, after) in pairwise(seen))
 
 
-async def test_many_resumable_blocks_of_a_delta_let_others_have_their_turn() -> None:
-    mirror = mirror_of_nothing()
-    await apply(mirror, *resumable_snapshot(1, range(0)))
-    turns: list[int] = []
-    asyncio.get_running_loop().call_soon(lambda: turns.append(mirror.index.resume_points.num_blocks(RANK)))
-    record = PrefixDelta(LIFE, 1, 0, resumable_added=hashes_of(range(2_000)))
-    await apply(mirror, KeyChange(KEYS.log(RANK, 0), encode_delta(record), 20))
-    assert turns == [2_000]
-
-
-async def test_what_nobody_asks_for_is_taken_in_and_counted_all_the_same() -> None:
-    """One block is told twice."""
-    mirror = mirror_of_nothing()
-    await apply(mirror, snapshot(0, 1, 2), head(1), delta(0, 2, 3), delta(1, 3, 4))
-    await until(lambda: mirror.index.num_blocks(RANK) == 4)
-
-
-async def test_a_chunk_that_never_came_is_a_gap() -> None:
-    mirror = mirror_of_nothing()
-    await apply(mirror, snapshot(0, 1), head(2))
-    assert mirror.gaps == 0
-    mirror.look_for_gaps()
-    mirror.look_for_gaps()
-    assert mirror.gaps == 1 and not mirror.progress(RANK).current
-    mirror.close()
-    await apply(mirror, snapshot(1, 2), delta(0, 3, age_s=0.25))
-    progress = mirror.progress(RANK)
-    assert (progress.epoch, progress.next_seq, progress.age_s, progress.current) == (1, 1, 0.25, True)
-    assert mirror.index.total_blocks == 3
+async def test_what_is_told_twice_or_torn_or_never_comes(subtests: pytest.Subtests) -> None:
+    with subtests.test("what nobody asks for is taken in and counted all the same"):
+        # One block is told twice.
+        mirror = mirror_of_nothing()
+        await apply(mirror, snapshot(0, 1, 2), head(1), delta(0, 2, 3), delta(1, 3, 4))
+        await until(lambda: mirror.index.num_blocks(RANK) == 4)
+    with subtests.test("a chunk that never came is a gap"):
+        mirror = mirror_of_nothing()
+        await apply(mirror, snapshot(0, 1), head(2))
+        assert mirror.gaps == 0
+        mirror.look_for_gaps()
+        mirror.look_for_gaps()
+        assert mirror.gaps == 1 and not mirror.progress(RANK).current
+        mirror.close()
+        await apply(mirror, snapshot(1, 2), delta(0, 3, age_s=0.25))
+        progress = mirror.progress(RANK)
+        assert (progress.epoch, progress.next_seq, progress.age_s, progress.current) == (1, 1, 0.25, True)
+        assert mirror.index.total_blocks == 3
+    with subtests.test("a torn record changes nothing"):
+        mirror = mirror_of_nothing()
+        await apply(mirror, snapshot(0, 1), head(1))
+        with pytest.raises(ProtocolError):
+            await apply(mirror, KeyChange(KEYS.log(RANK, 0), b"\xff", 9))
+        await apply(mirror, delta(0, 2))
+        assert mirror.index.num_blocks(RANK) == 2
 
 
 class FailingEtcd(FakeEtcd):
@@ -169,18 +176,19 @@ async def test_a_gap_is_read_again_until_etcd_answers() -> None:
     assert mirror.gaps == 1
 
 
-@pytest.mark.parametrize("turns", [1, 10, 20, 30])
-async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten(turns: int) -> None:
-    mirror = mirror_of_nothing()
-    chunk, its_head = resumable_snapshot(1, range(20_000))
-    await apply(mirror, chunk)
-    taking = asyncio.create_task(apply(mirror, its_head))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    assert not taking.done()
-    mirror.forget(RANK)
-    await taking
-    assert mirror.index.num_blocks(RANK) == len(mirror.index.resume_points) == 0
+async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten(subtests: pytest.Subtests) -> None:
+    for turns in [1, 10, 20, 30]:
+        with subtests.test(turns=turns):
+            mirror = mirror_of_nothing()
+            chunk, its_head = resumable_snapshot(1, range(20_000))
+            await apply(mirror, chunk)
+            taking = asyncio.create_task(apply(mirror, its_head))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            assert not taking.done()
+            mirror.forget(RANK)
+            await taking
+            assert mirror.index.num_blocks(RANK) == len(mirror.index.resume_points) == 0
 
 
 any_key = st.sampled_from(
@@ -229,12 +237,3 @@ def test_nothing_that_stands_in_etcd_ends_a_mirror(values: list[tuple[bytes, byt
         assert mirror.match_all([1, 2, 3])[rank] == 3 and rank in mirror.ranks
 
     asyncio.run(play())
-
-
-async def test_a_torn_record_changes_nothing() -> None:
-    mirror = mirror_of_nothing()
-    await apply(mirror, snapshot(0, 1), head(1))
-    with pytest.raises(ProtocolError):
-        await apply(mirror, KeyChange(KEYS.log(RANK, 0), b"\xff", 9))
-    await apply(mirror, delta(0, 2))
-    assert mirror.index.num_blocks(RANK) == 2

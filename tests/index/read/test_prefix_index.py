@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,14 +86,6 @@ def test_deltas_agree_with_a_plain_set(deltas: list[tuple[set[int], set[int]]]) 
     assert contents_of(index) == {block: {life(0).key} for block in held}
 
 
-@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
-def test_a_later_snapshot_of_the_same_life_replaces_all(first: set[int], second: set[int]) -> None:
-    index = PrefixIndex()
-    for blocks in (first, second):
-        index.apply_snapshot(life(0), blocks)
-        assert {block for block in range(21) if index.match(life(0).key, [block])} == blocks
-
-
 small_sets = st.sets(st.integers(0, 9))
 verbs = st.sampled_from(["snapshot", "delta", "correct", "remove"])
 
@@ -115,16 +108,25 @@ def test_the_total_is_what_the_ranks_hold_together(
         assert index.total_blocks == sum(index.num_blocks(life(rank).key) for rank in range(3))
 
 
-def test_another_life_changes_nothing_but_its_snapshot_replaces_all() -> None:
-    index, key = PrefixIndex(), life(0).key
-    assert not index.apply_delta(life(0), [1], [])
-    index.apply_snapshot(life(0, generation=1), [1, 2])
-    assert not index.apply_delta(life(0, generation=2), [3], [1])
-    assert index.match(key, [1, 2, 3]) == 2
-    index.apply_snapshot(life(0, generation=2), [1])
-    assert (index.match(key, [1, 2]), index.generation(key)) == (1, 2)
-    index.remove_rank(key)
-    assert (index.match(key, [1]), index.generation(key), index.match_all([1])) == (0, None, {})
+def test_lives_and_corrections(subtests: pytest.Subtests) -> None:
+    with subtests.test("another life changes nothing but its snapshot replaces all"):
+        index, key = PrefixIndex(), life(0).key
+        assert not index.apply_delta(life(0), [1], [])
+        index.apply_snapshot(life(0, generation=1), [1, 2])
+        assert not index.apply_delta(life(0, generation=2), [3], [1])
+        assert index.match(key, [1, 2, 3]) == 2
+        index.apply_snapshot(life(0, generation=2), [1])
+        assert (index.match(key, [1, 2]), index.generation(key)) == (1, 2)
+        index.remove_rank(key)
+        assert (index.match(key, [1]), index.generation(key), index.match_all([1])) == (0, None, {})
+    with subtests.test("a correction leaves other ranks and other sequences alone"):
+        index = PrefixIndex()
+        index.apply_snapshot(life(0), [1, 2, 3, 10, 11])
+        index.apply_snapshot(life(1), [1, 2, 3])
+        assert index.correct(life(0).key, [1, 2, 3], 1) == 2
+        assert index.match(life(0).key, [10, 11]) == 2
+        assert index.match_all([1, 2, 3]) == {life(0).key: 1, life(1).key: 3}
+        assert index.correct(life(5).key, [1], 0) == 0
 
 
 @given(sequences, st.integers(0, 70), st.integers(0, 70))
@@ -136,13 +138,3 @@ def test_after_a_correction_no_more_is_matched_than_was_present(
     forgotten = index.correct(key, hashes[:believed], present)
     assert index.match(key, hashes) == min(believed, present, len(hashes))
     assert forgotten == max(0, min(believed, len(hashes)) - present)
-
-
-def test_a_correction_leaves_other_ranks_and_other_sequences_alone() -> None:
-    index = PrefixIndex()
-    index.apply_snapshot(life(0), [1, 2, 3, 10, 11])
-    index.apply_snapshot(life(1), [1, 2, 3])
-    assert index.correct(life(0).key, [1, 2, 3], 1) == 2
-    assert index.match(life(0).key, [10, 11]) == 2
-    assert index.match_all([1, 2, 3]) == {life(0).key: 1, life(1).key: 3}
-    assert index.correct(life(5).key, [1], 0) == 0

@@ -247,73 +247,74 @@ def delta(seq: int, epoch: int = 1, generation: int = 7) -> PrefixDelta:
     return PrefixDelta(Generation(generation), epoch, seq, added=hashes_of([seq]))
 
 
-def test_a_missing_delta_asks_once_to_read_again_and_nothing_after_it_is_applied() -> None:
-    history = RankHistory()
-    assert history.offer(HEAD, 5).verdict is Verdict.APPLY
-    assert history.offer(delta(1), 6).verdict is Verdict.WAIT
-    assert not history.current
-    assert [history.gap(), history.gap()] == [True, False]
-    assert history.offer(delta(2), 7).verdict is Verdict.WAIT
-    found = history.offer(delta(0), 5)
-    assert [step.seq for step in found.deltas] == [0, 1, 2]
-    assert history.current
+def test_a_missing_delta(subtests: pytest.Subtests) -> None:
+    with subtests.test("a missing delta asks once to read again and nothing after it is applied"):
+        history = RankHistory()
+        assert history.offer(HEAD, 5).verdict is Verdict.APPLY
+        assert history.offer(delta(1), 6).verdict is Verdict.WAIT
+        assert not history.current
+        assert [history.gap(), history.gap()] == [True, False]
+        assert history.offer(delta(2), 7).verdict is Verdict.WAIT
+        found = history.offer(delta(0), 5)
+        assert [step.seq for step in found.deltas] == [0, 1, 2]
+        assert history.current
+    with subtests.test("a missing delta is made up for by the next snapshot"):
+        history = RankHistory()
+        history.offer(HEAD, 5)
+        history.offer(delta(1), 6)
+        history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([1, 2])), 7)
+        step = history.offer(PrefixHead(GENERATION, epoch=2, base_seq=2, snapshot_chunks=1), 8)
+        assert ([chunk.hashes for chunk in step.snapshot or ()], history.current) == (
+            [hashes_of([1, 2])],
+            True,
+        )
+    with subtests.test("who missed no delta waits for the next snapshot all the same"):
+        history = RankHistory()
+        history.offer(HEAD, 5)
+        history.offer(delta(0), 6)
+        listed = [
+            history.offer(PrefixHead(GENERATION, epoch=2, base_seq=1, snapshot_chunks=2), 9),
+            history.offer(delta(1, epoch=2), 10),
+            history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([5])), 7),
+        ]
+        assert [step.verdict for step in listed] == [Verdict.WAIT] * 3
+        step = history.offer(PrefixSnapshot(GENERATION, 2, 1, hashes_of([6])), 8)
+        assert [chunk.hashes for chunk in step.snapshot or ()] == [hashes_of([5]), hashes_of([6])]
+        assert (step.deltas, history.current) == ((delta(1, epoch=2),), True)
 
 
-def test_a_missing_delta_is_made_up_for_by_the_next_snapshot() -> None:
-    history = RankHistory()
-    history.offer(HEAD, 5)
-    history.offer(delta(1), 6)
-    history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([1, 2])), 7)
-    step = history.offer(PrefixHead(GENERATION, epoch=2, base_seq=2, snapshot_chunks=1), 8)
-    assert ([chunk.hashes for chunk in step.snapshot or ()], history.current) == ([hashes_of([1, 2])], True)
+def test_what_counts_of_the_past(subtests: pytest.Subtests) -> None:
+    for record in [
+        delta(0, epoch=0),
+        delta(0, epoch=2),
+        delta(0, generation=6),
+        PrefixHead(GENERATION, 9, 9, 0),
+    ]:
+        with subtests.test(record=record):
+            history = RankHistory()
+            history.offer(HEAD, 5)
+            assert history.offer(record, 5).verdict is Verdict.IGNORE
+            assert history.offer(delta(0), 6).verdict is Verdict.APPLY
+    with subtests.test("after a restart lower revisions count"):
+        history = RankHistory()
+        history.offer(HEAD, 500)
+        history.restart()
+        assert not history.current
+        assert history.offer(HEAD, 5).snapshot == ()
+    with subtests.test("chunks of failed attempts do not pile up"):
+        history = RankHistory()
+        history.offer(HEAD, 5)
+        for epoch in range(2, 100):
+            history.offer(PrefixSnapshot(GENERATION, epoch, 0, hashes_of([epoch])), epoch)
+        assert len(history._chunks) <= 3
+        newest = PrefixSnapshot(GENERATION, 99, 0, hashes_of([99]))
+        assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (newest,)
 
 
-def test_who_missed_no_delta_waits_for_the_next_snapshot_all_the_same() -> None:
-    history = RankHistory()
-    history.offer(HEAD, 5)
-    history.offer(delta(0), 6)
-    listed = [
-        history.offer(PrefixHead(GENERATION, epoch=2, base_seq=1, snapshot_chunks=2), 9),
-        history.offer(delta(1, epoch=2), 10),
-        history.offer(PrefixSnapshot(GENERATION, 2, 0, hashes_of([5])), 7),
-    ]
-    assert [step.verdict for step in listed] == [Verdict.WAIT] * 3
-    step = history.offer(PrefixSnapshot(GENERATION, 2, 1, hashes_of([6])), 8)
-    assert [chunk.hashes for chunk in step.snapshot or ()] == [hashes_of([5]), hashes_of([6])]
-    assert (step.deltas, history.current) == ((delta(1, epoch=2),), True)
-
-
-@pytest.mark.parametrize(
-    "record", [delta(0, epoch=0), delta(0, epoch=2), delta(0, generation=6), PrefixHead(GENERATION, 9, 9, 0)]
-)
-def test_the_past_is_ignored(record: PrefixDelta | PrefixHead) -> None:
-    history = RankHistory()
-    history.offer(HEAD, 5)
-    assert history.offer(record, 5).verdict is Verdict.IGNORE
-    assert history.offer(delta(0), 6).verdict is Verdict.APPLY
-
-
-def test_after_a_restart_lower_revisions_count() -> None:
-    history = RankHistory()
-    history.offer(HEAD, 500)
-    history.restart()
-    assert not history.current
-    assert history.offer(HEAD, 5).snapshot == ()
-
-
-def test_chunks_of_failed_attempts_do_not_pile_up() -> None:
-    history = RankHistory()
-    history.offer(HEAD, 5)
-    for epoch in range(2, 100):
-        history.offer(PrefixSnapshot(GENERATION, epoch, 0, hashes_of([epoch])), epoch)
-    assert len(history._chunks) <= 3
-    newest = PrefixSnapshot(GENERATION, 99, 0, hashes_of([99]))
-    assert history.offer(PrefixHead(GENERATION, 99, 1, 1), 100).snapshot == (newest,)
-
-
-@pytest.mark.parametrize("value", [b"\xff", b"\x22\x03abc"])
-def test_torn_values_are_named(value: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode_record(KEYS.parse(KEYS.log(RANK, 0)), value)  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError):
-        decode_record(KEYS.parse(KEYS.snapshot(RANK, 0, 0)), value)  # type: ignore[arg-type]
+def test_torn_values_are_named(subtests: pytest.Subtests) -> None:
+    for value in [b"\xff", b"\x22\x03abc"]:
+        with subtests.test(value=value):
+            with pytest.raises(ProtocolError):
+                decode_record(KEYS.parse(KEYS.log(RANK, 0)), value)  # type: ignore[arg-type]
+            with pytest.raises(ProtocolError):
+                decode_record(KEYS.parse(KEYS.snapshot(RANK, 0, 0)), value)  # type: ignore[arg-type]

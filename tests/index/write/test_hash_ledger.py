@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,58 +22,54 @@ def told_everything(*blocks: int) -> HashLedger:
     return ledger
 
 
-def test_store_then_evict_cancels_out() -> None:
-    ledger = told_everything()
-    ledger.record(stored(1, 2), now=0.0)
-    ledger.record(removed(2, 1), now=0.0)
-    assert not ledger.has_news and ledger.age_s(9.0) == 0.0
+def test_store_and_evict_cancel_out(subtests: pytest.Subtests) -> None:
+    with subtests.test("store then evict cancels out"):
+        ledger = told_everything()
+        ledger.record(stored(1, 2), now=0.0)
+        ledger.record(removed(2, 1), now=0.0)
+        assert not ledger.has_news and ledger.age_s(9.0) == 0.0
+    with subtests.test("evict then store is told again and can still be evicted"):
+        ledger = told_everything(1)
+        ledger.record(removed(1), now=0.0)
+        ledger.record(stored(1), now=0.0)
+        ledger.record(removed(1), now=0.0)
+        assert ledger.take_delta(10) == ((), (1,))
+        ledger.record(stored(1), now=0.0)
+        assert ledger.take_delta(10) == ((1,), ())
 
 
-def test_evict_then_store_is_told_again_and_can_still_be_evicted() -> None:
-    ledger = told_everything(1)
-    ledger.record(removed(1), now=0.0)
-    ledger.record(stored(1), now=0.0)
-    ledger.record(removed(1), now=0.0)
-    assert ledger.take_delta(10) == ((), (1,))
-    ledger.record(stored(1), now=0.0)
-    assert ledger.take_delta(10) == ((1,), ())
-
-
-def test_age_is_that_of_the_oldest_untold_event() -> None:
-    ledger = told_everything()
-    ledger.record(stored(1), now=10.0)
-    ledger.record(stored(2), now=11.0)
-    assert ledger.age_s(12.5) == 2.5
-    assert ledger.take_delta(1) == ((1,), ())
-    assert ledger.age_s(12.5) == 2.5  # the rest may be as old as the first
-    ledger.take_delta(1)
-    assert ledger.age_s(12.5) == 0.0
-
-
-def test_what_does_not_reach_etcd_is_as_old_as_before() -> None:
-    ledger = told_everything()
-    ledger.record(stored(1), now=10.0)
-    ledger.take_delta(10)
-    assert ledger.age_s(11.0) == 0.0
-    ledger.forget_told()
-    assert ledger.age_s(12.0) == 2.0
-    ledger.take_snapshot()
-    ledger.forget_told()
-    assert ledger.age_s(13.0) == 3.0
-    ledger.take_snapshot()
-    ledger.told()
-    ledger.forget_told()  # a new lease: all is told again, but nothing is news
-    assert ledger.age_s(14.0) == 0.0
-
-
-def test_too_much_news_becomes_a_snapshot() -> None:
-    ledger = HashLedger(max_untold=3)
-    ledger.take_snapshot()
-    ledger.record(stored(1, 2, 3), now=0.0)
-    assert not ledger.needs_snapshot
-    ledger.record(stored(4), now=0.0)
-    assert ledger.needs_snapshot
-    assert set(ledger.take_snapshot()) == {1, 2, 3, 4}
+def test_news_and_its_age(subtests: pytest.Subtests) -> None:
+    with subtests.test("age is that of the oldest untold event"):
+        ledger = told_everything()
+        ledger.record(stored(1), now=10.0)
+        ledger.record(stored(2), now=11.0)
+        assert ledger.age_s(12.5) == 2.5
+        assert ledger.take_delta(1) == ((1,), ())
+        assert ledger.age_s(12.5) == 2.5  # the rest may be as old as the first
+        ledger.take_delta(1)
+        assert ledger.age_s(12.5) == 0.0
+    with subtests.test("what does not reach etcd is as old as before"):
+        ledger = told_everything()
+        ledger.record(stored(1), now=10.0)
+        ledger.take_delta(10)
+        assert ledger.age_s(11.0) == 0.0
+        ledger.forget_told()
+        assert ledger.age_s(12.0) == 2.0
+        ledger.take_snapshot()
+        ledger.forget_told()
+        assert ledger.age_s(13.0) == 3.0
+        ledger.take_snapshot()
+        ledger.told()
+        ledger.forget_told()  # a new lease: all is told again, but nothing is news
+        assert ledger.age_s(14.0) == 0.0
+    with subtests.test("too much news becomes a snapshot"):
+        ledger = HashLedger(max_untold=3)
+        ledger.take_snapshot()
+        ledger.record(stored(1, 2, 3), now=0.0)
+        assert not ledger.needs_snapshot
+        ledger.record(stored(4), now=0.0)
+        assert ledger.needs_snapshot
+        assert set(ledger.take_snapshot()) == {1, 2, 3, 4}
 
 
 blocks = st.lists(st.integers(0, 12), max_size=6, unique=True)

@@ -46,57 +46,70 @@ def chunk_of(etcd: FakeEtcd, epoch: int, number: int) -> PrefixSnapshot:
     return record
 
 
-async def test_a_long_log_gives_way_to_a_snapshot_and_nothing_old_is_left() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    for block in range(5):
-        store(writer, block)
+async def test_snapshots_leave_nothing_old(subtests: pytest.Subtests) -> None:
+    with subtests.test("a long log gives way to a snapshot and nothing old is left"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        for block in range(5):
+            store(writer, block)
+            await writer.flush()
+        assert parsed(etcd) == [
+            HeadKey(RANK),
+            SnapshotKey(RANK, 2, 0),
+            SnapshotKey(RANK, 2, 1),
+        ]
+        assert head(etcd) == PrefixHead(Generation(1), epoch=2, base_seq=3, snapshot_chunks=2)
+        store(writer, 5)
         await writer.flush()
-    assert parsed(etcd) == [
-        HeadKey(RANK),
-        SnapshotKey(RANK, 2, 0),
-        SnapshotKey(RANK, 2, 1),
-    ]
-    assert head(etcd) == PrefixHead(Generation(1), epoch=2, base_seq=3, snapshot_chunks=2)
-    store(writer, 5)
-    await writer.flush()
-    assert LogKey(RANK, 3) in parsed(etcd)
-    assert {kv.lease_id for kv in etcd.kvs.values()} == {LEASE}
-    assert (writer.snapshots_written, writer.deltas_written) == (2, 4)
+        assert LogKey(RANK, 3) in parsed(etcd)
+        assert {kv.lease_id for kv in etcd.kvs.values()} == {LEASE}
+        assert (writer.snapshots_written, writer.deltas_written) == (2, 4)
+    with subtests.test("an aborted snapshot leaves no chunks once the next one is written"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        store(writer, *range(10))
+        etcd.fault, etcd.writes_until_fault = "before", 2
+        with pytest.raises(Unavailable):
+            await writer.flush()
+        assert parsed(etcd) == [SnapshotKey(RANK, 1, 0), SnapshotKey(RANK, 1, 1)]
+        etcd.fault = None
+        await writer.flush()
+        assert parsed(etcd) == [HeadKey(RANK), *(SnapshotKey(RANK, 2, chunk) for chunk in range(3))]
 
 
-async def test_chunks_hold_both_kinds_and_no_more_hashes_than_one_may() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    held, resumable = tuple(map(BlockHash, range(6))), tuple(map(BlockHash, (1, 3, 5)))
-    writer.record(CacheEvents(stored=held, resumable_stored=resumable))
-    await writer.flush()
-    chunks = [chunk_of(etcd, epoch=1, number=number) for number in range(head(etcd).snapshot_chunks)]
-    assert [len(chunk.hashes) + len(chunk.resumable) for chunk in chunks] == [4, 4, 1]
-    assert {block for chunk in chunks for block in chunk.hashes} == set(held)
-    assert {block for chunk in chunks for block in chunk.resumable} == set(resumable)
-    assert (writer.num_blocks, writer.num_resumable) == (6, 3)
-    writer.record(CacheEvents(resumable_removed=resumable[:1]))
-    await writer.flush()
-    told = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
-    assert told == PrefixDelta(Generation(1), 1, 0, resumable_removed=hashes_of(resumable[:1]))
-
-
-async def test_who_goes_on_wherever_it_holds_writes_no_byte_more() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    store(writer, 1, 2)
-    await writer.flush()
-    store(writer, 3)
-    await writer.flush()
-    of_one_kind = {
-        KEYS.snapshot(RANK, 1, 0): index_pb2.PrefixSnapshot(
-            generation=1, epoch=1, hashes=pack_hashes(hashes_of((1, 2)))
-        ),
-        KEYS.log(RANK, 0): index_pb2.PrefixDelta(generation=1, epoch=1, added=pack_hashes(hashes_of((3,)))),
-    }
-    for key, message in of_one_kind.items():
-        assert etcd.kvs[key].value == message.SerializeToString()
+async def test_records_of_one_kind_and_of_both(subtests: pytest.Subtests) -> None:
+    with subtests.test("chunks hold both kinds and no more hashes than one may"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        held, resumable = tuple(map(BlockHash, range(6))), tuple(map(BlockHash, (1, 3, 5)))
+        writer.record(CacheEvents(stored=held, resumable_stored=resumable))
+        await writer.flush()
+        chunks = [chunk_of(etcd, epoch=1, number=number) for number in range(head(etcd).snapshot_chunks)]
+        assert [len(chunk.hashes) + len(chunk.resumable) for chunk in chunks] == [4, 4, 1]
+        assert {block for chunk in chunks for block in chunk.hashes} == set(held)
+        assert {block for chunk in chunks for block in chunk.resumable} == set(resumable)
+        assert (writer.num_blocks, writer.num_resumable) == (6, 3)
+        writer.record(CacheEvents(resumable_removed=resumable[:1]))
+        await writer.flush()
+        told = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
+        assert told == PrefixDelta(Generation(1), 1, 0, resumable_removed=hashes_of(resumable[:1]))
+    with subtests.test("who goes on wherever it holds writes no byte more"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        store(writer, 1, 2)
+        await writer.flush()
+        store(writer, 3)
+        await writer.flush()
+        of_one_kind = {
+            KEYS.snapshot(RANK, 1, 0): index_pb2.PrefixSnapshot(
+                generation=1, epoch=1, hashes=pack_hashes(hashes_of((1, 2)))
+            ),
+            KEYS.log(RANK, 0): index_pb2.PrefixDelta(
+                generation=1, epoch=1, added=pack_hashes(hashes_of((3,)))
+            ),
+        }
+        for key, message in of_one_kind.items():
+            assert etcd.kvs[key].value == message.SerializeToString()
 
 
 async def test_a_later_life_uses_later_epochs_and_clears_up_after_the_earlier_one() -> None:
@@ -119,90 +132,75 @@ async def test_a_later_life_uses_later_epochs_and_clears_up_after_the_earlier_on
     assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 3, 0)]
 
 
-async def test_an_aborted_snapshot_leaves_no_chunks_once_the_next_one_is_written() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    store(writer, *range(10))
-    etcd.fault, etcd.writes_until_fault = "before", 2
-    with pytest.raises(Unavailable):
+async def test_what_etcd_has_lost_is_written_anew(subtests: pytest.Subtests) -> None:
+    with subtests.test("a delta is not appended to a log that etcd has lost"):
+        # The head is as it was; so is the lease.
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
         await writer.flush()
-    assert parsed(etcd) == [SnapshotKey(RANK, 1, 0), SnapshotKey(RANK, 1, 1)]
-    etcd.fault = None
-    await writer.flush()
-    assert parsed(etcd) == [HeadKey(RANK), *(SnapshotKey(RANK, 2, chunk) for chunk in range(3))]
-
-
-async def test_a_delta_is_not_appended_to_a_log_that_etcd_has_lost() -> None:
-    """The head is as it was; so is the lease."""
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    await writer.flush()
-    backup = etcd.revision
-    store(writer, 1)
-    await writer.flush()
-    etcd.restore(backup)
-    store(writer, 2)
-    with pytest.raises(RecordsMoved):
+        backup = etcd.revision
+        store(writer, 1)
         await writer.flush()
-    assert parsed(etcd) == [HeadKey(RANK)]
-    await writer.flush()
-    assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 2, 0)] and writer.idle
-
-
-async def test_a_snapshot_whose_first_chunk_etcd_has_lost_never_takes_effect() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    await writer.flush()
-    store(writer, *range(10))
-    backup = etcd.revision
-    txn = etcd.txn
-
-    async def restore_after_the_first_chunk(*arguments, **options):
-        result = await txn(*arguments, **options)
-        if result.revision == backup + 1:
-            etcd.restore(backup)
-        return result
-
-    etcd.txn = restore_after_the_first_chunk  # type: ignore[method-assign]
-    writer._writer.start_over()
-    with pytest.raises(RecordsMoved):
+        etcd.restore(backup)
+        store(writer, 2)
+        with pytest.raises(RecordsMoved):
+            await writer.flush()
+        assert parsed(etcd) == [HeadKey(RANK)]
         await writer.flush()
-    assert head(etcd).snapshot_chunks == 0
-    etcd.txn = txn  # type: ignore[method-assign]
-    await writer.flush()
-    assert head(etcd).snapshot_chunks == 3
+        assert parsed(etcd) == [HeadKey(RANK), SnapshotKey(RANK, 2, 0)] and writer.idle
+    with subtests.test("a snapshot whose first chunk etcd has lost never takes effect"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        await writer.flush()
+        store(writer, *range(10))
+        backup = etcd.revision
+        txn = etcd.txn
+
+        async def restore_after_the_first_chunk(*arguments, **options):
+            result = await txn(*arguments, **options)
+            if result.revision == backup + 1:
+                etcd.restore(backup)
+            return result
+
+        etcd.txn = restore_after_the_first_chunk  # type: ignore[method-assign]
+        writer._writer.start_over()
+        with pytest.raises(RecordsMoved):
+            await writer.flush()
+        assert head(etcd).snapshot_chunks == 0
+        etcd.txn = txn  # type: ignore[method-assign]
+        await writer.flush()
+        assert head(etcd).snapshot_chunks == 3
 
 
-async def test_a_delta_says_how_long_its_oldest_event_waited() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    await writer.flush()
-    store(writer, 1)
-    etcd.now += 0.5
-    store(writer, 2)
-    etcd.now += 0.25
-    assert writer.lag_s == 0.75
-    await writer.flush()
-    delta = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
-    assert isinstance(delta, PrefixDelta)
-    assert (tuple(delta.added), delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
+async def test_how_long_the_oldest_event_waited_is_said(subtests: pytest.Subtests) -> None:
+    with subtests.test("a delta says how long its oldest event waited"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        await writer.flush()
+        store(writer, 1)
+        etcd.now += 0.5
+        store(writer, 2)
+        etcd.now += 0.25
+        assert writer.lag_s == 0.75
+        await writer.flush()
+        delta = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
+        assert isinstance(delta, PrefixDelta)
+        assert (tuple(delta.added), delta.age_s, writer.lag_s, writer.idle) == ((1, 2), 0.75, 0.0, True)
+    with subtests.test("a snapshot says how long its oldest event waited for the last chunk"):
+        etcd = FakeEtcd()
+        writer = publisher(etcd)
+        store(writer, *range(10))
+        etcd.now += 0.5
+        txn = etcd.txn
 
+        async def take_a_tenth(*arguments, **options):
+            result = await txn(*arguments, **options)
+            etcd.now += 0.1
+            return result
 
-async def test_a_snapshot_says_how_long_its_oldest_event_waited_for_the_last_chunk() -> None:
-    etcd = FakeEtcd()
-    writer = publisher(etcd)
-    store(writer, *range(10))
-    etcd.now += 0.5
-    txn = etcd.txn
-
-    async def take_a_second(*arguments, **options):
-        result = await txn(*arguments, **options)
-        etcd.now += 1.0
-        return result
-
-    etcd.txn = take_a_second  # type: ignore[method-assign]
-    await writer.flush()
-    assert (head(etcd).snapshot_chunks, head(etcd).age_s) == (3, 2.5)
+        etcd.txn = take_a_tenth  # type: ignore[method-assign]
+        await writer.flush()
+        assert (head(etcd).snapshot_chunks, head(etcd).age_s) == (3, pytest.approx(0.7))
 
 
 async def test_without_a_lease_it_only_collects() -> None:

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,47 +22,40 @@ def told_everything(*told: CacheEvents) -> RankLedger:
     return ledger
 
 
-def test_a_block_is_told_held_and_then_resumable() -> None:
-    ledger = told_everything()
-    ledger.record(events(stored=(1, 2, 3), resumable=(3,)), now=0.0)
-    assert ledger.take_delta(2) == Changes((1, 2), ())
-    assert ledger.take_delta(2) == Changes((3,), (), (3,), ())
-    assert not ledger.has_news
-
-
-def test_of_a_block_that_is_evicted_nothing_is_left() -> None:
-    """Even where the engine tells of one kind only."""
-    ledger = told_everything(events(stored=(1, 2), resumable=(1, 2)))
-    ledger.record(events(removed=(2,)), now=0.0)
-    assert ledger.take_delta(9) == Changes((), (2,), (), (2,))
-    ledger.record(events(resumable=(2,)), now=0.0)
-    assert not ledger.has_news and ledger.resumable == {1}
-
-
-def test_a_point_that_moves_on_is_news_though_nothing_is_stored() -> None:
-    ledger = told_everything(events(stored=(1, 2), resumable=(1,)))
-    ledger.record(events(resumable=(2,), no_more=(1,)), now=5.0)
-    assert ledger.has_news and ledger.age_s(6.5) == 1.5
-    assert ledger.take_delta(9) == Changes((), (), (2,), (1,))
-    assert ledger.taken_age_s(7.0) == 2.0
-
-
-def test_too_much_news_of_one_kind_is_a_snapshot_of_both() -> None:
-    ledger = RankLedger(HashLedger(max_untold=2))
-    ledger.take_snapshot()
-    ledger.record(events(stored=(1, 2, 3), resumable=(2,)), now=0.0)
-    assert ledger.needs_snapshot
-    snapshot = ledger.take_snapshot()
-    assert (set(snapshot.held), set(snapshot.resumable)) == ({1, 2, 3}, {2})
-    assert not ledger.has_news
-
-
-def test_who_goes_on_wherever_it_holds_tells_no_second_kind() -> None:
-    ledger = RankLedger()
-    ledger.record(events(stored=(1, 2)), now=0.0)
-    assert ledger.take_snapshot() == Contents((1, 2), ())
-    ledger.record(events(stored=(3,), removed=(1,)), now=0.0)
-    assert ledger.take_delta(9) == Changes((3,), (1,))
+def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
+    with subtests.test("a block is told held and then resumable"):
+        ledger = told_everything()
+        ledger.record(events(stored=(1, 2, 3), resumable=(3,)), now=0.0)
+        assert ledger.take_delta(2) == Changes((1, 2), ())
+        assert ledger.take_delta(2) == Changes((3,), (), (3,), ())
+        assert not ledger.has_news
+    with subtests.test("of a block that is evicted nothing is left"):
+        # Even where the engine tells of one kind only.
+        ledger = told_everything(events(stored=(1, 2), resumable=(1, 2)))
+        ledger.record(events(removed=(2,)), now=0.0)
+        assert ledger.take_delta(9) == Changes((), (2,), (), (2,))
+        ledger.record(events(resumable=(2,)), now=0.0)
+        assert not ledger.has_news and ledger.resumable == {1}
+    with subtests.test("a point that moves on is news though nothing is stored"):
+        ledger = told_everything(events(stored=(1, 2), resumable=(1,)))
+        ledger.record(events(resumable=(2,), no_more=(1,)), now=5.0)
+        assert ledger.has_news and ledger.age_s(6.5) == 1.5
+        assert ledger.take_delta(9) == Changes((), (), (2,), (1,))
+        assert ledger.taken_age_s(7.0) == 2.0
+    with subtests.test("too much news of one kind is a snapshot of both"):
+        ledger = RankLedger(HashLedger(max_untold=2))
+        ledger.take_snapshot()
+        ledger.record(events(stored=(1, 2, 3), resumable=(2,)), now=0.0)
+        assert ledger.needs_snapshot
+        snapshot = ledger.take_snapshot()
+        assert (set(snapshot.held), set(snapshot.resumable)) == ({1, 2, 3}, {2})
+        assert not ledger.has_news
+    with subtests.test("who goes on wherever it holds tells no second kind"):
+        ledger = RankLedger()
+        ledger.record(events(stored=(1, 2)), now=0.0)
+        assert ledger.take_snapshot() == Contents((1, 2), ())
+        ledger.record(events(stored=(3,), removed=(1,)), now=0.0)
+        assert ledger.take_delta(9) == Changes((3,), (1,))
 
 
 blocks = st.lists(st.integers(0, 9), max_size=5, unique=True)

@@ -4,8 +4,6 @@ import select
 import threading
 from types import SimpleNamespace
 
-import pytest
-
 from services.engine.sglang.inside.idle_waits import (
     WaitingSocket,
     WakeUp,
@@ -68,35 +66,37 @@ def test_news_of_a_room_end_the_wait_once():
     assert poller.fds == [fd]  # registered once
 
 
-@pytest.mark.parametrize("sleeper", [None, SimpleNamespace(rust_server=None)])
-def test_a_scheduler_without_a_poll_of_its_own_does_not_wait(sleeper):
-    wait_for_news(None, SimpleNamespace(idle_sleeper=sleeper))
+def test_who_waits_is_woken_once(subtests):
+    for sleeper in [None, SimpleNamespace(rust_server=None)]:
+        with subtests.test(sleeper=sleeper):
+            wait_for_news(None, SimpleNamespace(idle_sleeper=sleeper))
+    with subtests.test("a wake up may be set often and cleared when it is not set"):
+        wake_up, poll = WakeUp(), select.poll()
+        poll.register(wake_up.fd, select.POLLIN)
+        wake_up.clear()
+        assert poll.poll(0) == []
+        wake_up.set()
+        wake_up.set()
+        assert poll.poll(0) == [(wake_up.fd, select.POLLIN)]
+        wake_up.clear()
+        assert poll.poll(0) == []
 
 
-def test_a_wake_up_may_be_set_often_and_cleared_when_it_is_not_set():
-    wake_up, poll = WakeUp(), select.poll()
-    poll.register(wake_up.fd, select.POLLIN)
-    wake_up.clear()
-    assert poll.poll(0) == []
-    wake_up.set()
-    wake_up.set()
-    assert poll.poll(0) == [(wake_up.fd, select.POLLIN)]
-    wake_up.clear()
-    assert poll.poll(0) == []
-
-
-def test_the_controller_waits_before_it_receives():
-    socket = Socket()
-    controller = SimpleNamespace(server_args=SimpleNamespace(sleep_on_idle=True), recv_from_tokenizer=socket)
-    wait_for_requests(controller)
-    waiting = controller.recv_from_tokenizer
-    assert isinstance(waiting, WaitingSocket)
-    assert (waiting.recv(flags=1), waiting.recv_pyobj(flags=1), waiting.linger) == (b"bytes", "object", 7)
-    assert socket.calls == ["poll", "recv 1", "poll", "recv_pyobj 1"]
-
-
-def test_the_controller_keeps_its_socket_without_sleep_on_idle():
-    socket = Socket()
-    controller = SimpleNamespace(server_args=SimpleNamespace(sleep_on_idle=False), recv_from_tokenizer=socket)
-    wait_for_requests(controller)
-    assert controller.recv_from_tokenizer is socket
+def test_a_controller_waits_with_sleep_on_idle_alone(subtests):
+    with subtests.test("the controller waits before it receives"):
+        socket = Socket()
+        controller = SimpleNamespace(
+            server_args=SimpleNamespace(sleep_on_idle=True), recv_from_tokenizer=socket
+        )
+        wait_for_requests(controller)
+        waiting = controller.recv_from_tokenizer
+        assert isinstance(waiting, WaitingSocket)
+        assert (waiting.recv(flags=1), waiting.recv_pyobj(flags=1), waiting.linger) == (b"bytes", "object", 7)
+        assert socket.calls == ["poll", "recv 1", "poll", "recv_pyobj 1"]
+    with subtests.test("the controller keeps its socket without sleep on idle"):
+        socket = Socket()
+        controller = SimpleNamespace(
+            server_args=SimpleNamespace(sleep_on_idle=False), recv_from_tokenizer=socket
+        )
+        wait_for_requests(controller)
+        assert controller.recv_from_tokenizer is socket

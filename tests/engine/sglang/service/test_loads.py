@@ -35,27 +35,22 @@ def told(load, role, pool_pages=99):
     return loads.rank_load(load, role, PAGE, pool_pages)
 
 
-def test_on_decode_only_who_has_no_pages_waits():
-    load = told(DECODE, Role.DECODE)
-    assert (load.waiting, load.running) == (3, 3 + 5)
-    assert (load.waiting_tokens, load.pending_tokens) == (70, 0)
-
-
-def test_on_prefill_what_waits_is_to_be_computed():
-    load = told(PREFILL, Role.PREFILL)
-    assert (load.waiting, load.running) == (2, 1)
-    assert load.waiting_tokens == load.pending_tokens == 90
-    assert load.prefill_tokens_per_s == 2000
-
-
-def test_the_books_are_in_pages():
-    books = told(PREFILL, Role.PREFILL).books
-    assert (books.total, books.free, books.private) == (64, 62, 2)
-
-
-def test_before_its_first_report_a_rank_is_empty_and_as_large_as_asked_for():
-    """SGLang answers zeros until then."""
-    for load in ({}, {"max_total_num_tokens": 0, "num_used_tokens": 0}):
-        empty = told(load, Role.DECODE)
-        assert (empty.books.total, empty.books.free, empty.waiting, empty.running) == (99, 99, 0, 0)
-        assert loads.num_pages(load, PAGE) == 0
+def test_loads_of_both_roles(subtests):
+    with subtests.test("on decode only who has no pages waits"):
+        load = told(DECODE, Role.DECODE)
+        assert (load.waiting, load.running) == (3, 3 + 5)
+        assert (load.waiting_tokens, load.pending_tokens) == (70, 0)
+    with subtests.test("on prefill what waits is to be computed"):
+        load = told(PREFILL, Role.PREFILL)
+        assert (load.waiting, load.running) == (2, 1)
+        assert load.waiting_tokens == load.pending_tokens == 90
+        assert load.prefill_tokens_per_s == 2000
+    with subtests.test("the books are in pages"):
+        books = told(PREFILL, Role.PREFILL).books
+        assert (books.total, books.free, books.private) == (64, 62, 2)
+    with subtests.test("before its first report a rank is empty and as large as asked for"):
+        # SGLang answers zeros until then.
+        for load in ({}, {"max_total_num_tokens": 0, "num_used_tokens": 0}):
+            empty = told(load, Role.DECODE)
+            assert (empty.books.total, empty.books.free, empty.waiting, empty.running) == (99, 99, 0, 0)
+            assert loads.num_pages(load, PAGE) == 0

@@ -47,7 +47,7 @@ class Page(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def url():
     server = http.server.HTTPServer(("127.0.0.1", 0), Page)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/metrics"
     server.shutdown()

@@ -28,31 +28,26 @@ def test_it_is_asked_to_match_no_more_than_may_be_reused():
     assert scoring_arguments(GenerationRequest("r", (5,), SamplingParams())) == {}
 
 
-@pytest.mark.parametrize("so_far", [(), (9, 9)])
-def test_what_it_tells(so_far):
-    """Of a stream that moved its output is prompt to SGLang."""
-    more = [[-9.0, 9, None]] * len(so_far)
-    meta = {"input_token_logprobs": TOKENS + more, "input_top_logprobs": TOPS + [[]] * len(more)}
-    told = told_of_prompt(request(so_far=so_far), meta)
-    check_told(told, request())
-    assert list(told.tokens()) == [
-        ScoredToken(-1.5, 2, ((3, -0.25), (7, -1.5))),
-        ScoredToken(-0.5, 1, ((8, -0.5), (3, -0.75))),
-    ]
-
-
-def test_a_rank_that_it_does_not_tell_is_not_known():
-    told = told_of_prompt(request(num_top=0), {"input_token_logprobs": TOKENS})
-    assert list(told.tokens()) == [ScoredToken(-1.5, 0, ()), ScoredToken(-0.5, 0, ())]
-
-
-def test_of_fewer_others_those_that_there_are():
-    meta = {"input_token_logprobs": TOKENS, "input_top_logprobs": [None, TOPS[1][:1], TOPS[2]]}
-    assert [len(token.top) for token in told_of_prompt(request(), meta).tokens()] == [1, 2]
-
-
-def test_what_was_not_asked_for_is_not_told():
-    assert told_of_prompt(GenerationRequest("r", (5,), SamplingParams()), {}) is None
+def test_what_is_told_of_a_prompt(subtests):
+    # Of a stream that moved its output is prompt to SGLang.
+    for so_far in [(), (9, 9)]:
+        with subtests.test(so_far=so_far):
+            more = [[-9.0, 9, None]] * len(so_far)
+            meta = {"input_token_logprobs": TOKENS + more, "input_top_logprobs": TOPS + [[]] * len(more)}
+            told = told_of_prompt(request(so_far=so_far), meta)
+            check_told(told, request())
+            assert list(told.tokens()) == [
+                ScoredToken(-1.5, 2, ((3, -0.25), (7, -1.5))),
+                ScoredToken(-0.5, 1, ((8, -0.5), (3, -0.75))),
+            ]
+    with subtests.test("a rank that it does not tell is not known"):
+        told = told_of_prompt(request(num_top=0), {"input_token_logprobs": TOKENS})
+        assert list(told.tokens()) == [ScoredToken(-1.5, 0, ()), ScoredToken(-0.5, 0, ())]
+    with subtests.test("of fewer others those that there are"):
+        meta = {"input_token_logprobs": TOKENS, "input_top_logprobs": [None, TOPS[1][:1], TOPS[2]]}
+        assert [len(token.top) for token in told_of_prompt(request(), meta).tokens()] == [1, 2]
+    with subtests.test("what was not asked for is not told"):
+        assert told_of_prompt(GenerationRequest("r", (5,), SamplingParams()), {}) is None
 
 
 def test_more_than_a_line_holds_is_refused():

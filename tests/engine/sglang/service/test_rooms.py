@@ -13,18 +13,19 @@ from services.values.rank import Room
 ROOM = Room(7)
 
 
-@pytest.mark.parametrize("asked", ["before", "after"])
-async def test_the_writes_of_a_room_are_those_of_all_processes(asked):
-    told = RoomReports()
-    asking = asyncio.create_task(told.bytes_moved(ROOM, 2))
-    if asked == "before":
-        await asyncio.sleep(0)
-    told.take(Moved(8, 1, 999, {}))
-    told.take(Moved(7, 1, 10, {"swa": 1}))
-    await asyncio.sleep(0)
-    assert not asking.done()
-    told.take(Moved(7, 1, 100, {}))
-    assert await asking == 111
+async def test_the_writes_of_a_room_are_those_of_all_processes(subtests):
+    for asked in ["before", "after"]:
+        with subtests.test(asked=asked):
+            told = RoomReports()
+            asking = asyncio.create_task(told.bytes_moved(ROOM, 2))
+            if asked == "before":
+                await asyncio.sleep(0)
+            told.take(Moved(8, 1, 999, {}))
+            told.take(Moved(7, 1, 10, {"swa": 1}))
+            await asyncio.sleep(0)
+            assert not asking.done()
+            told.take(Moved(7, 1, 100, {}))
+            assert await asking == 111
 
 
 async def test_who_waits_for_a_ticket_gets_it_and_it_is_gone(monkeypatch):

@@ -3,8 +3,6 @@
 import hashlib
 import random
 
-import pytest
-
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.kv import CacheEvents
@@ -38,45 +36,39 @@ def rebuilder():
     return TreeEventRebuilder("m", PAGE, BLOCK)
 
 
-def test_pages_become_index_blocks():
-    tokens = list(range(100, 120))
-    events = rebuilder().rebuild([stored(tokens)])
-    assert list(events.stored) == sequence_hashes(tokens, BLOCK, scope_seed("m"))
-    assert not events.removed and not events.cleared
+def test_pages_become_index_blocks_of_their_scope(subtests):
+    with subtests.test("pages become index blocks"):
+        tokens = list(range(100, 120))
+        events = rebuilder().rebuild([stored(tokens)])
+        assert list(events.stored) == sequence_hashes(tokens, BLOCK, scope_seed("m"))
+        assert not events.removed and not events.cleared
+    with subtests.test("a block may come in two batches"):
+        tokens, tree = list(range(16)), rebuilder()
+        first = tree.rebuild([stored(tokens[:12])])
+        second = tree.rebuild([stored(tokens, start=12)])
+        assert [*first.stored, *second.stored] == sequence_hashes(tokens, BLOCK, scope_seed("m"))
+        assert len(second.stored) == 1
+    with subtests.test("salt and model are in the hash"):
+        tokens = list(range(8))
+        assert list(rebuilder().rebuild([stored(tokens, salt="t1")]).stored) == sequence_hashes(
+            tokens, BLOCK, scope_seed("m", "t1")
+        )
 
 
-def test_a_block_may_come_in_two_batches():
-    tokens, tree = list(range(16)), rebuilder()
-    first = tree.rebuild([stored(tokens[:12])])
-    second = tree.rebuild([stored(tokens, start=12)])
-    assert [*first.stored, *second.stored] == sequence_hashes(tokens, BLOCK, scope_seed("m"))
-    assert len(second.stored) == 1
-
-
-def test_salt_and_model_are_in_the_hash():
-    tokens = list(range(8))
-    assert list(rebuilder().rebuild([stored(tokens, salt="t1")]).stored) == sequence_hashes(
-        tokens, BLOCK, scope_seed("m", "t1")
-    )
-
-
-def test_what_is_stored_and_removed_in_one_batch_is_not_told():
-    tokens = list(range(8))
-    assert rebuilder().rebuild([stored(tokens), removed(tokens, 0)]) == CacheEvents()
-
-
-def test_what_is_removed_and_stored_again_in_one_batch_is_not_told():
-    tokens, tree = list(range(8)), rebuilder()
-    tree.rebuild([stored(tokens)])
-    assert tree.rebuild([removed(tokens, 0), stored(tokens)]) == CacheEvents()
-
-
-def test_clearing_forgets_everything():
-    tokens, tree = list(range(8)), rebuilder()
-    tree.rebuild([stored(tokens)])
-    events = tree.rebuild([{"type": "AllBlocksCleared"}])
-    assert events.cleared and tree.num_pages == 0
-    assert tree.rebuild([stored(list(range(12)), start=8)]) == CacheEvents()  # its parent is unknown
+def test_what_goes_and_comes(subtests):
+    with subtests.test("what is stored and removed in one batch is not told"):
+        tokens = list(range(8))
+        assert rebuilder().rebuild([stored(tokens), removed(tokens, 0)]) == CacheEvents()
+    with subtests.test("what is removed and stored again in one batch is not told"):
+        tokens, tree = list(range(8)), rebuilder()
+        tree.rebuild([stored(tokens)])
+        assert tree.rebuild([removed(tokens, 0), stored(tokens)]) == CacheEvents()
+    with subtests.test("clearing forgets everything"):
+        tokens, tree = list(range(8)), rebuilder()
+        tree.rebuild([stored(tokens)])
+        events = tree.rebuild([{"type": "AllBlocksCleared"}])
+        assert events.cleared and tree.num_pages == 0
+        assert tree.rebuild([stored(list(range(12)), start=8)]) == CacheEvents()  # its parent is unknown
 
 
 NEW = list(range(200, 200 + BLOCK))
@@ -103,23 +95,39 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("event", UNREADABLE, ids=str)
-def test_after_an_event_that_cannot_be_read_nothing_earlier_counts_as_held(event):
-    first, later, tree = list(range(8)), list(range(50, 58)), rebuilder()
-    tree.rebuild([stored(first)])
-    events = tree.rebuild([stored(NEW), event, stored(later)])
-    assert events == CacheEvents(tuple(sequence_hashes(later, BLOCK, scope_seed("m"))), (), cleared=True)
-    assert tree.unreadable.total() == 1
-    # What SGLang still holds below it: where it begins is not known any more.
-    assert tree.rebuild([stored(list(range(16)), start=8), removed(first, 0)]) == CacheEvents()
-    assert tree.rebuild([removed(later, 0)]).removed == tuple(sequence_hashes(later, BLOCK, scope_seed("m")))
+def test_after_an_event_that_cannot_be_read_nothing_earlier_counts_as_held(subtests):
+    for event in UNREADABLE:
+        with subtests.test(event=event):
+            first, later, tree = list(range(8)), list(range(50, 58)), rebuilder()
+            tree.rebuild([stored(first)])
+            events = tree.rebuild([stored(NEW), event, stored(later)])
+            assert events == CacheEvents(
+                tuple(sequence_hashes(later, BLOCK, scope_seed("m"))), (), cleared=True
+            )
+            assert tree.unreadable.total() == 1
+            # What SGLang still holds below it: where it begins is not known any more.
+            assert tree.rebuild([stored(list(range(16)), start=8), removed(first, 0)]) == CacheEvents()
+            assert tree.rebuild([removed(later, 0)]).removed == tuple(
+                sequence_hashes(later, BLOCK, scope_seed("m"))
+            )
 
 
-def test_what_was_removed_before_an_event_that_cannot_be_read_is_told():
-    tokens, tree = list(range(8)), rebuilder()
-    tree.rebuild([stored(tokens)])
-    events = tree.rebuild([removed(tokens, 0), {"type": "BlockMoved"}])
-    assert events == CacheEvents(removed=tuple(sequence_hashes(tokens, BLOCK, scope_seed("m"))))
+def test_what_cannot_be_read(subtests):
+    with subtests.test("what was removed before an event that cannot be read is told"):
+        tokens, tree = list(range(8)), rebuilder()
+        tree.rebuild([stored(tokens)])
+        events = tree.rebuild([removed(tokens, 0), {"type": "BlockMoved"}])
+        assert events == CacheEvents(removed=tuple(sequence_hashes(tokens, BLOCK, scope_seed("m"))))
+    with subtests.test("a batch that cannot be read at all is like an event"):
+        tokens, tree = list(range(8)), rebuilder()
+        tree.rebuild([stored(tokens)])
+        assert tree.forget("half of it") == CacheEvents(cleared=True)
+        assert tree.forget("half of it") == CacheEvents()
+        assert tree.unreadable == {"half of it": 2}
+    with subtests.test("kinds of unreadable events do not grow without end"):
+        tree = rebuilder()
+        tree.rebuild({"type": f"Block{number}"} for number in range(1000))
+        assert tree.unreadable.total() == 1000 and len(tree.unreadable) < 30
 
 
 def test_pairs_of_a_tree_that_said_tokens_are_told_of_as_empty_and_not_cleared_again_and_again():
@@ -128,20 +136,6 @@ def test_pairs_of_a_tree_that_said_tokens_are_told_of_as_empty_and_not_cleared_a
     assert events == [CacheEvents()] * 3 and tree.num_pages == 0
     assert tree.rebuild([{"type": "BlockMoved"}]) == CacheEvents()
     assert tree.unreadable.total() == 4 and len(tree.unreadable) == 2
-
-
-def test_a_batch_that_cannot_be_read_at_all_is_like_an_event():
-    tokens, tree = list(range(8)), rebuilder()
-    tree.rebuild([stored(tokens)])
-    assert tree.forget("half of it") == CacheEvents(cleared=True)
-    assert tree.forget("half of it") == CacheEvents()
-    assert tree.unreadable == {"half of it": 2}
-
-
-def test_kinds_of_unreadable_events_do_not_grow_without_end():
-    tree = rebuilder()
-    tree.rebuild({"type": f"Block{number}"} for number in range(1000))
-    assert tree.unreadable.total() == 1000 and len(tree.unreadable) < 30
 
 
 def test_what_happens_on_another_tier_is_not_of_our_pages():

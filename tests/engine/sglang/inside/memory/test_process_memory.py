@@ -43,37 +43,36 @@ def memory(tp_size=1, drafts=True, fingerprint=5):
     return ProcessMemory(PAGE, 99, tp_size, Buffers(own, HEADS), (), (), draft=draft)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_a_layout_is_the_whole_models_and_the_whole_drafts(tp_size):
-    layout = memory(tp_size).layout(7)
-    assert (layout.page_bytes, layout.groups[0].layer_ids) == (2 * LAYERS * ITEM, (0, 1, 2))
-    group = layout.draft.group
-    assert (group.kind, group.unit_bytes) == (GroupKind.FULL_ATTENTION, 2 * DRAFT_ITEM)
-    assert (group.num_kv_heads, group.head_dim, group.layer_ids) == (DRAFT_HEADS, DRAFT_HEAD_DIM, (0,))
-    assert replace(layout, tp_size=1) == memory().layout(7)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_draft_changes_nothing_of_what_two_sides_must_agree_on(tp_size):
-    """Its bytes used to count as the model's, and decode that speculated alone was refused."""
-    with_draft, without = memory(tp_size).layout(7), memory(drafts=False).layout(7)
-    assert replace(with_draft, draft=None, tp_size=1) == without
-    check_layouts(without, with_draft)
-    check_drafts(prefill=without, decode=with_draft)
-    check_drafts(prefill=with_draft, decode=with_draft)
-
-
-def test_layers_that_sglang_names_are_the_models_alone():
-    """disaggregation/utils.py, build_kv_layer_ids: the draft's ids come behind."""
-    assert replace(memory(), layer_ids=(1, 5, 1, 5)).layout(7).groups[0].layer_ids == (0, 1)
-
-
-def test_a_draft_has_to_have_a_place_and_to_be_the_same():
-    own = memory().layout(7)
-    with pytest.raises(ProtocolError, match="prefill speculates and decode does not"):
-        check_drafts(prefill=own, decode=replace(own, draft=None))
-    with pytest.raises(ProtocolError, match="with different drafts"):
-        check_drafts(prefill=own, decode=memory(fingerprint=6).layout(7))
+def test_layouts_with_a_draft_and_without(subtests):
+    for tp_size in [1, 2, 4, 8]:
+        with subtests.test(tp_size=tp_size):
+            layout = memory(tp_size).layout(7)
+            assert (layout.page_bytes, layout.groups[0].layer_ids) == (2 * LAYERS * ITEM, (0, 1, 2))
+            group = layout.draft.group
+            assert (group.kind, group.unit_bytes) == (GroupKind.FULL_ATTENTION, 2 * DRAFT_ITEM)
+            assert (group.num_kv_heads, group.head_dim, group.layer_ids) == (
+                DRAFT_HEADS,
+                DRAFT_HEAD_DIM,
+                (0,),
+            )
+            assert replace(layout, tp_size=1) == memory().layout(7)
+    # Its bytes used to count as the model's, and decode that speculated alone was refused.
+    for tp_size in [1, 2]:
+        with subtests.test(tp_size=tp_size):
+            with_draft, without = memory(tp_size).layout(7), memory(drafts=False).layout(7)
+            assert replace(with_draft, draft=None, tp_size=1) == without
+            check_layouts(without, with_draft)
+            check_drafts(prefill=without, decode=with_draft)
+            check_drafts(prefill=with_draft, decode=with_draft)
+    with subtests.test("layers that sglang names are the models alone"):
+        # disaggregation/utils.py, build_kv_layer_ids: the draft's ids come behind.
+        assert replace(memory(), layer_ids=(1, 5, 1, 5)).layout(7).groups[0].layer_ids == (0, 1)
+    with subtests.test("a draft has to have a place and to be the same"):
+        own = memory().layout(7)
+        with pytest.raises(ProtocolError, match="prefill speculates and decode does not"):
+            check_drafts(prefill=own, decode=replace(own, draft=None))
+        with pytest.raises(ProtocolError, match="with different drafts"):
+            check_drafts(prefill=own, decode=memory(fingerprint=6).layout(7))
 
 
 def writes(prefill_tp, decode_tp):
@@ -83,15 +82,22 @@ def writes(prefill_tp, decode_tp):
     return [(TpPlace(here, prefill_tp), TpPlace(there, decode_tp)) for here, there in pairs]
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), list(product([1, 2, 4], repeat=2)))
-@pytest.mark.parametrize(("prefill_drafts", "decode_drafts"), [(0, 0), (0, 1), (1, 1)])
-def test_what_all_processes_write_is_a_page_of_the_model_and_one_of_the_draft(
-    prefill_tp, decode_tp, prefill_drafts, decode_drafts
-):
-    writer, there = memory(prefill_tp, bool(prefill_drafts)), listed(decode_tp, bool(decode_drafts))
-    written = [writer.written_bytes(there, *places) for places in writes(prefill_tp, decode_tp)]
-    assert sum(of_model for of_model, _ in written) == 2 * LAYERS * ITEM
-    assert sum(of_draft for _, of_draft in written) == (2 * DRAFT_ITEM if prefill_drafts else 0)
+def test_what_all_processes_write_is_a_page_of_the_model_and_one_of_the_draft(subtests):
+    for prefill_tp, decode_tp in list(product([1, 2, 4], repeat=2)):
+        for prefill_drafts, decode_drafts in [(0, 0), (0, 1), (1, 1)]:
+            with subtests.test(
+                prefill_tp=prefill_tp,
+                decode_tp=decode_tp,
+                prefill_drafts=prefill_drafts,
+                decode_drafts=decode_drafts,
+            ):
+                writer, there = (
+                    memory(prefill_tp, bool(prefill_drafts)),
+                    listed(decode_tp, bool(decode_drafts)),
+                )
+                written = [writer.written_bytes(there, *places) for places in writes(prefill_tp, decode_tp)]
+                assert sum(of_model for of_model, _ in written) == 2 * LAYERS * ITEM
+                assert sum(of_draft for _, of_draft in written) == (2 * DRAFT_ITEM if prefill_drafts else 0)
 
 
 def test_a_latent_is_whole_in_every_process():
@@ -122,29 +128,27 @@ def item_bytes(own):
     return [component.item_bytes for component in own.components]
 
 
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "replicated"),
-    [
+def test_tails_and_states_that_are_written(subtests):
+    for prefill_tp, decode_tp, replicated in [
         *((*sizes, False) for sizes in product([1, 2, 4, 8], repeat=2)),
         *((size, size, True) for size in (1, 2, 4, 8)),  # SGLang refuses other pairs
-    ],
-)
-def test_what_all_processes_write_is_each_tail_and_state_once(prefill_tp, decode_tp, replicated):
-    writer, reader = carrying(prefill_tp, replicated), carrying(decode_tp, replicated)
-    written = Counter()
-    for places in writes(prefill_tp, decode_tp):
-        for kind, size_bytes in writer.written_states([[4, 5], [9], [7]], item_bytes(reader), *places):
-            written[kind] += size_bytes
-    window, state = reader.layout(7).carried
-    assert (window.unit_bytes, state.unit_bytes) == (4 * WINDOW_ITEM, 2 * (CONVOLUTION + STATE))
-    assert written == {"swa": 2 * window.unit_bytes, "mamba": state.unit_bytes}
-
-
-@pytest.mark.parametrize("indices", [[None, [9], [7]], [[4, 5]], [[4, 5], [9], None], []])
-def test_what_sglang_has_no_indices_for_is_not_written(indices):
-    """nixl/conn.py, maybe_send_extra."""
-    own, place = carrying(), TpPlace(0, 1)
-    sizes = {"swa": 2 * 4 * WINDOW_ITEM, "mamba": 2 * (CONVOLUTION + STATE)}
-    given = dict(zip(["swa", "dsa", "mamba"], indices, strict=False))
-    written = dict(own.written_states(indices, item_bytes(own), place, place))
-    assert written == {kind: sizes[kind] for kind in sizes if given.get(kind)}
+    ]:
+        with subtests.test(prefill_tp=prefill_tp, decode_tp=decode_tp, replicated=replicated):
+            writer, reader = carrying(prefill_tp, replicated), carrying(decode_tp, replicated)
+            written = Counter()
+            for places in writes(prefill_tp, decode_tp):
+                for kind, size_bytes in writer.written_states(
+                    [[4, 5], [9], [7]], item_bytes(reader), *places
+                ):
+                    written[kind] += size_bytes
+            window, state = reader.layout(7).carried
+            assert (window.unit_bytes, state.unit_bytes) == (4 * WINDOW_ITEM, 2 * (CONVOLUTION + STATE))
+            assert written == {"swa": 2 * window.unit_bytes, "mamba": state.unit_bytes}
+    # nixl/conn.py, maybe_send_extra.
+    for indices in [[None, [9], [7]], [[4, 5]], [[4, 5], [9], None], []]:
+        with subtests.test(indices=indices):
+            own, place = carrying(), TpPlace(0, 1)
+            sizes = {"swa": 2 * 4 * WINDOW_ITEM, "mamba": 2 * (CONVOLUTION + STATE)}
+            given = dict(zip(["swa", "dsa", "mamba"], indices, strict=False))
+            written = dict(own.written_states(indices, item_bytes(own), place, place))
+            assert written == {kind: sizes[kind] for kind in sizes if given.get(kind)}

@@ -31,43 +31,44 @@ def pairs(prefill_size, decode_size, is_mla):
             yield TpPlace(rank * wider + number, prefill_size), reader
 
 
-@pytest.mark.parametrize("decode_size", SIZES)
-@pytest.mark.parametrize("prefill_size", SIZES)
-@pytest.mark.parametrize("num_kv_heads", [*SIZES, "MLA"])
-def test_each_head_is_counted_once(num_kv_heads, prefill_size, decode_size):
-    is_mla = num_kv_heads == "MLA"
-    heads = 1 if is_mla else num_kv_heads
-    counted = Counter(
-        head
-        for writer, reader in pairs(prefill_size, decode_size, is_mla)
-        if is_counted(heads, writer, reader)
-        for head in heads_of(writer, heads) & heads_of(reader, heads)
-    )
-    assert counted == Counter(range(heads))
+def test_each_head_is_counted_once(subtests):
+    for decode_size in SIZES:
+        for prefill_size in SIZES:
+            for num_kv_heads in [*SIZES, "MLA"]:
+                with subtests.test(
+                    decode_size=decode_size, prefill_size=prefill_size, num_kv_heads=num_kv_heads
+                ):
+                    is_mla = num_kv_heads == "MLA"
+                    heads = 1 if is_mla else num_kv_heads
+                    counted = Counter(
+                        head
+                        for writer, reader in pairs(prefill_size, decode_size, is_mla)
+                        if is_counted(heads, writer, reader)
+                        for head in heads_of(writer, heads) & heads_of(reader, heads)
+                    )
+                    assert counted == Counter(range(heads))
 
 
-@pytest.mark.parametrize(
-    "num_kv_heads,prefill_size,decode_size,works",
-    [
+def test_sides_of_different_widths_pair_where_no_head_is_shared(subtests):
+    for num_kv_heads, prefill_size, decode_size, works in [
         *[(8, prefill, decode, True) for prefill in SIZES for decode in SIZES],
         *[(1, prefill, decode, prefill <= decode) for prefill in SIZES for decode in SIZES],
         (4, 8, 4, False),
         (4, 4, 2, True),
         (4, 8, 8, True),
-    ],
-)
-def test_a_wider_prefill_may_share_no_head(num_kv_heads, prefill_size, decode_size, works):
-    group = KvGroup(GroupKind.FULL_ATTENTION, (0,), num_kv_heads, 8, "float32")
-    prefill, decode = (KvLayout(16, 4096, 7, size, (group,)) for size in (prefill_size, decode_size))
-    if works:
+    ]:
+        with subtests.test(
+            num_kv_heads=num_kv_heads, prefill_size=prefill_size, decode_size=decode_size, works=works
+        ):
+            group = KvGroup(GroupKind.FULL_ATTENTION, (0,), num_kv_heads, 8, "float32")
+            prefill, decode = (KvLayout(16, 4096, 7, size, (group,)) for size in (prefill_size, decode_size))
+            if works:
+                check_tensor_parallel(prefill, decode)
+            else:
+                with pytest.raises(ProtocolError):
+                    check_tensor_parallel(prefill, decode)
+    with subtests.test("a state has no heads to share"):
+        attention = KvGroup(GroupKind.FULL_ATTENTION, (0,), 8, 8, "float32")
+        state = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=64)
+        prefill, decode = (KvLayout(16, 4096, 7, size, (attention, state)) for size in (4, 1))
         check_tensor_parallel(prefill, decode)
-    else:
-        with pytest.raises(ProtocolError):
-            check_tensor_parallel(prefill, decode)
-
-
-def test_a_state_has_no_heads_to_share():
-    attention = KvGroup(GroupKind.FULL_ATTENTION, (0,), 8, 8, "float32")
-    state = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32", unit_bytes=64)
-    prefill, decode = (KvLayout(16, 4096, 7, size, (attention, state)) for size in (4, 1))
-    check_tensor_parallel(prefill, decode)

@@ -34,43 +34,48 @@ def layout(*components, tp_size=1):
     return KvLayout(PAGE, 4 * K_PAGE, 7, tp_size, (full, *groups_of(*components, tp_size=tp_size)))
 
 
-def test_a_window_is_pages_and_a_state_a_slot():
-    window, state = groups_of(windows(), states())
-    assert (window.kind, window.unit_bytes) == (GroupKind.SLIDING_WINDOW, 2 * 2 * K_PAGE)
-    assert (window.num_kv_heads, window.head_dim, window.layer_ids) == (4, 8, (0, 1))
-    assert (state.kind, state.unit_bytes) == (GroupKind.RECURRENT, 3 * (CONVOLUTION + STATE))
-    assert (state.num_kv_heads, state.layer_ids) == (0, (0, 1, 3))
+def test_groups_of_windows_and_states(subtests):
+    with subtests.test("a window is pages and a state a slot"):
+        window, state = groups_of(windows(), states())
+        assert (window.kind, window.unit_bytes) == (GroupKind.SLIDING_WINDOW, 2 * 2 * K_PAGE)
+        assert (window.num_kv_heads, window.head_dim, window.layer_ids) == (4, 8, (0, 1))
+        assert (state.kind, state.unit_bytes) == (GroupKind.RECURRENT, 3 * (CONVOLUTION + STATE))
+        assert (state.num_kv_heads, state.layer_ids) == (0, (0, 1, 3))
+    with subtests.test("what every process holds whole counts once"):
+        (state,) = groups_of(states(2, sliced=0), tp_size=2)
+        assert state.unit_bytes == 3 * (CONVOLUTION + STATE)
+    with subtests.test("what is part of each page is no group"):
+        assert groups_of(StateComponent("dsa", (64,))) == ()
 
 
-@pytest.mark.parametrize("prompt_len", [1, 15, 31, 32, 33, 100, 160, 460, 463])
-def test_a_tail_is_what_sglang_sends(prompt_len):
+def test_a_tail_is_what_sglang_sends(subtests):
     """disaggregation/decode.py, _swa_payload: pages of [page_floor(len - window_size), len)."""
-    (window,) = groups_of(windows())
-    first = max(0, prompt_len - 31) // PAGE * PAGE
-    assert tail_start(window, prompt_len, PAGE) == first
-    assert units_at(window, prompt_len, PAGE) == -(-prompt_len // PAGE) - first // PAGE
+    for prompt_len in [1, 15, 31, 32, 33, 100, 160, 460, 463]:
+        with subtests.test(prompt_len=prompt_len):
+            (window,) = groups_of(windows())
+            first = max(0, prompt_len - 31) // PAGE * PAGE
+            assert tail_start(window, prompt_len, PAGE) == first
+            assert units_at(window, prompt_len, PAGE) == -(-prompt_len // PAGE) - first // PAGE
 
 
-@pytest.mark.parametrize("tp_size", [2, 4, 8])
-def test_groups_are_the_whole_models_whatever_the_parallelism(tp_size):
-    own, peer = layout(windows(), states()), layout(windows(tp_size), states(tp_size), tp_size=tp_size)
-    check_layouts(own, peer)
-
-
-def test_what_every_process_holds_whole_counts_once():
-    (state,) = groups_of(states(2, sliced=0), tp_size=2)
-    assert state.unit_bytes == 3 * (CONVOLUTION + STATE)
-
-
-@pytest.mark.parametrize(
-    "peer",
-    [(), (windows(),), (windows(), states(), states()), (states(), windows()), (windows(layers=3), states())],
-    ids=["none", "no state", "one more", "another order", "another size"],
-)
-def test_sides_that_keep_something_else_do_not_pair(peer):
-    with pytest.raises(ProtocolError, match="differ in groups"):
-        check_layouts(layout(windows(), states()), layout(*peer))
-
-
-def test_what_is_part_of_each_page_is_no_group():
-    assert groups_of(StateComponent("dsa", (64,))) == ()
+def test_which_sides_pair(subtests):
+    for tp_size in [2, 4, 8]:
+        with subtests.test(tp_size=tp_size):
+            own, peer = (
+                layout(windows(), states()),
+                layout(windows(tp_size), states(tp_size), tp_size=tp_size),
+            )
+            check_layouts(own, peer)
+    for name, peer in zip(
+        ["none", "no state", "one more", "another order", "another size"],
+        [
+            (),
+            (windows(),),
+            (windows(), states(), states()),
+            (states(), windows()),
+            (windows(layers=3), states()),
+        ],
+        strict=True,
+    ):
+        with subtests.test(name), pytest.raises(ProtocolError, match="differ in groups"):
+            check_layouts(layout(windows(), states()), layout(*peer))

@@ -41,9 +41,18 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("changes", PASSING.values(), ids=PASSING)
-def test_layers_that_keep_the_kv_of_every_token_pass(tmp_path, changes):
-    assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000, 4096)
+def test_shapes_of_checkpoints(subtests, tmp_path):
+    for name, changes in PASSING.items():
+        with subtests.test(name):
+            assert read(tmp_path, {**PLAIN, **changes}) == ModelShape(2, 64, 4096, 1000, 4096)
+    for name, changes in WINDOWED.items():
+        with subtests.test(name):
+            shape = read(tmp_path, {**PLAIN, **changes})
+            assert (shape.is_windowed, shape.is_recurrent) == (True, False)
+    for name, changes in RECURRENT.items():
+        with subtests.test(name):
+            shape = read(tmp_path, {**PLAIN, **changes})
+            assert (shape.is_windowed, shape.is_recurrent) == (False, True)
 
 
 EVERY_OTHER = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
@@ -67,18 +76,6 @@ RECURRENT = {
         **{"mamba_num_heads": 8, "mamba_head_dim": 16},
     },
 }
-
-
-@pytest.mark.parametrize("changes", WINDOWED.values(), ids=WINDOWED)
-def test_windows_are_known(tmp_path, changes):
-    shape = read(tmp_path, {**PLAIN, **changes})
-    assert (shape.is_windowed, shape.is_recurrent) == (True, False)
-
-
-@pytest.mark.parametrize("changes", RECURRENT.values(), ids=RECURRENT)
-def test_recurrent_layers_are_known(tmp_path, changes):
-    shape = read(tmp_path, {**PLAIN, **changes})
-    assert (shape.is_windowed, shape.is_recurrent) == (False, True)
 
 
 REFUSED = {
@@ -112,54 +109,49 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("changes,said", REFUSED.values(), ids=REFUSED)
-def test_layers_of_which_too_little_is_known_are_refused_with_what_says_so(tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=f"no model for --engine=sglang: its config.json says .*{said}"):
-        read(tmp_path, {**PLAIN, **changes})
+def test_layers_of_which_too_little_is_known_are_refused_with_what_says_so(subtests, tmp_path):
+    for name, (changes, said) in REFUSED.items():
+        with (
+            subtests.test(name),
+            pytest.raises(ConfigError, match=f"no model for --engine=sglang: its config.json says .*{said}"),
+        ):
+            read(tmp_path, {**PLAIN, **changes})
 
 
-def test_stretched_angles_lengthen_the_context(tmp_path):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    shape = read(tmp_path, {**PLAIN, "rope_scaling": yarn})
-    assert (shape.max_position_embeddings, shape.max_context_tokens) == (4096, 8192)
+def test_what_a_config_says_elsewhere_counts(subtests, tmp_path):
+    with subtests.test("stretched angles lengthen the context"):
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+        shape = read(tmp_path, {**PLAIN, "rope_scaling": yarn})
+        assert (shape.max_position_embeddings, shape.max_context_tokens) == (4096, 8192)
+    with subtests.test("of a multimodal model the text part counts"):
+        vision = {"window_size": 112, "sliding_window": 112}
+        assert read(tmp_path, {"text_config": PLAIN, "vision_config": vision, **vision})
+        assert not read(tmp_path, {"text_config": PLAIN, **vision}).is_windowed
+        assert read(tmp_path, {"text_config": {**PLAIN, "sliding_window": 1024}}).is_windowed
+    with subtests.test("what published gemma 3 leaves out is known"):
+        shape = read(tmp_path, GEMMA_3_4B)
+        assert (shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (4, 256, 262_208)
+        assert (shape.max_context_tokens, shape.is_windowed) == (131_072, True)
 
 
-def test_a_model_type_that_disagrees_with_the_architecture_is_refused(tmp_path):
-    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen2"}
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is of model_type 'qwen3', not 'qwen2'"):
-        read(tmp_path, {**PLAIN, **names})
-    assert read(tmp_path, {**PLAIN, **names, "architectures": ["NotOneOfOurs"]})
-
-
-def test_of_a_multimodal_model_the_text_part_counts(tmp_path):
-    vision = {"window_size": 112, "sliding_window": 112}
-    assert read(tmp_path, {"text_config": PLAIN, "vision_config": vision, **vision})
-    assert not read(tmp_path, {"text_config": PLAIN, **vision}).is_windowed
-    assert read(tmp_path, {"text_config": {**PLAIN, "sliding_window": 1024}}).is_windowed
-
-
-def test_what_published_gemma_3_leaves_out_is_known(tmp_path):
-    shape = read(tmp_path, GEMMA_3_4B)
-    assert (shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (4, 256, 262_208)
-    assert (shape.max_context_tokens, shape.is_windowed) == (131_072, True)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_config_that_is_missing_or_wrong_is_refused(subtests, tmp_path):
+    with (
+        subtests.test("a config that is not there is refused"),
+        pytest.raises(ConfigError, match=r"config\.json"),
+    ):
+        ModelShape.read(str(tmp_path))
+    for config in [
         [],
         {},
         {**PLAIN, "layer_types": 4},
         {**PLAIN, "max_position_embeddings": None},
         {**PLAIN, "num_attention_heads": 0},
         {**PLAIN, "vocab_size": float("inf")},
-    ],
-)
-def test_a_config_that_cannot_be_used_is_refused(tmp_path, config):
-    with pytest.raises(ConfigError, match="cannot be used"):
-        read(tmp_path, config)
-
-
-def test_a_config_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelShape.read(str(tmp_path))
+    ]:
+        with subtests.test(config=config), pytest.raises(ConfigError, match="cannot be used"):
+            read(tmp_path, config)
+    with subtests.test("a model type that disagrees with the architecture is refused"):
+        names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen2"}
+        with pytest.raises(ConfigError, match="Qwen3ForCausalLM is of model_type 'qwen3', not 'qwen2'"):
+            read(tmp_path, {**PLAIN, **names})
+        assert read(tmp_path, {**PLAIN, **names, "architectures": ["NotOneOfOurs"]})

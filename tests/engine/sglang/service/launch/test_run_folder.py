@@ -44,12 +44,29 @@ def other(root):
         child.communicate()
 
 
-def test_what_is_closed_is_gone(root):
-    folder = RunFolder.open()
-    (folder.path / "deep").mkdir()
-    (folder.path / "deep" / "counter_7.db").write_text("x")
-    folder.close()
-    assert not list(root.iterdir())
+def test_folders_are_made_and_removed(subtests, root, monkeypatch):
+    with subtests.test("what is closed is gone"):
+        folder = RunFolder.open()
+        (folder.path / "deep").mkdir()
+        (folder.path / "deep" / "counter_7.db").write_text("x")
+        folder.close()
+        assert not list(root.iterdir())
+    with subtests.test("a new folder that is taken for a dead workers is made again"):
+        # Another worker looks between the making and the locking.
+        locks, really = [], fcntl.flock
+
+        def flock(descriptor, how):
+            if how == fcntl.LOCK_EX:
+                locks.append(descriptor)
+                if len(locks) == 1:
+                    (new,) = root.iterdir()
+                    new.rmdir()
+            really(descriptor, how)
+
+        monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+        folder = RunFolder.open()
+        assert len(locks) == 2 and folder.path.is_dir()
+        folder.close()
 
 
 def test_a_living_worker_keeps_its_folder_and_of_a_killed_one_the_next_removes_it(root, other):
@@ -75,24 +92,6 @@ def test_a_child_of_a_dead_worker_does_not_keep_its_folder(root):
         assert not folder.path.exists()
     finally:
         child.communicate()
-
-
-def test_a_new_folder_that_is_taken_for_a_dead_workers_is_made_again(root, monkeypatch):
-    """Another worker looks between the making and the locking."""
-    locks, really = [], fcntl.flock
-
-    def flock(descriptor, how):
-        if how == fcntl.LOCK_EX:
-            locks.append(descriptor)
-            if len(locks) == 1:
-                (new,) = root.iterdir()
-                new.rmdir()
-        really(descriptor, how)
-
-    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
-    folder = RunFolder.open()
-    assert len(locks) == 2 and folder.path.is_dir()
-    folder.close()
 
 
 def test_what_only_looks_like_a_workers_folder_is_left_alone(root):

@@ -37,47 +37,41 @@ def make(folder, name, age_s=0.0):
     return path
 
 
-@pytest.mark.parametrize("name", KEPT_OPEN)
-def test_what_its_maker_keeps_open_goes_when_nobody_has_it_open(folder, name):
-    path = make(folder, name)
-    writer = os.open(path, os.O_RDWR)
-    remove_orphans()
-    assert path.exists()
-    os.close(writer)
-    remove_orphans()
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("name", KEPT_OPEN)
-def test_what_is_mapped_is_open(folder, name):
-    path = make(folder, name)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    with path.open("r+b") as writer:  # mmap.mmap would keep a descriptor of its own
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = libc.mmap(None, mmap.PAGESIZE, both, mmap.MAP_SHARED, writer.fileno(), 0)
-    remove_orphans()
-    assert path.exists()
-    assert libc.munmap(ctypes.c_void_p(mapped), mmap.PAGESIZE) == 0
-    remove_orphans()
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "age_s", "goes"),
-    [
+def test_what_nobody_needs_goes(subtests, folder):
+    for name in KEPT_OPEN:
+        with subtests.test(name=name):
+            path = make(folder, name)
+            writer = os.open(path, os.O_RDWR)
+            remove_orphans()
+            assert path.exists()
+            os.close(writer)
+            remove_orphans()
+            assert not path.exists()
+    for name in KEPT_OPEN:
+        with subtests.test(name=name):
+            path = make(folder, name)
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.mmap.restype = ctypes.c_void_p
+            with path.open("r+b") as writer:  # mmap.mmap would keep a descriptor of its own
+                both = mmap.PROT_READ | mmap.PROT_WRITE
+                mapped = libc.mmap(None, mmap.PAGESIZE, both, mmap.MAP_SHARED, writer.fileno(), 0)
+            remove_orphans()
+            assert path.exists()
+            assert libc.munmap(ctypes.c_void_p(mapped), mmap.PAGESIZE) == 0
+            remove_orphans()
+            assert not path.exists()
+    for name, age_s, goes in [
         (HANDED_OVER, HOUR_S, True),
         (HANDED_OVER, 0.0, False),  # its maker may be in another container, and who gets it has not come yet
         (f"sgl_shm_mm_{HERE}_0badcafe", HOUR_S, False),
         ("sgl_shm_mm_none_0badcafe", HOUR_S, False),
         ("sgl_shm_dead", HOUR_S, False),
         (f"other_mm_{DEAD}_0badcafe", HOUR_S, False),
-    ],
-)
-def test_what_is_handed_over_by_name_goes_long_after_its_maker(folder, name, age_s, goes):
-    path = make(folder, name, age_s)
-    remove_orphans()
-    assert path.exists() is not goes
+    ]:
+        with subtests.test(name=name, age_s=age_s, goes=goes):
+            path = make(folder, name, age_s)
+            remove_orphans()
+            assert path.exists() is not goes
 
 
 def test_of_processes_that_have_ended_only_what_they_made_goes(folder):

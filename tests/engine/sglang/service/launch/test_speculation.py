@@ -23,43 +23,33 @@ def draft(path, config, **weights):
     return path
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_shapes_of_drafts(subtests, tmp_path):
+    for config, expected in [
         (EAGLE3, (8, 128, False)),
         ({**EAGLE3, "head_dim": 64}, (8, 64, False)),
         ({"num_attention_heads": 4, "hidden_size": 64}, (4, 16, False)),
         ({"text_config": EAGLE3}, (8, 128, False)),
         ({**EAGLE3, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (1, 576, True)),
-    ],
-)
-def test_its_heads_are_its_own(tmp_path, config, expected):
-    shape = DraftShape.read(values(draft(tmp_path, config)))
-    assert (shape.num_kv_heads, shape.head_dim, shape.is_latent) == expected
-
-
-def test_a_layer_of_the_models_checkpoint_has_none():
-    assert DraftShape.read({ALGORITHM: "NEXTN"}) is None
-    assert DraftShape.read({}) is None
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
+    ]:
+        with subtests.test(config=config, expected=expected):
+            shape = DraftShape.read(values(draft(tmp_path, config)))
+            assert (shape.num_kv_heads, shape.head_dim, shape.is_latent) == expected
+    with subtests.test("a layer of the models checkpoint has none"):
+        assert DraftShape.read({ALGORITHM: "NEXTN"}) is None
+        assert DraftShape.read({}) is None
+    for config in [
         {},
         {"num_attention_heads": 4},
         [],
         {**EAGLE3, "hidden_size": None},
         {"num_attention_heads": 0, "hidden_size": 64},
-    ],
-)
-def test_one_that_says_too_little_is_refused(tmp_path, config):
-    with pytest.raises(ConfigError, match="says too little"):
-        DraftShape.read(values(draft(tmp_path, config)))
-
-
-def test_one_that_is_no_directory_is_refused():
-    with pytest.raises(ConfigError, match="must be a checkpoint directory"):
+    ]:
+        with subtests.test(config=config), pytest.raises(ConfigError, match="says too little"):
+            DraftShape.read(values(draft(tmp_path, config)))
+    with (
+        subtests.test("one that is no directory is refused"),
+        pytest.raises(ConfigError, match="must be a checkpoint directory"),
+    ):
         DraftShape.read(values("a-hub/model"))
 
 
