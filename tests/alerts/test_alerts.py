@@ -30,21 +30,19 @@ def anchors():
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_what_and_where_to_read_on(rule):
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
-    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-    assert page == alert_rules.RUNBOOKS and anchor in anchors()
-    assert rule["for"], "one bad scrape must not wake anybody"
-
-
-@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_of_a_cluster_is_of_one_that_prometheus_knows_by_another_name_too(rule):
-    """Two installations may have chosen one name for us."""
-    for labels in re.findall(r"\b(?:by|on) \(([^)]+)\)", rule["expr"]):
-        names = labels.split(", ")
-        assert ("cluster" in names) == ("isthmus_cluster" in names), labels
+def test_an_alert_says_how_bad_what_where_and_where_to_read_on(subtests):
+    for rule in alerts():
+        with subtests.test(rule["alert"]):
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
+            page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            assert page == alert_rules.RUNBOOKS and anchor in anchors()
+            assert rule["for"], "one bad scrape must not wake anybody"
+            # Two installations may have chosen one name for us.
+            for labels in re.findall(r"\b(?:by|on) \(([^)]+)\)", rule["expr"]):
+                names = labels.split(", ")
+                assert ("cluster" in names) == ("isthmus_cluster" in names), labels
+    assert all(set(rule["annotations"]) == {"summary", "description"} for rule in alerts(runbooks=""))
 
 
 def test_each_alert_has_a_case_that_fires_and_one_that_is_silent():
@@ -55,18 +53,12 @@ def test_each_alert_has_a_case_that_fires_and_one_that_is_silent():
     assert fires == silent == {rule["alert"] for rule in alerts()}
 
 
-def test_where_nobody_says_where_the_runbooks_are_no_alert_links_to_them():
-    assert all(set(rule["annotations"]) == {"summary", "description"} for rule in alerts(runbooks=""))
-
-
-def test_goals_are_values():
+def test_goals_are_values_and_edges_of_the_histograms():
     goals = {"ttftSeconds": 5, "ttftShare": 0.99, "successShare": 0.9999, "ranksDownShare": 0.5}
     text = str(alert_rules.rules(goals=goals))
     assert all(word in text for word in ('le="5.0"', "(1 - 0.99)", "(1 - 0.9999)", "> 0.5", "within 5.0 s"))
     assert "2.5" not in text and "@" not in text
 
-
-def test_a_goal_is_an_edge_of_the_histograms():
     schema = json.loads((alert_rules.CHART / "values.schema.json").read_text())
     goals = schema["properties"]["monitoring"]["properties"]["goals"]["properties"]
     registry = CollectorRegistry()

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 MADE_OF = {
     **{f"{path.stem}.txt": path.name for path in REPOSITORY.glob("constraints*.txt")},
@@ -35,12 +33,13 @@ def test_each_file_of_pins_has_its_hashes():
     assert {path.name for path in (REPOSITORY / "hashes").glob("*.txt")} == set(MADE_OF)
 
 
-@pytest.mark.parametrize("file", MADE_OF)
-def test_hashes_are_of_the_versions_that_are_pinned(file):
+def test_hashes_are_of_the_versions_that_are_pinned(subtests):
     """`make hashes` after a change of pins."""
-    versions = pins("constraints.txt")
-    wanted = {name: version or versions[name] for name, version in pins(MADE_OF[file]).items()}
-    assert hashed(file) == wanted
+    for file in MADE_OF:
+        with subtests.test(file):
+            versions = pins("constraints.txt")
+            wanted = {name: version or versions[name] for name, version in pins(MADE_OF[file]).items()}
+            assert hashed(file) == wanted
 
 
 def test_actions_are_named_by_commit_and_images_by_digest():

@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 SERVICES = REPOSITORY / "services"
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
@@ -25,9 +23,6 @@ def relative(path):
     return path.relative_to(REPOSITORY).as_posix()
 
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
-
-
 def is_there(path):
     return (REPOSITORY / path).exists() or (SERVICES / path).exists()
 
@@ -43,25 +38,23 @@ def links(document):
     return [link for link in found if not link.startswith(("http://", "https://"))]
 
 
-@each_document
-def test_files_that_are_named_exist(document):
-    missing = sorted({path for path in _PATH.findall(document.read_text()) if not is_there(path)})
-    assert not missing
+def test_files_that_are_named_exist_and_links_lead_somewhere(subtests):
+    for document in DOCUMENTS:
+        with subtests.test(relative(document)):
+            missing = sorted({path for path in _PATH.findall(document.read_text()) if not is_there(path)})
+            assert not missing
+            for link in links(document):
+                name, _, anchor = link.partition("#")
+                target = (document.parent / name) if name else document
+                assert target.exists(), link
+                if anchor:
+                    assert anchor in anchors(target), link
 
 
-@each_document
-def test_links_lead_somewhere(document):
-    for link in links(document):
-        name, _, anchor = link.partition("#")
-        target = (document.parent / name) if name else document
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("name", MOST_WORDS)
-def test_what_is_read_whole_is_short(name):
-    assert len((REPOSITORY / name).read_text().split()) <= MOST_WORDS[name]
+def test_what_is_read_whole_is_short(subtests):
+    for name in MOST_WORDS:
+        with subtests.test(name):
+            assert len((REPOSITORY / name).read_text().split()) <= MOST_WORDS[name]
 
 
 def sentences():

@@ -87,17 +87,16 @@ def bandwidth(_prefill, _decode):
     return BYTES_PER_S
 
 
-@pytest.mark.parametrize("example", [hashes, ticket, carried, prices])
-def test_an_example_says_what_the_code_says(example):
-    text = example()
-    assert f"```\n{text}\n```" in DESIGN, f"in docs/design.md:\n{text}"
+def test_an_example_says_what_the_code_says(subtests):
+    for example in [hashes, ticket, carried, prices]:
+        with subtests.test(example.__name__):
+            text = example()
+            assert f"```\n{text}\n```" in DESIGN, f"in docs/design.md:\n{text}"
 
 
-def test_the_seed_is_the_models():
+def test_the_seed_is_the_models_and_neighbours_travel_together():
     assert f"seed `{scope_seed(MODEL):016x}`" in DESIGN
 
-
-def test_neighbours_travel_together():
     moves = merge_moves(SOURCE_PAGES, DELTA_PAGES)
     assert [(move.source_page, move.target_page, move.num_pages) for move in moves] == [
         (40, 7, 3),
