@@ -1,7 +1,5 @@
 import json
 
-import pytest
-
 from services.router.parsing.arguments import TypedText
 from services.router.parsing.json_text import text_of
 
@@ -11,9 +9,8 @@ def typed_arguments(texts, schema):
     return text_of({name: typed.value(name, text) for name, text in texts.items()})
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
+def test_a_value_is_what_its_schema_says(subtests):
+    for text, schema, value in [
         ("3", {"type": "integer"}, 3),
         ("3", {"type": "number"}, 3),
         ("3.0", {"type": "integer"}, 3.0),
@@ -41,25 +38,25 @@ def typed_arguments(texts, schema):
         ("NaN", {"type": "number"}, "NaN"),
         ("9" * 5000, {"type": "integer"}, "9" * 5000),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-    ],
-)
-def test_a_value_is_what_its_schema_says(text, schema, value):
-    root = {
-        "properties": {"a": schema},
-        "$defs": {
-            "size": {"type": "integer"},
-            "word": {"enum": ["1", "2"]},
-            "loop": {"$ref": "#/$defs/loop"},
-        },
-    }
-    read = typed_arguments({"a": text}, root)
-    read.encode()
-    assert json.loads(read) == {"a": value}
+    ]:
+        with subtests.test(text[:40], schema=schema):
+            root = {
+                "properties": {"a": schema},
+                "$defs": {
+                    "size": {"type": "integer"},
+                    "word": {"enum": ["1", "2"]},
+                    "loop": {"$ref": "#/$defs/loop"},
+                },
+            }
+            read = typed_arguments({"a": text}, root)
+            read.encode()
+            assert json.loads(read) == {"a": value}
 
 
-@pytest.mark.parametrize("schema", [None, {}, {"properties": []}, [], "x"])
-def test_a_schema_that_says_nothing(schema):
-    assert typed_arguments({"a": "1", "ä": "x y"}, schema) == '{"a": 1, "ä": "x y"}'
+def test_a_schema_that_says_nothing(subtests):
+    for schema in [None, {}, {"properties": []}, [], "x"]:
+        with subtests.test(schema=schema):
+            assert typed_arguments({"a": "1", "ä": "x y"}, schema) == '{"a": 1, "ä": "x y"}'
 
 
 def test_schemas_that_are_made_of_themselves_or_very_deep():

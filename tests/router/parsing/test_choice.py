@@ -33,10 +33,11 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize(("names", "template"), TEMPLATES.items(), ids=map(str, TEMPLATES))
-def test_a_template_tells_its_format(names, template):
-    choice = choose("auto", "auto", template, None)
-    assert (choice.tools, choice.reasoning) == names
+def test_a_template_tells_its_format(subtests):
+    for names, template in TEMPLATES.items():
+        with subtests.test(str(names)):
+            choice = choose("auto", "auto", template, None)
+            assert (choice.tools, choice.reasoning) == names
 
 
 CALLED = '{"name": "look_up", "arguments": {"count": 7}}'
@@ -51,30 +52,28 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize(("name", "words", "shown"), [(name, *each) for name, each in SHOWN.items()])
-def test_a_template_writes_what_it_shows(name, words, shown):
-    assert choose("auto", "auto", words, None, (shown,)).tools == name
+def test_a_template_writes_what_it_shows(subtests):
+    for name, words, shown in [(name, *each) for name, each in SHOWN.items()]:
+        with subtests.test(name):
+            assert choose("auto", "auto", words, None, (shown,)).tools == name
 
 
-@pytest.mark.parametrize(
-    ("tools", "reasoning", "names"),
-    [
+def test_a_tokenizers_own_word_comes_first(subtests):
+    for tools, reasoning, names in [
         ("auto", "auto", ("template", "template")),
         ("none", "auto", ("none", "template")),
         ("auto", "none", ("template", "none")),
         ("hermes", "auto", ("hermes", "think")),
         ("auto", "think", ("hermes", "think")),
         ("none", "none", ("none", "none")),
-    ],
-)
-def test_a_tokenizers_own_word_comes_first(tools, reasoning, names):
-    choice = choose(tools, reasoning, "<tool_call> <think>", OWN)
-    assert (choice.tools, choice.reasoning) == names
+    ]:
+        with subtests.test(tools=tools, reasoning=reasoning, names=names):
+            choice = choose(tools, reasoning, "<tool_call> <think>", OWN)
+            assert (choice.tools, choice.reasoning) == names
 
 
-@pytest.mark.parametrize(
-    ("tools", "reasoning", "own", "problem"),
-    [
+def test_what_cannot_be_is_refused(subtests):
+    for tools, reasoning, own, problem in [
         ("harmony", "think", None, "do not go together"),
         ("hermes", "harmony", None, "do not go together"),
         ("template", "think", OWN, "do not go together"),
@@ -82,11 +81,9 @@ def test_a_tokenizers_own_word_comes_first(tools, reasoning, names):
         ("auto", "auto", {"fields": {}}, "cannot be read"),
         ("auto", "auto", {**OWN, "start_anchor": 1}, "cannot be read"),
         ("auto", "auto", {"start_anchor": "a", "fields": {"a": {"open_pattern": "("}}}, "cannot be read"),
-    ],
-)
-def test_what_cannot_be_is_refused(tools, reasoning, own, problem):
-    with pytest.raises(ConfigError, match=problem):
-        choose(tools, reasoning, "", own)
+    ]:
+        with subtests.test(problem), pytest.raises(ConfigError, match=problem):
+            choose(tools, reasoning, "", own)
 
 
 def test_special_tokens_that_are_looked_for_are_shown():

@@ -11,7 +11,6 @@ from services.router.parsing.choice import choose
 from services.router.parsing.formats import CALL_FORMATS
 from services.router.parsing.reader import Reader
 
-IDS = [name if writer.__name__ == "write" else writer.__name__ for name, writer, _ in WRITERS]
 # Markers of all formats, and what JSON and tags are made of.
 MARKERS = [
     *(marker for each in CALL_FORMATS.values() for marker in each.markers),
@@ -64,10 +63,34 @@ def cut(draw, text):
 SCHEMAS = {name: {"type": "object"} for name in ("f", "get_weather", "mcp.server-tool", "g2")}
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_what_was_written_is_read(name, writer, reasoning, data):
+def drawn(check, examples, *how_it_writes):
+    """Run the check on that many examples."""
+
+    @settings(max_examples=examples)
+    @given(data=st.data())
+    def run(data):
+        check(*how_it_writes, data)
+
+    run()
+
+
+def in_each_format(check, examples, subtests, formats=WRITERS):
+    """Each format has as many examples of its own."""
+    for name, writer, reasoning in formats:
+        with subtests.test(name if writer.__name__ == "write" else writer.__name__):
+            drawn(check, examples, name, writer, reasoning)
+
+
+def examples_of_each_format(by_default):
+    return pytest.mark.parametrize("examples", [by_default, pytest.param(40, marks=pytest.mark.exact)])
+
+
+@examples_of_each_format(10)
+def test_what_was_written_is_read(examples, subtests):
+    in_each_format(is_read, examples, subtests)
+
+
+def is_read(name, writer, reasoning, data):
     answer = data.draw(answers(name))
     if name == "template":  # transformers' parser takes </call> within a string for the end
         answer = Answer(answer.content, answer.reasoning, tuple((n, {"a": 1}) for n, _ in answer.calls))
@@ -80,29 +103,20 @@ def test_what_was_written_is_read(name, writer, reasoning, data):
     assert whole.broken == 0
     assert read(choice, text, SCHEMAS) == whole  # by character
     assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
-
-
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_an_answer_that_breaks_off_is_the_same_in_all_cuts(name, writer, reasoning, data):
-    text = writer(data.draw(answers(name)))
-    text = text[: data.draw(st.integers(0, len(text)))]
-    choice = choice_of(name, reasoning)
-    whole = read(choice, [text], SCHEMAS)
-    assert read(choice, data.draw(cut(text)), SCHEMAS) == whole
+    begun = writer(answer)[: data.draw(st.integers(0, len(text)))]
+    assert read(choice, data.draw(cut(begun)), SCHEMAS) == read(choice, [begun], SCHEMAS)
 
 
 THINKERS = [each for each in WRITERS if each[2] in ("think", "mistral")]
 TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
-@pytest.mark.parametrize(
-    ("name", "writer", "reasoning"), THINKERS, ids=[each[1].__name__ for each in THINKERS]
-)
-@settings(max_examples=30)
-@given(data=st.data())
-def test_calls_that_end_thinking_which_was_never_closed_are_calls(name, writer, reasoning, data):
+@examples_of_each_format(4)
+def test_calls_that_end_thinking_which_was_never_closed_are_calls(examples, subtests):
+    in_each_format(ends_thinking, examples, subtests, THINKERS)
+
+
+def ends_thinking(name, writer, reasoning, data):
     opens, closes = TAGS[reasoning]
     answer = data.draw(answers(name).filter(lambda drawn: drawn.calls))
     called = writer(Answer(calls=answer.calls))
@@ -169,22 +183,25 @@ def pieces_of(choice, text):
     return [call for part in [*map(parser.feed, text), parser.finish()] for call in part.calls]
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-def test_long_arguments_come_while_they_are_written(name, writer, reasoning):
-    choice = choice_of(name, reasoning)
-    pieces = pieces_of(choice, writer(LONG_CALL))
-    assert [(n, json.loads(arguments)) for n, arguments in joined(pieces)] == list(LONG_CALL.calls)
-    if name in WHOLE or writer is mistral_old:  # a whole, or a list of all
-        assert len(pieces) == 2
-    else:
-        assert max(len(piece.arguments) for piece in pieces[1:-1]) < 20 and len(pieces) > 300
-    assert read(choice, [writer(LONG_CALL)], TYPED).calls == tuple(joined(pieces))
+def test_long_arguments_come_while_they_are_written(subtests):
+    for name, writer, reasoning in WRITERS:
+        with subtests.test(writer.__name__):
+            choice = choice_of(name, reasoning)
+            pieces = pieces_of(choice, writer(LONG_CALL))
+            assert [(n, json.loads(arguments)) for n, arguments in joined(pieces)] == list(LONG_CALL.calls)
+            if name in WHOLE or writer is mistral_old:  # a whole, or a list of all
+                assert len(pieces) == 2
+            else:
+                assert max(len(piece.arguments) for piece in pieces[1:-1]) < 20 and len(pieces) > 300
+            assert read(choice, [writer(LONG_CALL)], TYPED).calls == tuple(joined(pieces))
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_long_arguments_that_break_off_are_as_far_as_they_came(name, writer, reasoning, data):
+@examples_of_each_format(10)
+def test_long_arguments_that_break_off_are_as_far_as_they_came(examples, subtests):
+    in_each_format(is_as_far_as_it_came, examples, subtests)
+
+
+def is_as_far_as_it_came(name, writer, reasoning, data):
     choice, text = choice_of(name, reasoning), writer(LONG_CALL)
     text = text[: data.draw(st.integers(0, len(text)))]
     whole = read(choice, [text], TYPED)
@@ -208,10 +225,12 @@ def test_what_is_no_object_is_content_however_long():
 noise = st.lists(st.one_of(st.sampled_from(MARKERS), words), max_size=12).map("".join)
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_any_text_is_read_somehow_and_the_same_in_all_cuts(name, writer, reasoning, data):
+@examples_of_each_format(10)
+def test_any_text_is_read_somehow_and_the_same_in_all_cuts(examples, subtests):
+    in_each_format(is_read_somehow, examples, subtests)
+
+
+def is_read_somehow(name, writer, reasoning, data):
     text, choice = data.draw(noise), choice_of(name, reasoning)
     whole = read(choice, [text], SCHEMAS)
     assert read(choice, text, SCHEMAS) == whole
@@ -220,9 +239,8 @@ def test_any_text_is_read_somehow_and_the_same_in_all_cuts(name, writer, reasoni
         assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_a_call_that_cannot_be_read_is_content(subtests):
+    for name, text in [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
@@ -247,40 +265,36 @@ def test_any_text_is_read_somehow_and_the_same_in_all_cuts(name, writer, reasoni
         ("llama3_json", '<|python_tag|>print("x")'),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>[1"),
         ("harmony", "<|channel|>final<|start|>"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_content(name, text):
-    reasoning = "harmony" if name == "harmony" else "none"
-    got = read(choice_of(name, reasoning), text, SCHEMAS)
-    assert (got.content, got.reasoning, got.calls) == (text, "", ())
-    assert got.broken >= 1
+    ]:
+        with subtests.test(text[:80]):
+            reasoning = "harmony" if name == "harmony" else "none"
+            got = read(choice_of(name, reasoning), text, SCHEMAS)
+            assert (got.content, got.reasoning, got.calls) == (text, "", ())
+            assert got.broken >= 1
 
 
 HARMONY_TEXT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
 
-@pytest.mark.parametrize("before", ["", HARMONY_TEXT])
-@pytest.mark.parametrize(
-    "header",
-    [
-        " to=functions.f<|channel|>commentary json",
-        "to=functions.f<|channel|>commentary <|constrain|>json",
-        " to=functions.f",
-        " to=f<|channel|>analysis code",
-        "<|channel|>commentary to=f <|constrain|>json",
-    ],
-)
-def test_a_harmony_message_goes_to_a_tool_wherever_its_header_says_so(before, header):
-    choice = choice_of("harmony", "harmony")
-    for pieces in (lambda text: [text], list):
-        got = read(choice, pieces(before + header + '<|message|>{"s": "a"}<|call|>'), TYPED)
-        assert (got.content, got.reasoning) == ("", "hm" * bool(before))
-        assert got.calls == (("f", '{"s": "a"}'),) and got.broken == 0
+def test_a_harmony_message_goes_to_a_tool_wherever_its_header_says_so(subtests):
+    for before in ["", HARMONY_TEXT]:
+        for header in [
+            " to=functions.f<|channel|>commentary json",
+            "to=functions.f<|channel|>commentary <|constrain|>json",
+            " to=functions.f",
+            " to=f<|channel|>analysis code",
+            "<|channel|>commentary to=f <|constrain|>json",
+        ]:
+            with subtests.test(before=before, header=header):
+                choice = choice_of("harmony", "harmony")
+                for pieces in (lambda text: [text], list):
+                    got = read(choice, pieces(before + header + '<|message|>{"s": "a"}<|call|>'), TYPED)
+                    assert (got.content, got.reasoning) == ("", "hm" * bool(before))
+                    assert got.calls == (("f", '{"s": "a"}'),) and got.broken == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
+def test_other_text_before_a_harmony_message_is_content(subtests):
+    for text, content in [
         (" to=x<|channel|>final<|message|>Hi", " to=xHi"),
         (" to=functions of two variables", " to=functions of two variables"),
         (" to=functions.f<|channel|>commentary json<|message|>[1", None),
@@ -288,13 +302,12 @@ def test_a_harmony_message_goes_to_a_tool_wherever_its_header_says_so(before, he
         ("<|message|>Hi", "Hi"),
         (" \nHi", " \nHi"),
         ("a to=functions.f<|channel|>final<|message|>b", "a to=functions.fb"),
-    ],
-)
-def test_other_text_before_a_harmony_message_is_content(text, content):
-    choice = choice_of("harmony", "harmony")
-    for pieces in ([text], text):
-        got = read(choice, pieces, TYPED)
-        assert (got.content, got.calls) == (text if content is None else content, ())
+    ]:
+        with subtests.test(text):
+            choice = choice_of("harmony", "harmony")
+            for pieces in ([text], text):
+                got = read(choice, pieces, TYPED)
+                assert (got.content, got.calls) == (text if content is None else content, ())
 
 
 # The tags that end an argument and its call, and which of them may be missing before another call.
@@ -309,13 +322,15 @@ CLOSING_TAGS = {
 DECLARED = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "t": {"type": "string"}}}}
 
 
-CLOSED_BY_TAGS = [each[:2] for each in WRITERS if each[0] in CLOSING_TAGS]
+CLOSED_BY_TAGS = [each for each in WRITERS if each[0] in CLOSING_TAGS]
 
 
-@pytest.mark.parametrize(("name", "writer"), CLOSED_BY_TAGS, ids=CLOSING_TAGS)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_tags_that_are_left_out_are_told_by_what_stands_there(name, writer, data):
+@examples_of_each_format(10)
+def test_tags_that_are_left_out_are_told_by_what_stands_there(examples, subtests):
+    in_each_format(is_told_without_tags, examples, subtests, CLOSED_BY_TAGS)
+
+
+def is_told_without_tags(name, writer, _reasoning, data):
     value = data.draw(quiet)
     calls = (("f", {"s": value, "n": 3, "t": value + "\n" + value}), ("f", {"t": value, "n": 4}))
     text, (ends, missing) = writer(Answer(calls=calls)), CLOSING_TAGS[name]
@@ -332,22 +347,21 @@ def test_tags_that_are_left_out_are_told_by_what_stands_there(name, writer, data
     assert read(choice, data.draw(cut(text)), DECLARED) == got
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
+def test_a_value_may_hold_tags_that_end_no_argument(subtests):
+    for inner in [
         "<parameter=",
         "<parameter=other>\n1",
         "<parameter=s>",
         "</function> is a tag",
         "</tool_call>.",
         "<parameter=n",
-    ],
-)
-def test_a_value_may_hold_tags_that_end_no_argument(inner):
-    text = f"<tool_call>\n<function=f>\n<parameter=s>\nA {inner}\n</parameter>\n</function>\n</tool_call>"
-    for pieces in ([text], text):
-        got = read(choice_of("qwen3_coder", "none"), pieces, DECLARED)
-        assert got.calls == (("f", dumps({"s": f"A {inner}"})),) and got.content == ""
+    ]:
+        with subtests.test(inner):
+            text = f"<tool_call>\n<function=f>\n<parameter=s>\nA {inner}\n"
+            text += "</parameter>\n</function>\n</tool_call>"
+            for pieces in ([text], text):
+                got = read(choice_of("qwen3_coder", "none"), pieces, DECLARED)
+                assert got.calls == (("f", dumps({"s": f"A {inner}"})),) and got.content == ""
 
 
 FILES = {"write": {"properties": {key: {"type": "string"} for key in ("content", "path", "mode")}}}
@@ -367,17 +381,18 @@ MENTIONS = (  # {} is the tag that begins the next argument
 )
 
 
-@pytest.mark.parametrize("name", BEGINNINGS)
-def test_a_value_that_mentions_tags_is_whole(name):
-    begin = BEGINNINGS[name]
-    [writer] = (each[1] for each in WRITERS if each[0] == name)
-    for mention in MENTIONS:
-        given = {"content": mention.replace("{}", begin.format("path")), "path": "x", "mode": "a"}
-        text = writer(Answer(calls=(("write", given), ("write", given))))
-        for pieces in ([text], text):
-            got = read(choice_of(name, "none"), pieces, FILES)
-            assert [arguments for _, arguments in got.calls] == [dumps(given)] * 2, mention
-            assert (got.content, got.broken) == ("", 0)
+def test_a_value_that_mentions_tags_is_whole(subtests):
+    for name in BEGINNINGS:
+        with subtests.test(name):
+            begin = BEGINNINGS[name]
+            [writer] = (each[1] for each in WRITERS if each[0] == name)
+            for mention in MENTIONS:
+                given = {"content": mention.replace("{}", begin.format("path")), "path": "x", "mode": "a"}
+                text = writer(Answer(calls=(("write", given), ("write", given))))
+                for pieces in ([text], text):
+                    got = read(choice_of(name, "none"), pieces, FILES)
+                    assert [arguments for _, arguments in got.calls] == [dumps(given)] * 2, mention
+                    assert (got.content, got.broken) == ("", 0)
 
 
 def test_an_argument_that_is_given_twice_makes_no_call():
@@ -393,29 +408,30 @@ def test_an_argument_that_is_given_twice_makes_no_call():
 OBJECTS = ('{"name": "f", "parameters": {"s": "}{"}}', '{"name": "f", "arguments": {}}')
 
 
-@pytest.mark.parametrize(
-    ("name", "begin", "end"),
-    [
+def test_objects_that_follow_one_another_are_calls(subtests):
+    for name, begin, end in [
         ("llama3_json", "", ""),
         ("llama3_json", "<|python_tag|>", ""),
         ("hermes", "<tool_call>\n", "\n</tool_call>"),
         ("mistral", "[TOOL_CALLS]", ""),
-    ],
-)
-def test_objects_that_follow_one_another_are_calls(name, begin, end):
-    choice = choice_of(name, "none")
-    for between in ("\n", ", ", ";", "; ", "\n\n", ""):
-        text = begin + between.join((*OBJECTS, *OBJECTS)) + end
-        for pieces in ([text], text):
-            got = read(choice, pieces, TYPED)
-            assert got.calls == (("f", '{"s": "}{"}'), ("f", "{}")) * 2 and (got.content, got.broken) == (
-                "",
-                0,
-            )
-    text = begin + OBJECTS[0] + ", and so on"
-    for pieces in ([text], text):
-        got = read(choice, pieces, TYPED)
-        assert (len(got.calls), got.content, got.broken) == (1, ", and so on", 0)
+    ]:
+        with subtests.test(name, begin=begin):
+            choice = choice_of(name, "none")
+            for between in ("\n", ", ", ";", "; ", "\n\n", ""):
+                text = begin + between.join((*OBJECTS, *OBJECTS)) + end
+                for pieces in ([text], text):
+                    got = read(choice, pieces, TYPED)
+                    assert got.calls == (("f", '{"s": "}{"}'), ("f", "{}")) * 2 and (
+                        got.content,
+                        got.broken,
+                    ) == (
+                        "",
+                        0,
+                    )
+            text = begin + OBJECTS[0] + ", and so on"
+            for pieces in ([text], text):
+                got = read(choice, pieces, TYPED)
+                assert (len(got.calls), got.content, got.broken) == (1, ", and so on", 0)
 
 
 def test_deepseek_calls_that_nothing_closes():
@@ -429,13 +445,10 @@ def test_deepseek_calls_that_nothing_closes():
             assert (got.calls, got.content, got.broken) == ((("f", "{}"),) * 2, "", 0)
 
 
-def test_content_goes_on_as_it_stands_behind_what_was_no_call():
+def test_content_and_calls_go_on_behind_what_was_no_call():
     text = " <tool_call> no\n\n<tool_call>[]  \n done "
     got = read(choice_of("hermes", "think"), text, SCHEMAS)
     assert (got.content, got.calls, got.broken) == (text, (), 2)
-
-
-def test_calls_around_one_that_is_broken_are_read():
     text = (
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
         '<tool_call>{"name": "f", "arguments": {,}}</tool_call>\n'
@@ -446,13 +459,16 @@ def test_calls_around_one_that_is_broken_are_read():
     assert got.content == '<tool_call>{"name": "f", "arguments": {,}}</tool_call>\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['{"answer": 42}', '{"name": "Ada", "age": 36}', ' {"name": 1}\n\n and so on', '{"a": {"b": "}"}}'],
-)
-def test_an_answer_in_json_is_no_call_of_llama(text):
-    got = read(choice_of("llama3_json", "none"), text, SCHEMAS)
-    assert (got.content.lstrip(), got.calls, got.broken) == (text.lstrip(), (), 0)
+def test_an_answer_in_json_is_no_call_of_llama(subtests):
+    for text in [
+        '{"answer": 42}',
+        '{"name": "Ada", "age": 36}',
+        ' {"name": 1}\n\n and so on',
+        '{"a": {"b": "}"}}',
+    ]:
+        with subtests.test(text):
+            got = read(choice_of("llama3_json", "none"), text, SCHEMAS)
+            assert (got.content.lstrip(), got.calls, got.broken) == (text.lstrip(), (), 0)
 
 
 def test_arguments_are_as_the_model_wrote_them():
@@ -463,19 +479,20 @@ def test_arguments_are_as_the_model_wrote_them():
     assert read(choice_of("hermes", "none"), twice).calls == (("f", arguments),)
 
 
-@pytest.mark.parametrize("name", ["hermes", "deepseek_v31", "mistral"])
-def test_thinking_that_the_prompt_began(name):
-    reasoning, opens = ("mistral", "[THINK]") if name == "mistral" else ("think", "<think>")
-    closes = opens.replace("<", "</").replace("[T", "[/T")
-    choice = choice_of(name, reasoning)
-    text = f"\nhm, {opens} {closes}\n\nYes."
-    for prompt_end in (f"<|assistant|>{opens}", f"<|assistant|>{opens}\n"):
-        got = read(choice, text, None, prompt_end)
-        assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
-        got = read(choice, f"{opens}\n{text}", None, prompt_end)  # some write it once more
-        assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
-    got = read(choice, "Yes.", None, f"<|assistant|>{opens}\n\n{closes}\n\n")
-    assert (got.content, got.reasoning) == ("Yes.", "")
+def test_thinking_that_the_prompt_began(subtests):
+    for name in ["hermes", "deepseek_v31", "mistral"]:
+        with subtests.test(name):
+            reasoning, opens = ("mistral", "[THINK]") if name == "mistral" else ("think", "<think>")
+            closes = opens.replace("<", "</").replace("[T", "[/T")
+            choice = choice_of(name, reasoning)
+            text = f"\nhm, {opens} {closes}\n\nYes."
+            for prompt_end in (f"<|assistant|>{opens}", f"<|assistant|>{opens}\n"):
+                got = read(choice, text, None, prompt_end)
+                assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
+                got = read(choice, f"{opens}\n{text}", None, prompt_end)  # some write it once more
+                assert (got.content, got.reasoning) == ("Yes.", f"hm, {opens}")
+            got = read(choice, "Yes.", None, f"<|assistant|>{opens}\n\n{closes}\n\n")
+            assert (got.content, got.reasoning) == ("Yes.", "")
 
 
 def test_thinking_that_the_prompt_of_an_own_template_began():
@@ -493,24 +510,26 @@ def test_a_broken_call_of_an_own_template_is_content():
     assert got.calls == (("f", "{}"),) and got.broken == 1
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-def test_without_tools_calls_are_content(name, writer, reasoning):
-    text = writer(Answer("", "", (("f", {"a": 1}),)))
-    choice = choice_of(name, reasoning)
-    parser = choice.parser(None, "")
-    if reasoning == "none":
-        assert parser is None
-        return
-    parts = [*map(parser.feed, text), parser.finish()]
-    content = "".join(part.content for part in parts)
-    assert not any(part.calls or part.reasoning for part in parts)
-    assert content.strip() == (text.strip() if name != "template" else text.removesuffix("</call>"))
+def test_without_tools_calls_are_content(subtests):
+    for name, writer, reasoning in WRITERS:
+        with subtests.test(writer.__name__):
+            text = writer(Answer("", "", (("f", {"a": 1}),)))
+            choice = choice_of(name, reasoning)
+            parser = choice.parser(None, "")
+            if reasoning == "none":
+                assert parser is None
+                continue
+            parts = [*map(parser.feed, text), parser.finish()]
+            content = "".join(part.content for part in parts)
+            assert not any(part.calls or part.reasoning for part in parts)
+            assert content.strip() == (text.strip() if name != "template" else text.removesuffix("</call>"))
 
 
-@pytest.mark.parametrize(("name", "writer", "reasoning"), WRITERS, ids=IDS)
-def test_no_marker_is_a_part_of_another(name, writer, reasoning):
-    markers = CALL_FORMATS[name].call_markers.opens if name in CALL_FORMATS else ()
-    assert not any(one in other for one in markers for other in markers if one != other)
+def test_no_marker_is_a_part_of_another(subtests):
+    for name, format_ in CALL_FORMATS.items():
+        with subtests.test(name):
+            markers = format_.call_markers.opens
+            assert not any(one in other for one in markers for other in markers if one != other)
 
 
 def test_while_it_thinks():

@@ -1,6 +1,5 @@
 """Grammars of calls, where a real tokenizer's masks are not needed to see what is wrong."""
 
-import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from router.parsing.written import WRITERS, Answer, read
@@ -19,11 +18,12 @@ def grammar_of(name, schema):
     return writing.must_call(asked)
 
 
-@pytest.mark.parametrize("name", [*WRITINGS, "harmony"])
-def test_what_the_client_says_is_no_special_token(name):
-    schema = {"properties": {"<x>": {"enum": ["<x>", "b"]}, "c": {"const": "<x>"}}, "required": ["c"]}
-    grammar = grammar_of(name, schema)
-    assert "<[7]>" not in grammar and '"<x>"' in grammar
+def test_what_the_client_says_is_no_special_token(subtests):
+    for name in [*WRITINGS, "harmony"]:
+        with subtests.test(name):
+            schema = {"properties": {"<x>": {"enum": ["<x>", "b"]}, "c": {"const": "<x>"}}, "required": ["c"]}
+            grammar = grammar_of(name, schema)
+            assert "<[7]>" not in grammar and '"<x>"' in grammar
 
 
 def test_markers_are_special_tokens_where_they_are():
@@ -32,24 +32,25 @@ def test_markers_are_special_tokens_where_they_are():
     assert '"<minimax:tool_call>"' in grammar_of("minimax_m2", {})
 
 
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize(
-    ("schema", "is_text"),
-    [
-        ({"type": "string"}, True),
-        ({"type": ["string", "null"]}, True),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, True),
-        ({"$ref": "#/$defs/word"}, True),
-        ({"type": "integer"}, False),
-        ({"$ref": "#/$defs/count"}, False),
-        ({"$ref": "#/$defs/none"}, False),
-        ({"enum": [1, "a"]}, False),
-        (True, False),
-    ],
-)
-def test_strings_stand_between_tags_as_they_are(name, schema, is_text):
-    root = {"properties": {"a": schema}, "$defs": {"word": {"type": "string"}, "count": {"type": "integer"}}}
-    assert ("%json" not in grammar_of(name, root)) == is_text
+def test_strings_stand_between_tags_as_they_are(subtests):
+    for name in TAGGED:
+        for schema, is_text in [
+            ({"type": "string"}, True),
+            ({"type": ["string", "null"]}, True),
+            ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, True),
+            ({"$ref": "#/$defs/word"}, True),
+            ({"type": "integer"}, False),
+            ({"$ref": "#/$defs/count"}, False),
+            ({"$ref": "#/$defs/none"}, False),
+            ({"enum": [1, "a"]}, False),
+            (True, False),
+        ]:
+            with subtests.test(name=name, schema=schema, is_text=is_text):
+                root = {
+                    "properties": {"a": schema},
+                    "$defs": {"word": {"type": "string"}, "count": {"type": "integer"}},
+                }
+                assert ("%json" not in grammar_of(name, root)) == is_text
 
 
 BYTES = LLTokenizer("byte")
