@@ -36,23 +36,26 @@ def _history(format_: Format, said: Said, *, as_string: bool) -> list[dict[str, 
     ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_a_model_writes_is_what_its_template_shows(name: str, tmp_path) -> None:
-    format_ = FORMATS[name]
-    said = Said(reasoning="So be it." * format_.thinks, calls=[Call("look_up", {"what": "ß", "n": 3})])
-    tokenizer = Tokenizer(str(format_.save(tmp_path)))
-    render = tokenizer._backend.apply_chat_template
-    messages = _history(format_, said, as_string=name == "deepseek")
-    asked = render(messages[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
-    whole = render(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
-    assert "look_up" in asked
-    if name == "gpt_oss":  # whose history has the call's address elsewhere
-        assert "<|channel|>analysis<|message|>So be it.<|end|>" in whole and "<|call|>" in whole
-        return
-    written = format_.written(said)
-    assert whole.startswith(asked + written), (whole, asked + written)
-    assert {tokenizer.token_text(i) for i in tokenizer.eos_token_ids} >= {format_.end}
-    assert tokenizer.decode(tokenizer.encode("A café\n")) == "A café\n"
+def test_what_a_model_writes_is_what_its_template_shows(tmp_path, subtests: pytest.Subtests) -> None:
+    for name in FORMATS:
+        with subtests.test(name):
+            format_ = FORMATS[name]
+            said = Said(
+                reasoning="So be it." * format_.thinks, calls=[Call("look_up", {"what": "ß", "n": 3})]
+            )
+            tokenizer = Tokenizer(str(format_.save(tmp_path / name)))
+            render = tokenizer._backend.apply_chat_template
+            messages = _history(format_, said, as_string=name == "deepseek")
+            asked = render(messages[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+            whole = render(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+            assert "look_up" in asked
+            if name == "gpt_oss":  # whose history has the call's address elsewhere
+                assert "<|channel|>analysis<|message|>So be it.<|end|>" in whole and "<|call|>" in whole
+                continue
+            written = format_.written(said)
+            assert whole.startswith(asked + written), (whole, asked + written)
+            assert {tokenizer.token_text(i) for i in tokenizer.eos_token_ids} >= {format_.end}
+            assert tokenizer.decode(tokenizer.encode("A café\n")) == "A café\n"
 
 
 def chosen(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -83,28 +86,29 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_our_templates_show_tools_and_what_a_model_wrote(name: str, tmp_path) -> None:
-    write, parser, thinks = OURS[name]
-    directory = FORMATS["deepseek"].save(tmp_path)
-    path = Path(chats.__file__).parent / "templates" / f"{name}.jinja"
-    (directory / "chat_template.jinja").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    tokenizer = Tokenizer(str(directory))
-    assert chosen(tokenizer) == (parser, "think")
-    turns, reasoning = [Turn("system", "Be brief."), Turn("user", "What is it?")], "hm" * thinks
-    for number in range(3):  # a loop: each prompt goes on where the answer before it ended
-        prompt = tokenizer.render_template(turns, tools=[TOOL])
-        assert "look_up" in prompt and "Be brief." in prompt
-        called = tuple(AnswerCall(f"c{number}{n}", "look_up", '{"what": "ß"}') for n in range(2))
-        turns.append(Turn("assistant", "", reasoning, called))
-        answer = write(Answer("", reasoning, (("look_up", {"what": "ß"}),) * 2))
-        answer = answer if number else answer.removeprefix("<think>\n" * thinks)
-        turns += [Turn("tool", "A café", "", (), call.id, call.name) for call in called]
-        assert tokenizer.render_template(turns, tools=[TOOL]).startswith(prompt + answer)
-    turns += [Turn("assistant", "A café."), Turn("user", "And now?")]
-    ends = tokenizer.render_template(turns, tools=[TOOL])[-40:]
-    assert ends.endswith(
-        "<think>\n" if thinks else "</think>" if name == "deepseek_v31" else "<｜Assistant｜>"
-    )
-    thinking = tokenizer.render_template(turns[:2], {"thinking": True})
-    assert thinking.endswith("<think>") == (name == "deepseek_v31")
+def test_our_templates_show_tools_and_what_a_model_wrote(tmp_path, subtests: pytest.Subtests) -> None:
+    for name in OURS:
+        with subtests.test(name):
+            write, parser, thinks = OURS[name]
+            directory = FORMATS["deepseek"].save(tmp_path / name)
+            path = Path(chats.__file__).parent / "templates" / f"{name}.jinja"
+            (directory / "chat_template.jinja").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+            tokenizer = Tokenizer(str(directory))
+            assert chosen(tokenizer) == (parser, "think")
+            turns, reasoning = [Turn("system", "Be brief."), Turn("user", "What is it?")], "hm" * thinks
+            for number in range(3):  # a loop: each prompt goes on where the answer before it ended
+                prompt = tokenizer.render_template(turns, tools=[TOOL])
+                assert "look_up" in prompt and "Be brief." in prompt
+                called = tuple(AnswerCall(f"c{number}{n}", "look_up", '{"what": "ß"}') for n in range(2))
+                turns.append(Turn("assistant", "", reasoning, called))
+                answer = write(Answer("", reasoning, (("look_up", {"what": "ß"}),) * 2))
+                answer = answer if number else answer.removeprefix("<think>\n" * thinks)
+                turns += [Turn("tool", "A café", "", (), call.id, call.name) for call in called]
+                assert tokenizer.render_template(turns, tools=[TOOL]).startswith(prompt + answer)
+            turns += [Turn("assistant", "A café."), Turn("user", "And now?")]
+            ends = tokenizer.render_template(turns, tools=[TOOL])[-40:]
+            assert ends.endswith(
+                "<think>\n" if thinks else "</think>" if name == "deepseek_v31" else "<｜Assistant｜>"
+            )
+            thinking = tokenizer.render_template(turns[:2], {"thinking": True})
+            assert thinking.endswith("<think>") == (name == "deepseek_v31")

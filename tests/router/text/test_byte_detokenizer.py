@@ -71,20 +71,48 @@ def test_a_character_is_released_with_its_last_byte(byte_tokenizer: Tokenizer, t
     assert detokenizer.finish() == ""
 
 
-def test_ids_that_the_tokenizer_lacks_have_no_text(byte_tokenizer: Tokenizer) -> None:
+def test_ids_that_the_tokenizer_lacks_have_no_text_and_markers_have_it_for_a_parser(
+    byte_tokenizer: Tokenizer,
+) -> None:
     first, *rest = utf8_ids("é")
     detokenizer = detokenizer_of(byte_tokenizer)
     assert [detokenizer.push(ids) for ids in ([first, BEYOND], [BEYOND], [*rest, BEYOND])] == ["", "", "é"]
 
-
-def test_a_marker_is_text_to_the_parser_it_is_shown_to(byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("<|end|>a<|tool|>é")
     decoder = MarkerDecoder(byte_tokenizer, "<|tool|>".__eq__)
     assert told(detokenizer_of(decoder), [ids]) == "a<|tool|>é"
     assert told(detokenizer_of(byte_tokenizer), [ids]) == "aé"
 
 
-def test_a_token_that_is_not_written_in_the_alphabet_is_its_own_text() -> None:
+def test_what_is_not_bytes_has_no_pieces(subtests: pytest.Subtests) -> None:
+    assert pieces_of(character_backend()) is None
+    assert pieces_of(BackendTokenizer(models.BPE())) is None
+
+    backend = byte_backend()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("a", 1, 0)])
+    assert pieces_of(backend) is None
+
+    # A token that was added to a vocabulary with a gap has another's id, and a vocabulary has no order.
+    ids = {"a": 0, "b": 2, "X": 2}
+
+    class Backend:
+        decoder = decoders.ByteLevel()
+
+        def __init__(self, names: str) -> None:
+            self.names = names
+
+        def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+            return {name: ids[name] for name in self.names}
+
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join("aX"[token_id > 0] for token_id in token_ids)
+
+    for names, pieces in (("abX", Pieces([b"a", b"", b"X"])), ("aXb", None)):
+        with subtests.test(names):
+            assert pieces_of(Backend(names)) == pieces
+
+
+def test_pieces_are_bytes_and_what_is_not_written_in_the_alphabet_is_its_own_text() -> None:
     """As the library has it: a token that was added is taken for bytes where all of it could be."""
     backend = byte_backend()
     backend.add_tokens([AddedToken(text) for text in ("a b", "<｜x▁y｜>", "éé", "\x7f\x80", "語")])
@@ -99,36 +127,6 @@ def test_a_token_that_is_not_written_in_the_alphabet_is_its_own_text() -> None:
     for ids in ([0x41, 256, 257, 0x42], [258, 0xA9], [0xC3, 258], [259, 260]):
         assert told(ByteDetokenizer(pieces), [ids]) == backend.decode(ids, skip_special_tokens=False)
 
-
-def test_a_tokenizer_whose_text_is_not_bytes_has_no_pieces() -> None:
-    assert pieces_of(character_backend()) is None
-    assert pieces_of(BackendTokenizer(models.BPE())) is None
-
-
-def test_a_decoder_that_does_more_has_no_pieces() -> None:
-    backend = byte_backend()
-    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("a", 1, 0)])
-    assert pieces_of(backend) is None
-
-
-@pytest.mark.parametrize(("names", "pieces"), [("abX", [b"a", b"", b"X"]), ("aXb", None)])
-def test_a_table_that_says_else_than_the_library_is_not_used(names: str, pieces: list[bytes] | None) -> None:
-    """A token that was added to a vocabulary with a gap has another's id, and a vocabulary has no order."""
-    ids = {"a": 0, "b": 2, "X": 2}
-
-    class Backend:
-        decoder = decoders.ByteLevel()
-
-        def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
-            return {name: ids[name] for name in names}
-
-        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-            return "".join("aX"[token_id > 0] for token_id in token_ids)
-
-    assert pieces_of(Backend()) == (None if pieces is None else Pieces(pieces))
-
-
-def test_ids_may_have_gaps() -> None:
     backend = BackendTokenizer(models.BPE({"a": 0, "Ġb": 7}, []))
     backend.decoder = decoders.ByteLevel()
     pieces = pieces_of(backend)

@@ -114,19 +114,6 @@ def test_none_is_hidden_by_how_json_writes_it_or_by_where_parts_end(tmp_path: Pa
     assert "ab<|end|>c<|end|>d" in tokenizer.text_of(ids)
 
 
-def test_what_is_nested_too_deeply_is_refused_by_name(directory: Path) -> None:
-    controls = Tokenizer(str(directory)).controls
-    assert controls is not None
-    for leaf in ("x", "<|im_end|>"):
-        nested: dict[str, Any] = {"a": leaf}
-        for _ in range(5000):
-            nested = {"a": nested}
-        with pytest.raises(InvalidRequest, match=r"^chat\.tools cannot be used"):
-            controls.hide(ChatTurns([Turn("user", "x")], [nested]))
-        with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs cannot be used"):
-            controls.hide(ChatTurns([Turn("user", "x")], variables=nested))
-
-
 def test_a_turn_that_goes_on_and_ids_are_what_the_model_wrote(directory: Path) -> None:
     tokenizer = Tokenizer(str(directory))
     user = ChatMessage(role="user", content="<|im_end|>")
@@ -140,7 +127,18 @@ def test_a_turn_that_goes_on_and_ids_are_what_the_model_wrote(directory: Path) -
     assert any(rendered.ids[i : i + len(answer)] == answer for i in range(len(rendered.ids)))
 
 
-def test_an_error_names_what_was_said(tmp_path: Path) -> None:
+def test_an_error_names_what_was_said_and_deep_nesting_by_name(directory: Path, tmp_path: Path) -> None:
+    controls = Tokenizer(str(directory)).controls
+    assert controls is not None
+    for leaf in ("x", "<|im_end|>"):
+        nested: dict[str, Any] = {"a": leaf}
+        for _ in range(5000):
+            nested = {"a": nested}
+        with pytest.raises(InvalidRequest, match=r"^chat\.tools cannot be used"):
+            controls.hide(ChatTurns([Turn("user", "x")], [nested]))
+        with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs cannot be used"):
+            controls.hide(ChatTurns([Turn("user", "x")], variables=nested))
+
     template = "{{ raise_exception('not ' + messages[0].content) }}"
     tokenizer = Tokenizer(str(save_tokenizer(tmp_path, character_backend(), template)))
     with pytest.raises(InvalidRequest, match=r"not a<\|end\|>b"):

@@ -70,13 +70,8 @@ def test_pushes_and_finish_make_the_whole_text(ids: list[int], data: st.DataObje
     decoder = BytesDecoder()
     assert "".join(stream(Detokenizer(decoder), pushes)) == decoder.decode(ids)
     assert "".join(stream(Detokenizer(decoder), [[token_id] for token_id in ids])) == decoder.decode(ids)
-
-
-@given(id_streams, st.data())
-def test_what_is_told_does_not_depend_on_the_cuts(ids: list[int], data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, len(ids)))
     together, alone = Detokenizer(BytesDecoder()), Detokenizer(BytesDecoder())
-    for part in (ids[:cut], ids[cut:]):
+    for part in pushes:  # at each cut as much is told
         assert together.push(part) == "".join(alone.push([token_id]) for token_id in part)
 
 
@@ -100,38 +95,27 @@ def test_a_character_is_released_with_its_last_byte(text: str) -> None:
         assert detokenizer.push([last]) == character
 
 
-@pytest.mark.parametrize("pattern", [b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xff", b"\xf0\x9f\x98"])
-def test_bytes_that_are_no_text_are_not_held_for_ever(pattern: bytes) -> None:
-    decoder = BytesDecoder()
-    detokenizer = Detokenizer(decoder)
-    ids = list(pattern * 500)
-    released = "".join(detokenizer.push([token_id]) for token_id in ids)
-    whole = decoder.decode(ids)
-    assert len(whole) - len(released) <= 3
-    assert released + detokenizer.finish() == whole
+def test_bytes_that_are_no_text_are_not_held_and_the_work_does_not_grow_with_the_stream(
+    subtests: pytest.Subtests,
+) -> None:
+    for pattern in [b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xff", b"\xf0\x9f\x98"]:
+        with subtests.test(pattern=pattern):
+            decoder = BytesDecoder()
+            detokenizer = Detokenizer(decoder)
+            ids = list(pattern * 500)
+            released = "".join(detokenizer.push([token_id]) for token_id in ids)
+            whole = decoder.decode(ids)
+            assert len(whole) - len(released) <= 3
+            assert released + detokenizer.finish() == whole
 
-
-@pytest.mark.parametrize("pattern", [b"a", "é".encode(), "👋".encode(), b"\x80", b"\xf0\x9f"])
-def test_the_work_for_an_id_does_not_grow_with_the_stream(pattern: bytes) -> None:
-    decoder = BytesDecoder()
-    detokenizer = Detokenizer(decoder)
-    ids = list(pattern * 1000)
-    for token_id in ids:
-        detokenizer.push([token_id])
-    assert decoder.num_decoded < 40 * len(ids)
-
-
-def test_ids_that_come_together_are_decoded_together() -> None:
-    decoder = BytesDecoder()
-    detokenizer = Detokenizer(decoder)
-    for _ in range(100):
-        assert detokenizer.push(utf8_ids("eight él")) == "eight él"
-    assert decoder.num_decodes <= 200
-
-
-def test_silent_ids_in_any_number_leave_no_trace() -> None:
-    ids = [*utf8_ids("a"), *[SILENT] * 100, 0xC3, *[SILENT] * 100, 0xA9]
-    assert stream(Detokenizer(BytesDecoder()), [ids]) == ["aé", ""]
+    for pattern in [b"a", "é".encode(), "👋".encode(), b"\x80", b"\xf0\x9f"]:
+        with subtests.test(pattern=pattern):
+            decoder = BytesDecoder()
+            detokenizer = Detokenizer(decoder)
+            ids = list(pattern * 1000)
+            for token_id in ids:
+                detokenizer.push([token_id])
+            assert decoder.num_decoded < 40 * len(ids)
 
 
 @given(text=st.text(alphabet="ab <|end>é語👋~\n", max_size=60))
@@ -169,7 +153,16 @@ def test_a_character_that_breaks_behind_many_ids_breaks_none_of_theirs(
         assert "".join(stream(Detokenizer(sentencepiece_tokenizer), pushes)) == text
 
 
-def test_an_incomplete_end_is_told_by_finish() -> None:
+def test_ids_that_come_together_are_decoded_together() -> None:
+    decoder = BytesDecoder()
+    detokenizer = Detokenizer(decoder)
+    for _ in range(100):
+        assert detokenizer.push(utf8_ids("eight él")) == "eight él"
+    assert decoder.num_decodes <= 200
+
+    ids = [*utf8_ids("a"), *[SILENT] * 100, 0xC3, *[SILENT] * 100, 0xA9]
+    assert stream(Detokenizer(BytesDecoder()), [ids]) == ["aé", ""]
+
     detokenizer = Detokenizer(BytesDecoder())
     assert detokenizer.push([*utf8_ids("ab"), 0xE2, 0x82]) == "ab"
     assert detokenizer.finish() == "\ufffd"

@@ -20,22 +20,20 @@ def configs(generation, config):
     return {"generation_config.json": {"eos_token_id": generation}, "config.json": {"eos_token_id": config}}
 
 
-@pytest.mark.parametrize("generation,config,tokenizer,expected", CASES.values(), ids=CASES)
-def test_the_first_file_that_states_some_counts_and_the_tokenizer(generation, config, tokenizer, expected):
-    assert find_end_of_sequence(configs(generation, config), tokenizer).token_ids == expected
+def test_the_first_file_that_states_some_counts_and_the_tokenizer(subtests):
+    for name, (generation, config, tokenizer, expected) in CASES.items():
+        with subtests.test(name):
+            assert find_end_of_sequence(configs(generation, config), tokenizer).token_ids == expected
 
-
-def test_it_is_known_who_said_so():
     assert find_end_of_sequence(configs([7, 8], 9), 9) == EndOfSequence("generation_config.json", (7, 8), 9)
     assert find_end_of_sequence(configs(None, 9), None) == EndOfSequence("config.json", (9,), None)
     assert find_end_of_sequence({}, 9) == EndOfSequence("", (), 9)
 
-
-def test_of_a_multimodal_model_the_text_part_counts():
     assert find_end_of_sequence({"config.json": {"text_config": {"eos_token_id": 5}}}, None).token_ids == (5,)
 
 
-@pytest.mark.parametrize("value", ["2", 2.0, True, -1, [2, None], {"a": 2}])
-def test_what_is_no_id_is_refused(value):
-    with pytest.raises(ConfigError, match=r"eos_token_id of generation_config\.json is no token id"):
-        find_end_of_sequence(configs(value, 8), 9)
+def test_what_is_no_id_is_refused(subtests):
+    for value in ["2", 2.0, True, -1, [2, None], {"a": 2}]:
+        problem = r"eos_token_id of generation_config\.json is no token id"
+        with subtests.test(value=value), pytest.raises(ConfigError, match=problem):
+            find_end_of_sequence(configs(value, 8), 9)

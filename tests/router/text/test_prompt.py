@@ -27,33 +27,8 @@ def encoder(character_tokenizer: Tokenizer) -> PromptEncoder:
     )
 
 
-async def test_each_kind_of_prompt_gives_its_ids(
-    encoder: PromptEncoder, character_tokenizer: Tokenizer
-) -> None:
-    text = "<|user|>Hi<|end|>\n<|assistant|>"
-    expected = tuple(character_tokenizer.encode(text))
-    for request in (
-        GenerateRequest(text=text),
-        chat(ChatMessage(role="user", content="Hi")),
-        GenerateRequest(token_ids=TokenIds(ids=expected)),
-    ):
-        assert tuple((await encoder.encode(request)).ids) == expected
-
-
-async def test_parts_of_a_message_stand_on_lines_of_their_own(
-    encoder: PromptEncoder, character_tokenizer: Tokenizer
-) -> None:
-    expected = character_tokenizer.encode("<|user|>Hi\nyou<|end|>\n<|assistant|>")
-    assert list((await encoder.encode(chat(ChatMessage(role="user", parts=["Hi", "you"])))).ids) == expected
-    alone = chat(ChatMessage(role="user", parts=["Hi"]))
-    assert list((await encoder.encode(alone)).ids) == character_tokenizer.encode(
-        "<|user|>Hi<|end|>\n<|assistant|>"
-    )
-
-
-@pytest.mark.parametrize(
-    ("request_", "problem"),
-    [
+async def test_a_bad_prompt_is_refused_by_name(encoder: PromptEncoder, subtests: pytest.Subtests) -> None:
+    for request_, problem in [
         (GenerateRequest(), r"^prompt must be set"),
         (GenerateRequest(text=""), r"^text must not be empty"),
         (GenerateRequest(chat=Chat()), r"^chat\.messages must hold"),
@@ -74,16 +49,10 @@ async def test_parts_of_a_message_stand_on_lines_of_their_own(
             chat(ChatMessage(role="user"), ChatMessage(role="assistant", token_ids=[1, 4_000_000_000])),
             r"^chat\.messages\[1\]\.token_ids\[1\] must be below",
         ),
-    ],
-)
-async def test_a_bad_prompt_is_refused_by_name(
-    encoder: PromptEncoder, request_: GenerateRequest, problem: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=problem):
-        await encoder.encode(request_)
+    ]:
+        with subtests.test(problem), pytest.raises(InvalidRequest, match=problem):
+            await encoder.encode(request_)
 
-
-async def test_who_is_too_long_is_told_what_the_context_holds(encoder: PromptEncoder) -> None:
     short = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
     ids = GenerateRequest(token_ids=TokenIds(ids=[1] * 100))
     for encodes, request in ((encoder, ids), (short, GenerateRequest(text="a" * 11))):
@@ -91,41 +60,51 @@ async def test_who_is_too_long_is_told_what_the_context_holds(encoder: PromptEnc
             await encodes.encode(request)
 
 
-def test_ids_that_are_too_many_are_refused_before_they_are_taken_out(
-    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+async def test_each_kind_of_prompt_gives_its_ids(
+    encoder: PromptEncoder, character_tokenizer: Tokenizer
 ) -> None:
-    monkeypatch.setattr(PackedIds, "from_proto", lambda _: pytest.fail("they take many times their bytes"))
-    with pytest.raises(ContextExceeded, match="it has 100 tokens"):
-        encoder.encode_now(GenerateRequest(token_ids=TokenIds(ids=[1] * 100)))
+    text = "<|user|>Hi<|end|>\n<|assistant|>"
+    expected = tuple(character_tokenizer.encode(text))
+    for request in (
+        GenerateRequest(text=text),
+        chat(ChatMessage(role="user", content="Hi")),
+        GenerateRequest(token_ids=TokenIds(ids=expected)),
+    ):
+        assert tuple((await encoder.encode(request)).ids) == expected
 
+    expected = character_tokenizer.encode("<|user|>Hi\nyou<|end|>\n<|assistant|>")
+    assert list((await encoder.encode(chat(ChatMessage(role="user", parts=["Hi", "you"])))).ids) == expected
+    alone = chat(ChatMessage(role="user", parts=["Hi"]))
+    assert list((await encoder.encode(alone)).ids) == character_tokenizer.encode(
+        "<|user|>Hi<|end|>\n<|assistant|>"
+    )
 
-async def test_a_prompt_leaves_room_for_one_token(encoder: PromptEncoder) -> None:
-    request = GenerateRequest(token_ids=TokenIds(ids=[127] * 99))
-    assert len((await encoder.encode(request)).ids) == 99
-
-
-async def test_a_chats_variables_are_heeded(encoder: PromptEncoder, character_tokenizer: Tokenizer) -> None:
     request = chat(ChatMessage(role="user", content="Hi"))
     request.chat.chat_template_kwargs = '{"enable_thinking": false}'
     expected = character_tokenizer.encode("<|user|>Hi<|end|>\n<|assistant|><no thinking>")
     assert list((await encoder.encode(request)).ids) == expected
 
+    request = GenerateRequest(token_ids=TokenIds(ids=[127] * 99))
+    assert len((await encoder.encode(request)).ids) == 99
 
-@pytest.mark.parametrize(("wanted", "added"), [(None, True), (True, True), (False, False)])
+
 async def test_special_tokens_are_added_to_a_text_unless_that_is_not_wanted(
-    wanted: bool | None, added: bool
+    subtests: pytest.Subtests,
 ) -> None:
-    class WithBos:
-        eos_token_ids = ()
+    for wanted, added in [(None, True), (True, True), (False, False)]:
+        with subtests.test(wanted=wanted, added=added):
 
-        def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-            return [1] * special_tokens + [2]
+            class WithBos:
+                eos_token_ids = ()
 
-        render_template = encode
+                def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+                    return [1] * special_tokens + [2]
 
-    encoder = PromptEncoder(WithBos(), max_context_tokens=100, vocab_size=10)
-    encoded = await encoder.encode(GenerateRequest(text="a", add_special_tokens=wanted))
-    assert list(encoded.ids) == [1] * added + [2]
+                render_template = encode
+
+            encoder = PromptEncoder(WithBos(), max_context_tokens=100, vocab_size=10)
+            encoded = await encoder.encode(GenerateRequest(text="a", add_special_tokens=wanted))
+            assert list(encoded.ids) == [1] * added + [2]
 
 
 class Untouched:
@@ -139,21 +118,22 @@ class Untouched:
     render_template = encode
 
 
-@pytest.mark.parametrize("text", ["a" * 11, "語" * 4])
-def test_too_much_text_is_refused_before_it_is_tokenized(text: str) -> None:
-    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
-    for request, name in (
-        (GenerateRequest(text=text), "text"),
-        (chat(ChatMessage(role="user", content=text[:2]), ChatMessage(content=text)), "chat.messages"),
-        (chat(ChatMessage(role="user", parts=[text[:2], text])), "chat.messages"),
-    ):
-        with pytest.raises(InvalidRequest, match=f"^{name} must be at most 10 bytes"):
-            encoder.encode_now(request)
+def test_too_much_text_is_refused_before_it_is_tokenized(subtests: pytest.Subtests) -> None:
+    for text in ["a" * 11, "語" * 4]:
+        with subtests.test(text=text):
+            encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+            for request, name in (
+                (GenerateRequest(text=text), "text"),
+                (
+                    chat(ChatMessage(role="user", content=text[:2]), ChatMessage(content=text)),
+                    "chat.messages",
+                ),
+                (chat(ChatMessage(role="user", parts=[text[:2], text])), "chat.messages"),
+            ):
+                with pytest.raises(InvalidRequest, match=f"^{name} must be at most 10 bytes"):
+                    encoder.encode_now(request)
 
-
-@pytest.mark.parametrize(
-    ("sent", "name"),
-    [
+    for sent, name in [
         (Chat(messages=[ChatMessage(role="assistant", reasoning="a" * 11)]), "chat.messages"),
         (
             Chat(messages=[ChatMessage(tool_calls=[ToolCall(name="a" * 4, arguments="b" * 7)])]),
@@ -162,28 +142,21 @@ def test_too_much_text_is_refused_before_it_is_tokenized(text: str) -> None:
         (Chat(messages=[ChatMessage(name="a" * 6, tool_call_id="b" * 5)]), "chat.messages"),
         (Chat(messages=[ChatMessage()], tools=[Tool(name="a", parameters="b" * 10)]), "chat.tools"),
         (Chat(messages=[ChatMessage()], tools=[Tool(description="語" * 4)]), "chat.tools"),
-    ],
-)
-def test_texts_of_tools_calls_and_thinking_count_too(sent: Chat, name: str) -> None:
-    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
-    with pytest.raises(ContextExceeded, match=f"^{name} must be at most 10 bytes"):
-        encoder.encode_now(GenerateRequest(chat=sent))
+    ]:
+        with subtests.test(sent=sent):
+            encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10, max_text_bytes=10)
+            with pytest.raises(ContextExceeded, match=f"^{name} must be at most 10 bytes"):
+                encoder.encode_now(GenerateRequest(chat=sent))
 
-
-@pytest.mark.parametrize(
-    "sent",
-    [
+    for sent in [
         Chat(messages=[ChatMessage()] * 50, tools=[Tool()] * 51),
         Chat(messages=[ChatMessage(tool_calls=[ToolCall()] * 100)]),
-    ],
-)
-def test_tools_and_calls_are_at_least_a_token_each(sent: Chat) -> None:
-    encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10)
-    with pytest.raises(ContextExceeded, match=r"101 messages, tools and calls"):
-        encoder.encode_now(GenerateRequest(chat=sent))
+    ]:
+        with subtests.test(sent=sent):
+            encoder = PromptEncoder(Untouched(), max_context_tokens=100, vocab_size=10)
+            with pytest.raises(ContextExceeded, match=r"101 messages, tools and calls"):
+                encoder.encode_now(GenerateRequest(chat=sent))
 
-
-def test_the_default_limit_of_text_grows_with_the_context() -> None:
     for max_context_tokens, limit in ((100, 1 << 20), (1 << 20, 16 << 20)):
         encoder = PromptEncoder(Untouched(), max_context_tokens, vocab_size=10)
         with pytest.raises(InvalidRequest, match=f"at most {limit} bytes"):
@@ -216,7 +189,13 @@ def test_a_message_may_be_what_the_context_can_need():
     assert {context: most_message_bytes(context, 128_000) // mib for context in wanted} == wanted
 
 
-async def test_a_chat_that_is_too_long_is_refused_before_it_is_digested():
+async def test_what_is_too_long_is_refused_before_it_is_taken_out_or_digested(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedIds, "from_proto", lambda _: pytest.fail("they take many times their bytes"))
+    with pytest.raises(ContextExceeded, match="it has 100 tokens"):
+        encoder.encode_now(GenerateRequest(token_ids=TokenIds(ids=[1] * 100)))
+
     class NeverDigested:
         def digest(self):
             raise AssertionError("it was digested")

@@ -13,16 +13,14 @@ from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, InvalidRequest
 
 
-def test_text_comes_back_from_ids(character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer) -> None:
+def test_ids_are_those_of_transformers_and_text_comes_back_from_them(
+    character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
     text = "Hello, 語 👋\n"
     for tokenizer in (character_tokenizer, byte_tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert byte_tokenizer.encode("é👋") == list("é👋".encode())
 
-
-def test_ids_are_those_that_transformers_itself_gives(
-    character_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
-) -> None:
     for tokenizer in (character_tokenizer, byte_tokenizer, sentencepiece_tokenizer):
         for text in ("", "a b", "<|user|>Hi 👋<|end|>\n <|assistant|>", "x" * 3000):
             for special in (True, False):
@@ -66,27 +64,9 @@ def test_a_byte_level_file_under_a_class_of_sentencepiece_keeps_its_text(tmp_pat
     assert tokenizer.render_template([Turn("user", "Hi")]) == "<|user|>Hi<|end|>\n<|assistant|>"
 
 
-def test_special_tokens_and_unknown_ids_are_silent(byte_tokenizer: Tokenizer) -> None:
-    [end] = byte_tokenizer.encode("<|end|>")
-    assert byte_tokenizer.is_silent(end)
-    assert byte_tokenizer.is_silent(1_000_000)
-    assert not byte_tokenizer.is_silent(65)
-    first, second = "é".encode()
-    assert byte_tokenizer.decode([first, end, 1_000_000, second]) == "é"
-
-
-def test_token_text_shows_special_tokens_and_inner_spaces(
-    byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+def test_eos_ids_and_vocab_size_are_the_files_and_else_the_tokenizers_own(
+    character_model: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    [end] = byte_tokenizer.encode("<|end|>")
-    assert byte_tokenizer.token_text(end) == "<|end|>"
-    assert byte_tokenizer.token_text(0xE2) == "\ufffd"
-    [word] = sentencepiece_tokenizer.encode("a")
-    assert sentencepiece_tokenizer.decode([word]) == "a"
-    assert sentencepiece_tokenizer.token_text(word) == " a"
-
-
-def test_eos_ids_are_those_of_generation_and_the_tokenizer(character_model: Path, tmp_path: Path) -> None:
     for file in character_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     [end] = Tokenizer(str(tmp_path)).encode("<|end|>")
@@ -97,8 +77,6 @@ def test_eos_ids_are_those_of_generation_and_the_tokenizer(character_model: Path
     assert tokenizer.generation_config == {"eos_token_id": [7, 6]}
     assert tokenizer.vocab_size == 500
 
-
-def test_vocab_size_is_the_tokenizers_own_where_no_config_states_it(byte_tokenizer: Tokenizer) -> None:
     assert byte_tokenizer.vocab_size == 256 + 5
     [end] = byte_tokenizer.encode("<|end|>")
     assert byte_tokenizer.eos_token_ids == (end,)
@@ -116,45 +94,42 @@ def test_a_stored_truncation_does_not_cut_prompts(character_model: Path, tmp_pat
     assert len(tokenizer.encode("abcdefgh")) == 8
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_said(
+    tmp_path: Path, character_model: Path, subtests: pytest.Subtests
+) -> None:
     with pytest.raises(ConfigError, match="there is no model directory"):
         Tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no tokenizer"):
         Tokenizer(str(tmp_path))
 
-
-@pytest.mark.parametrize("content", ["{", "[]", b"\xff"])
-def test_a_broken_config_is_refused(character_model: Path, tmp_path: Path, content: str | bytes) -> None:
-    for file in character_model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    broken = tmp_path / "generation_config.json"
-    broken.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        Tokenizer(str(tmp_path))
-
-
-def test_the_chat_template_renders_up_to_the_next_turn(character_tokenizer: Tokenizer) -> None:
-    rendered = character_tokenizer.render_template([Turn("user", "Hi")])
-    assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
+    for content in ["{", "[]", b"\xff"]:
+        with subtests.test(content=content):
+            for file in character_model.iterdir():
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+            broken = tmp_path / "generation_config.json"
+            broken.write_bytes(content if isinstance(content, bytes) else content.encode())
+            with pytest.raises(ConfigError, match=r"generation_config\.json"):
+                Tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("known", "role"), [("{# developers #}", "system"), ("{% set roles = ['developer'] %}", "developer")]
-)
 def test_a_developer_is_the_system_to_templates_that_know_none(
-    character_model: Path, tmp_path: Path, known: str, role: str
+    character_model: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    for file in character_model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    template = tmp_path / "chat_template.jinja"
-    template.write_text(known + template.read_text())
-    tokenizer = Tokenizer(str(tmp_path))
-    arranged = tokenizer.arranged(ChatTurns([Turn("developer", "Be brief"), Turn("user", "Hi")]))
-    rendered = tokenizer.render_template(arranged.turns)
-    assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
+    for known, role in [("{# developers #}", "system"), ("{% set roles = ['developer'] %}", "developer")]:
+        with subtests.test(known=known, role=role):
+            for file in character_model.iterdir():
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+            template = tmp_path / "chat_template.jinja"
+            template.write_text(known + template.read_text())
+            tokenizer = Tokenizer(str(tmp_path))
+            arranged = tokenizer.arranged(ChatTurns([Turn("developer", "Be brief"), Turn("user", "Hi")]))
+            rendered = tokenizer.render_template(arranged.turns)
+            assert rendered == f"<|{role}|>Be brief<|end|>\n<|user|>Hi<|end|>\n<|assistant|>"
 
 
-def test_a_template_of_a_file_takes_the_place_of_the_models(character_model: Path, tmp_path: Path) -> None:
+def test_a_template_of_a_file_takes_the_place_of_the_models(
+    character_model: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     tokenizer = Tokenizer(str(character_model), str(file))
@@ -164,39 +139,32 @@ def test_a_template_of_a_file_takes_the_place_of_the_models(character_model: Pat
     with pytest.raises(InvalidRequest, match="not this chat"):
         Tokenizer(str(character_model), str(file)).render_template([Turn("user", "Hi")])
 
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
+    for content, problem in [
         (None, "cannot be read"),
         (b"\xff", "cannot be read"),
         (b" \n", "is empty"),
         (b"{{ a }}\n{% if %}", "is wrong in line 2: Expected an expression"),
-    ],
-)
-def test_a_bad_template_file_is_refused(
-    character_model: Path, tmp_path: Path, content: bytes | None, problem: str
-) -> None:
-    file = tmp_path / "bad.jinja"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigError, match=problem):
-        Tokenizer(str(character_model), str(file))
+    ]:
+        with subtests.test(problem):
+            file = tmp_path / "bad.jinja"
+            if content is not None:
+                file.write_bytes(content)
+            with pytest.raises(ConfigError, match=problem):
+                Tokenizer(str(character_model), str(file))
 
 
-def test_a_refusing_or_missing_template_is_an_invalid_request(
-    character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+def test_the_chat_template_renders_up_to_the_next_turn_or_the_request_is_invalid(
+    character_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rendered = character_tokenizer.render_template([Turn("user", "Hi")])
+    assert rendered == "<|user|>Hi<|end|>\n<|assistant|>"
+
     with pytest.raises(InvalidRequest, match="no such talk"):
         character_tokenizer.render_template([Turn("user", "forbidden")])
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece_tokenizer.render_template([Turn("user", "Hi")])
 
-
-def test_arguments_nested_too_deeply_for_a_template_are_an_invalid_request(
-    character_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They were read before, from a few calls less deep."""
+    # They were read before, from a few calls less deep.
 
     def too_deep(turn: Turn) -> None:
         raise RecursionError("maximum recursion depth exceeded")
@@ -206,7 +174,21 @@ def test_arguments_nested_too_deeply_for_a_template_are_an_invalid_request(
         character_tokenizer.render_template([Turn("user", "Hi")])
 
 
-def test_the_parts_of_a_character(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:
+def test_what_a_token_stands_for(byte_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer) -> None:
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.is_silent(end)
+    assert byte_tokenizer.is_silent(1_000_000)
+    assert not byte_tokenizer.is_silent(65)
+    first, second = "é".encode()
+    assert byte_tokenizer.decode([first, end, 1_000_000, second]) == "é"
+
+    [end] = byte_tokenizer.encode("<|end|>")
+    assert byte_tokenizer.token_text(end) == "<|end|>"
+    assert byte_tokenizer.token_text(0xE2) == "\ufffd"
+    [word] = sentencepiece_tokenizer.encode("a")
+    assert sentencepiece_tokenizer.decode([word]) == "a"
+    assert sentencepiece_tokenizer.token_text(word) == " a"
+
     for tokenizer in (byte_tokenizer, sentencepiece_tokenizer):
         parts = tokenizer.encode("👋")[-4:]
         assert {tokenizer.token_text(part) for part in parts} == {"\ufffd"}

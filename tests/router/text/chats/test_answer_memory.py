@@ -85,15 +85,13 @@ def test_a_key_of_two_answers_finds_neither_until_one_is_forgotten() -> None:
     memory.remember("t", [b"3", b"shared"], answer(3))
     assert memory.recall("t", b"shared") is None
 
-
-def test_the_same_answer_again_is_no_other() -> None:
     memory = AnswerMemory(4 * answer(1).size_bytes(2))
     for name in (b"1", b"2"):
         memory.remember("t", [name, b"shared"], answer(1))
     assert memory.recall("t", b"shared") == answer(1)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_goes_first_and_what_is_too_large_never_comes() -> None:
     memory = AnswerMemory(2 * answer(1).size_bytes(1))
     for number in (1, 2):
         memory.remember("t", [bytes([number])], answer(number))
@@ -101,15 +99,11 @@ def test_the_least_recently_used_goes_first() -> None:
     memory.remember("t", [b"\3"], answer(3))
     assert [memory.recall("t", bytes([number])) is not None for number in (1, 2, 3)] == [True, False, True]
 
-
-def test_what_is_larger_than_all_room_is_not_remembered() -> None:
     memory = AnswerMemory(answer(1, 10).size_bytes(1))
     assert not memory.remember("t", [b"1"], answer(1, 11))
     assert memory.remember("t", [b"1"], answer(1, 10))
     assert (len(memory), memory.size_bytes) == (1, answer(1, 10).size_bytes(1))
 
-
-def test_each_name_takes_room() -> None:
     memory = AnswerMemory(answer(1).size_bytes(2))
     assert not memory.remember("t", [b"1", b"2", b"3"], answer(1))
     assert memory.remember("t", [b"1", b"2"], answer(1))

@@ -69,13 +69,7 @@ def plain_encoding(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> lis
 def test_a_chat_is_the_encoded_template(character_tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> None:
     messages = [ChatMessage(role=role, content=content) for role, content in turns]
     assert prompt_of(character_tokenizer, messages) == plain_encoding(character_tokenizer, messages)
-
-
-@given(turns=turns)
-def test_ids_that_encode_the_content_change_nothing(
-    character_tokenizer: Tokenizer, turns: list[tuple[str, str]]
-) -> None:
-    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    # Ids that encode the content change nothing.
     with_ids = [ChatMessage(role=m.role, content=m.content) for m in messages]
     for message in with_ids:
         if message.role == "assistant":
@@ -117,15 +111,15 @@ def test_the_next_turn_begins_with_the_ids_of_the_last_one(character_tokenizer: 
     assert next_prompt[len(prompt) + len(output)] == newline
 
 
-def test_another_end_of_sequence_gives_way_to_the_templates_own(character_tokenizer: Tokenizer) -> None:
+def test_another_end_of_sequence_gives_way_to_the_templates_own_if_there_is_one(
+    character_tokenizer: Tokenizer,
+) -> None:
     other_eos = 101  # stated by config.json; the template writes <|end|>
     assert other_eos in character_tokenizer.eos_token_ids
     message = ChatMessage(role="assistant", token_ids=[9, other_eos])
     without = ChatMessage(role="assistant", token_ids=[9])
     assert prompt_of(character_tokenizer, [message]) == prompt_of(character_tokenizer, [without])
 
-
-def test_an_end_of_sequence_stays_where_the_template_writes_none() -> None:
     class OpenEnded(Plain):
         eos_token_ids = (9,)
 
@@ -135,48 +129,27 @@ def test_an_end_of_sequence_stays_where_the_template_writes_none() -> None:
     assert prompt_of(OpenEnded(), [ChatMessage(role="assistant", token_ids=[5, 9])]) == [5, 9, 1]
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
+def test_a_bad_chat_is_refused_by_name(character_tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    for messages, problem in [
         ([], r"^chat\.messages must hold"),
         ([("user", ""), ("user", ""), ("robot", "")], r"^chat\.messages\[2\]\.role must be one of .*'robot'"),
         ([("", "Hi")], r"^chat\.messages\[0\]\.role"),
         ([("user", "forbidden")], r"^chat\.messages are refused .*no such talk"),
-    ],
-)
-def test_a_bad_chat_is_refused_by_name(
-    character_tokenizer: Tokenizer, messages: list[tuple[str, str]], problem: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=problem):
-        prompt_of(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
+    ]:
+        with subtests.test(problem), pytest.raises(InvalidRequest, match=problem):
+            prompt_of(character_tokenizer, [ChatMessage(role=role, content=text) for role, text in messages])
 
-
-def test_a_developer_may_speak(character_tokenizer: Tokenizer) -> None:
-    chats = [[ChatMessage(role=role, content="Be brief")] for role in ("developer", "system")]
-    assert prompt_of(character_tokenizer, chats[0]) == prompt_of(character_tokenizer, chats[1])
-
-
-def test_ids_are_for_assistants_only(character_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids may only"):
         prompt_of(character_tokenizer, [ChatMessage(role="user", token_ids=[1])])
-
-
-@pytest.mark.parametrize("written", [0, 2])
-def test_a_template_that_leaves_out_or_doubles_a_turn_takes_no_ids(
-    character_tokenizer: Tokenizer, written: int
-) -> None:
-    class Odd(Plain):
-        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
-            return "|".join([str(turns[0].content)] * written)
-
-    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
-        prompt_of(Odd(), [ChatMessage(role="assistant", token_ids=[1])])
 
 
 HI = [ChatMessage(role="user", content="Hi")]
 
 
-def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
+def test_variables_and_a_developers_turn_reach_the_template(character_tokenizer: Tokenizer) -> None:
+    chats = [[ChatMessage(role=role, content="Be brief")] for role in ("developer", "system")]
+    assert prompt_of(character_tokenizer, chats[0]) == prompt_of(character_tokenizer, chats[1])
+
     plain = prompt_of(character_tokenizer, HI)
     for variables, more in (
         ("{}", ""),
@@ -189,9 +162,8 @@ def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
         assert ids == plain + character_tokenizer.encode(more)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
+def test_bad_variables_are_refused_by_name(character_tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    for variables in [
         "{",
         "[]",
         "5",
@@ -203,14 +175,11 @@ def test_variables_reach_the_template(character_tokenizer: Tokenizer) -> None:
         *(json.dumps({name: "x"}) for name in ("messages", "conversations", "conversation", "max_length")),
         '{"add_generation_prompt": false}',
         '{"tokenizer_kwargs": {}}',
-    ],
-)
-def test_bad_variables_are_refused_by_name(character_tokenizer: Tokenizer, variables: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs must"):
-        prompt_of(character_tokenizer, HI, variables)
+    ]:
+        refused = pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs must")
+        with subtests.test(variables=variables), refused:
+            prompt_of(character_tokenizer, HI, variables)
 
-
-def test_a_template_that_fails_on_a_variable_refuses_it(character_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"refused by the model's chat template"):
         prompt_of(character_tokenizer, HI, '{"divisor": 0}')
 
@@ -245,16 +214,6 @@ def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyP
     assert len(searches) <= 5  # of the chat, and twice of what frames answers behind a user and another
 
 
-def test_a_template_that_turns_turns_around_takes_no_ids() -> None:
-    class Backwards(Recorder):
-        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
-            return super().render_template(turns[::-1])
-
-    messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
-    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
-        prompt_of(Backwards(), messages)
-
-
 def test_what_a_template_leaves_out_is_refused_by_name() -> None:
     class Forgetful(Plain):
         """Writes no tool's turn, and quotes of all others what is not plain."""
@@ -270,7 +229,29 @@ def test_what_a_template_leaves_out_is_refused_by_name() -> None:
         prompt_of(Forgetful(), [said[0], ChatMessage(role="tool", content="7"), said[1]])
 
 
-def test_an_answers_ids_need_a_turn_of_their_own() -> None:
+def test_answers_that_a_template_leaves_out_doubles_turns_around_or_joins_take_no_ids(
+    subtests: pytest.Subtests,
+) -> None:
+    class Odd(Plain):
+        def __init__(self, written: int) -> None:
+            self.written = written
+
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return "|".join([str(turns[0].content)] * self.written)
+
+    for written in (0, 2):
+        refused = pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used")
+        with subtests.test(written=written), refused:
+            prompt_of(Odd(written), [ChatMessage(role="assistant", token_ids=[1])])
+
+    class Backwards(Recorder):
+        def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
+            return super().render_template(turns[::-1])
+
+    messages = [ChatMessage(role="assistant", token_ids=[1]) for _ in range(2)]
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[0\]\.token_ids cannot be used"):
+        prompt_of(Backwards(), messages)
+
     class Joining(Plain):
         def arranged(self, chat: ChatTurns, call_text: Any = None) -> ChatTurns:
             return replace(chat, turns=[chat.turns[0]], origins=[(0, 1)])

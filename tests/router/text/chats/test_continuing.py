@@ -12,9 +12,9 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
 ASKED = ChatMessage(role="user", content="What is 6 x 7?")
 
 
-@pytest.fixture(params=sorted(FORMATS))
-def directory(request, tmp_path):
-    return FORMATS[request.param].save(tmp_path)
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return {name: format_.save(tmp_path_factory.mktemp(name)) for name, format_ in FORMATS.items()}
 
 
 def continued(*messages, **fields):
@@ -25,56 +25,65 @@ def said(content="", **fields):
     return ChatMessage(role="assistant", content=content, **fields)
 
 
-@pytest.mark.parametrize("content", ["It is", "It is ", "It is 4", "語 in\n\nlines"])
-def test_the_prompt_is_transformers_own(directory, content):
-    messages = [{"role": "user", "content": ASKED.content}, {"role": "assistant", "content": content}]
-    backend = AutoTokenizer.from_pretrained(directory)
-    text = backend.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    assert text.rstrip().endswith(content.rstrip())
-    tokenizer = Tokenizer(str(directory))
-    chat = continued(ASKED, said(content))
-    assert render_chat(tokenizer, chat).ids == tokenizer.encode(text, special_tokens=False)
+def test_the_prompt_is_transformers_own(directories, subtests):
+    for name, directory in directories.items():
+        backend, tokenizer = AutoTokenizer.from_pretrained(directory), Tokenizer(str(directory))
+        for content in ("It is", "It is ", "It is 4", "語 in\n\nlines"):
+            with subtests.test(name, content=content):
+                messages = [
+                    {"role": "user", "content": ASKED.content},
+                    {"role": "assistant", "content": content},
+                ]
+                text = backend.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+                assert text.rstrip().endswith(content.rstrip())
+                chat = continued(ASKED, said(content))
+                assert render_chat(tokenizer, chat).ids == tokenizer.encode(text, special_tokens=False)
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_ids_that_were_generated_end_the_prompt_without_the_end_that_they_had(directory, is_given):
-    tokenizer = Tokenizer(str(directory))
-    ids = [token_id for letter in "It is" for token_id in tokenizer.encode(letter, special_tokens=False)]
-    ended = [*ids, tokenizer.eos_token_ids[0]]
-    last = said("It is", token_ids=ended) if is_given else said("It is")
-    known = {} if is_given else {1: PastAnswer(ended)}
-    rendered = render_chat(tokenizer, continued(ASKED, last), known)
-    begun = render_chat(tokenizer, Chat(messages=[ASKED])).ids
-    assert rendered.ids == begun + ids
-    assert rendered.spliced == (frozenset() if is_given else {1})
+def test_ids_that_were_generated_end_the_prompt_without_the_end_that_they_had(directories, subtests):
+    for name, directory in directories.items():
+        tokenizer = Tokenizer(str(directory))
+        ids = by_letter(tokenizer, "It is")
+        ended = [*ids, tokenizer.eos_token_ids[0]]
+        begun = render_chat(tokenizer, Chat(messages=[ASKED])).ids
+        for last, known, spliced in (
+            (said("It is"), {1: PastAnswer(ended)}, {1}),
+            (said("It is", token_ids=ended), {}, set()),
+        ):
+            with subtests.test(name, last=last):
+                rendered = render_chat(tokenizer, continued(ASKED, last), known)
+                assert rendered.ids == begun + ids
+                assert rendered.spliced == spliced
 
 
-def test_past_answers_stand_in_it_as_they_were(directory):
-    tokenizer = Tokenizer(str(directory))
-    ids = [token_id for letter in "42" for token_id in tokenizer.encode(letter, special_tokens=False)]
-    past = said("42", token_ids=[*ids, tokenizer.eos_token_ids[0]])
-    longer = [ASKED, past, ChatMessage(role="user", content="Sure?")]
-    prompt = render_chat(tokenizer, continued(*longer, said("Yes, I"))).ids
-    text = tokenizer.text_of(prompt)
-    assert text.endswith("Yes, I") and text.count("42") == 1
-    assert any(prompt[start : start + len(ids)] == ids for start in range(len(prompt)))
+def by_letter(tokenizer, text):
+    return [token_id for letter in text for token_id in tokenizer.encode(letter, special_tokens=False)]
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
+def test_past_answers_stand_in_it_as_they_were(directories, subtests):
+    for name, directory in directories.items():
+        with subtests.test(name):
+            tokenizer = Tokenizer(str(directory))
+            ids = by_letter(tokenizer, "42")
+            past = said("42", token_ids=[*ids, tokenizer.eos_token_ids[0]])
+            longer = [ASKED, past, ChatMessage(role="user", content="Sure?")]
+            prompt = render_chat(tokenizer, continued(*longer, said("Yes, I"))).ids
+            text = tokenizer.text_of(prompt)
+            assert text.endswith("Yes, I") and text.count("42") == 1
+            assert any(prompt[start : start + len(ids)] == ids for start in range(len(prompt)))
+
+
+def test_what_cannot_go_on_is_refused_by_name(tmp_path, subtests):
+    for messages, problem in [
         ([ASKED], "continue_final_message needs a last message of the assistant's"),
         ([ASKED, said()], r"messages\[1\].content must not be empty"),
         ([ASKED, said("a", tool_calls=[ToolCall(name="f")])], r"messages\[1\].tool_calls must be empty"),
-    ],
-)
-def test_what_cannot_go_on_is_refused_by_name(tmp_path, messages, problem):
-    tokenizer = Tokenizer(str(FORMATS["qwen3"].save(tmp_path)))
-    with pytest.raises(InvalidRequest, match=rf"^chat\.{problem}"):
-        render_chat(tokenizer, continued(*messages))
+    ]:
+        with subtests.test(problem):
+            tokenizer = Tokenizer(str(FORMATS["qwen3"].save(tmp_path)))
+            with pytest.raises(InvalidRequest, match=rf"^chat\.{problem}"):
+                render_chat(tokenizer, continued(*messages))
 
-
-def test_a_template_that_hides_the_message_is_told_of_without_the_chat(tmp_path):
     directory = FORMATS["qwen3"].save(tmp_path)
     (directory / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"

@@ -18,37 +18,6 @@ def test_drift_is_what_the_prompt_does_not_begin_with(
     assert drift_tokens(tuple(remembered), prompt) == len(remembered) - matching
 
 
-def test_the_least_recently_used_conversation_is_forgotten() -> None:
-    memory = ConversationMemory(2, 100)
-    memory.remember("t", "a", [1, 2])
-    memory.remember("t", "b", [3])
-    assert list(memory.recall("t", "a") or ()) == [1, 2]
-    memory.remember("t", "c", [4])
-    assert memory.recall("t", "b") is None
-    memory.remember("t", "a", [1, 2, 5])
-    memory.remember("t", "d", [6])
-    assert memory.recall("t", "c") is None
-    assert list(memory.recall("t", "a") or ()) == [1, 2, 5]
-    assert len(memory) == 2
-
-
-def test_long_conversations_are_remembered_in_small_numbers() -> None:
-    memory = ConversationMemory(10, 10)
-    for name in "abc":
-        memory.remember("t", name, [1] * 3)
-    memory.recall("t", "a")
-    memory.remember("t", "d", [1] * 3)
-    assert [memory.recall("t", name) is not None for name in "abcd"] == [True, False, True, True]
-    memory.remember("t", "d", [1] * 4)  # instead of the three
-    assert len(memory) == 3
-    memory.remember("t", "e", [1] * 10)
-    assert (len(memory), len(memory.recall("t", "e") or ())) == (1, 10)
-    memory.remember("t", "e", [1] * 11)
-    assert len(memory) == 0
-    memory.remember("t", "f", [1] * 10)
-    assert memory.recall("t", "f") is not None
-
-
 @given(
     turns=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6)), max_size=30),
     max_conversations=st.integers(1, 4),
@@ -69,14 +38,39 @@ def test_no_more_is_remembered_than_may_be(
     assert len(memory) == len(oracle)
 
 
-def test_what_is_remembered_can_be_compared() -> None:
+def test_the_least_recently_used_conversation_is_forgotten() -> None:
+    memory = ConversationMemory(2, 100)
+    memory.remember("t", "a", [1, 2])
+    memory.remember("t", "b", [3])
+    assert list(memory.recall("t", "a") or ()) == [1, 2]
+    memory.remember("t", "c", [4])
+    assert memory.recall("t", "b") is None
+    memory.remember("t", "a", [1, 2, 5])
+    memory.remember("t", "d", [6])
+    assert memory.recall("t", "c") is None
+    assert list(memory.recall("t", "a") or ()) == [1, 2, 5]
+    assert len(memory) == 2
+
+    memory = ConversationMemory(10, 10)
+    for name in "abc":
+        memory.remember("t", name, [1] * 3)
+    memory.recall("t", "a")
+    memory.remember("t", "d", [1] * 3)
+    assert [memory.recall("t", name) is not None for name in "abcd"] == [True, False, True, True]
+    memory.remember("t", "d", [1] * 4)  # instead of the three
+    assert len(memory) == 3
+    memory.remember("t", "e", [1] * 10)
+    assert (len(memory), len(memory.recall("t", "e") or ())) == (1, 10)
+    memory.remember("t", "e", [1] * 11)
+    assert len(memory) == 0
+    memory.remember("t", "f", [1] * 10)
+    assert memory.recall("t", "f") is not None
+
     memory = ConversationMemory(1, 100)
     memory.remember("t", "a", [1, 2, 3])
     remembered = memory.recall("t", "a")
     assert remembered is not None
     assert drift_tokens(remembered, [1, 2, 4, 5]) == 1
 
-
-def test_a_memory_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_entries"):
         ConversationMemory(0, 100)

@@ -49,9 +49,10 @@ def answer(
     return ChatMessage(role="assistant", content=content, tool_calls=[call], **fields)
 
 
-@pytest.mark.parametrize(
-    ("messages", "is_found"),
-    [
+def test_an_answer_is_used_where_it_is_known_and_unchanged(
+    memory: AnswerMemory, subtests: pytest.Subtests
+) -> None:
+    for messages, is_found in [
         ([*QUESTION, answer()], True),
         ([*QUESTION, answer("I look.\n")], True),
         ([*QUESTION, answer(reasoning="hm")], True),
@@ -68,28 +69,30 @@ def answer(
         ([answer(id_="call_1", arguments='{"a": "ä", "b": 2}')], False),
         ([answer("edited", answer_id="answer_1")], False),
         ([*QUESTION, ChatMessage(role="assistant", content="I look.")], False),
-    ],
-)
-def test_an_answer_is_used_where_it_is_known_and_unchanged(
-    memory: AnswerMemory, messages: list[ChatMessage], is_found: bool
+    ]:
+        with subtests.test(messages=messages):
+            known = past(memory, messages).known
+            if not is_found:
+                assert not known
+                continue
+            [(index, found)] = known.items()
+            assert index == len(messages) - 1
+            assert (list(found.ids), list(found.prompt_end), found.has_reasoning) == (
+                [7, 8],
+                [*range(36, 100)],
+                True,
+            )
+
+
+def test_another_tenant_or_model_finds_nothing_nor_do_ids_of_the_clients_own(
+    memory: AnswerMemory, subtests: pytest.Subtests
 ) -> None:
-    known = past(memory, messages).known
-    if not is_found:
-        assert not known
-        return
-    [(index, found)] = known.items()
-    assert index == len(messages) - 1
-    assert (list(found.ids), list(found.prompt_end), found.has_reasoning) == ([7, 8], [*range(36, 100)], True)
+    for whose in [{"tenant": "other"}, {"tenant": ""}, {"model": "other"}]:
+        with subtests.test(whose=whose):
+            sent = answer(id_="call_1", answer_id="answer_1")
+            assert past(memory, [*QUESTION, sent]).known
+            assert not past(memory, [*QUESTION, sent], **whose).known
 
-
-@pytest.mark.parametrize("whose", [{"tenant": "other"}, {"tenant": ""}, {"model": "other"}])
-def test_another_tenant_or_model_finds_nothing(memory: AnswerMemory, whose: dict[str, str]) -> None:
-    sent = answer(id_="call_1", answer_id="answer_1")
-    assert past(memory, [*QUESTION, sent]).known
-    assert not past(memory, [*QUESTION, sent], **whose).known
-
-
-def test_ids_of_the_clients_own_are_not_looked_up(memory: AnswerMemory) -> None:
     assert not past(memory, [*QUESTION, answer(token_ids=[1])]).known
 
 

@@ -1,7 +1,6 @@
 """Parts of a message reach templates of every kind as these were written for."""
 
 import jinja2
-import pytest
 
 from services.router.text.chats.template_content import TemplateContent
 
@@ -35,9 +34,8 @@ def rendered(kind, role, content):
     return text.removeprefix("<user>x").removeprefix(f"<{role}>")
 
 
-@pytest.mark.parametrize(
-    ("kind", "role", "expected"),
-    [
+def test_parts_are_joined_as_the_template_does_and_a_string_stays_one(subtests):
+    for kind, role, expected in [
         ("strings", "user", " a\n b"),
         ("strings", "tool", " a\n b"),
         ("trimmed", "user", "a\n b"),
@@ -50,17 +48,15 @@ def rendered(kind, role, content):
         ("lists of users", "user", "[a][b]"),
         ("lists of users", "system", " a\n b"),
         ("in order", "assistant", " a\n b"),
-    ],
-)
-def test_parts_are_joined_as_the_template_does_and_else_by_a_newline(kind, role, expected):
-    assert rendered(kind, role, [" a", " b"]) == expected
+    ]:
+        with subtests.test(kind=kind, role=role, expected=expected):
+            assert rendered(kind, role, [" a", " b"]) == expected
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_a_string_stays_one_wherever_the_template_takes_one(kind, role):
-    expected = {"lists alone": "[a]", "added": "a!", "as JSON": '"a"'}.get(kind, "a")
-    assert rendered(kind, role, "a") == expected
+    for kind in KINDS:
+        for role in ["system", "user", "assistant", "tool"]:
+            with subtests.test(kind=kind, role=role):
+                expected = {"lists alone": "[a]", "added": "a!", "as JSON": '"a"'}.get(kind, "a")
+                assert rendered(kind, role, "a") == expected
 
 
 def test_a_template_is_tried_once_for_each_role():

@@ -40,9 +40,50 @@ def of(template: str, turn: Turn) -> dict[str, Any]:
     return turns_of(template).of(turn)
 
 
-@pytest.mark.parametrize(
-    ("written", "as_text"),
-    [
+CALLS = EACH + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+
+
+def test_content_beside_calls_is_null_where_an_empty_text_is_refused() -> None:
+    refusing = "{% for m in messages %}{% if m.content == '' %}{{ raise_exception('') }}{% endif %}" + CALLS
+    for template, content in ((HEAD + CALLS, ""), (refusing, None)):
+        assert of(template, Turn("assistant", calls=(CALL,)))["content"] == content
+        assert of(template, Turn("assistant", "x", calls=(CALL,)))["content"] == "x"
+
+
+def test_a_tool_has_what_its_template_cannot_do_without(subtests: pytest.Subtests) -> None:
+    """OpenAI's schema lets a description be left out, JSON schema the properties."""
+    for needs, filled in [
+        ("", {}),
+        ("{{ t.function.description + '' }}", {"description": ""}),
+        ("{% for p in t.function.parameters.properties.items() %}{% endfor %}", {"properties": {}}),
+        (
+            "{{ t.function.description + '' }}{{ t.function.parameters.properties | tojson }}",
+            {"description": "", "properties": {}},
+        ),
+    ]:
+        with subtests.test(needs):
+            turns = turns_of(
+                "{% for t in tools %}{{ t.function.name }}" + needs + "{% endfor %}{{ messages[0].content }}"
+            )
+            function = turns.tool(
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+            )["function"]
+            assert turns.reads_tools
+            assert {**function.pop("parameters"), **function} == {"name": "f", "type": "object", **filled}
+
+    turns = turns_of(
+        "{% for t in tools %}{{ t.function.name }}{% for p in t.function.parameters.properties.items() %}"
+        "{% endfor %}{% endfor %}{{ messages[0].content }}"
+    )
+    parameters = {"type": "object", "properties": {"x": {}}, "required": ["x"]}
+    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    assert [*tool["function"]["parameters"].items()] == [*parameters.items()]
+    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})
+    assert [*tool["function"]["parameters"].items()] == [("type", "object"), ("properties", {})]
+
+
+def test_arguments_are_what_the_template_takes(subtests: pytest.Subtests) -> None:
+    for written, as_text in [
         ("{{ c.function.arguments | tojson }}", False),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", False),
         ("{{ '' + c.function.arguments }}", True),
@@ -52,22 +93,19 @@ def of(template: str, turn: Turn) -> dict[str, Any]:
             "{{ c.function.arguments | tojson }}{% endif %}",
             False,
         ),
-    ],
-)
-def test_arguments_are_what_the_template_takes(written: str, as_text: bool) -> None:
-    template = HEAD + EACH + written + "{% endfor %}{% endfor %}"
-    message = of(template, Turn("assistant", calls=(CALL,)))
-    assert message["tool_calls"][0]["function"]["arguments"] == ('{"a": "b"}' if as_text else {"a": "b"})
+    ]:
+        with subtests.test(written):
+            template = HEAD + EACH + written + "{% endfor %}{% endfor %}"
+            message = of(template, Turn("assistant", calls=(CALL,)))
+            assert message["tool_calls"][0]["function"]["arguments"] == (
+                '{"a": "b"}' if as_text else {"a": "b"}
+            )
 
-
-CALLS = EACH + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
-
-
-def test_content_beside_calls_is_null_where_an_empty_text_is_refused() -> None:
-    refusing = "{% for m in messages %}{% if m.content == '' %}{{ raise_exception('') }}{% endif %}" + CALLS
-    for template, content in ((HEAD + CALLS, ""), (refusing, None)):
-        assert of(template, Turn("assistant", calls=(CALL,)))["content"] == content
-        assert of(template, Turn("assistant", "x", calls=(CALL,)))["content"] == "x"
+    # As mistral-common's do, which take arguments as an object and write HTML around them.
+    escaping = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}&#34;"
+    escaping += "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
+    message = of(HEAD + EACH + escaping, Turn("assistant", calls=(CALL,)))
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "b"}'
 
 
 def test_ids_are_short_where_they_must_be() -> None:
@@ -81,73 +119,6 @@ def test_ids_are_short_where_they_must_be() -> None:
     assert turns.of(Turn("tool", tool_call_id="abcdefghi"))["tool_call_id"] == "abcdefghi"
     assert of(HEAD + CALLS, Turn("assistant", calls=(CALL,)))["tool_calls"][0]["id"] == CALL.id
 
-
-@pytest.mark.parametrize(
-    ("shown", "keys"),
-    [
-        ("", {"reasoning_content", "reasoning", "thinking"}),  # none is shown: all are harmless
-        ("{{ m.reasoning }}", {"reasoning_content", "reasoning", "thinking"}),
-        ("{{ m.reasoning_content }}{{ m.thinking }}", {"reasoning_content"}),  # it would be there twice
-    ],
-)
-def test_thinking_has_the_key_that_is_read(shown: str, keys: set[str]) -> None:
-    message = of(HEAD + shown + "{% endfor %}", Turn("assistant", "x", "hm"))
-    assert {key for key, value in message.items() if value == "hm"} == keys
-
-
-def test_thinking_and_content_are_one_where_both_are_refused_beside_calls() -> None:
-    turns = turns_of(FORMATS["gpt_oss"].template)
-    message = turns.of(Turn("assistant", "I look.", "hm", (CALL,)))
-    assert (message["content"], message["thinking"]) == ("", "hm\n\nI look.")
-    assert turns.of(Turn("assistant", "I look.", "", (CALL,)))["content"] == "I look."
-    assert turns.of(Turn("assistant", "It is.", "hm"))["content"] == "It is."
-
-
-@pytest.mark.parametrize(
-    ("needs", "filled"),
-    [
-        ("", {}),
-        ("{{ t.function.description + '' }}", {"description": ""}),
-        ("{% for p in t.function.parameters.properties.items() %}{% endfor %}", {"properties": {}}),
-        (
-            "{{ t.function.description + '' }}{{ t.function.parameters.properties | tojson }}",
-            {"description": "", "properties": {}},
-        ),
-    ],
-)
-def test_a_tool_has_what_its_template_cannot_do_without(needs: str, filled: dict[str, object]) -> None:
-    """OpenAI's schema lets a description be left out, JSON schema the properties."""
-    turns = turns_of(
-        "{% for t in tools %}{{ t.function.name }}" + needs + "{% endfor %}{{ messages[0].content }}"
-    )
-    function = turns.tool({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})[
-        "function"
-    ]
-    assert turns.reads_tools
-    assert {**function.pop("parameters"), **function} == {"name": "f", "type": "object", **filled}
-
-
-def test_what_is_filled_in_leaves_the_order_of_a_tools_parameters() -> None:
-    turns = turns_of(
-        "{% for t in tools %}{{ t.function.name }}{% for p in t.function.parameters.properties.items() %}"
-        "{% endfor %}{% endfor %}{{ messages[0].content }}"
-    )
-    parameters = {"type": "object", "properties": {"x": {}}, "required": ["x"]}
-    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": parameters}})
-    assert [*tool["function"]["parameters"].items()] == [*parameters.items()]
-    tool = turns.tool({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})
-    assert [*tool["function"]["parameters"].items()] == [("type", "object"), ("properties", {})]
-
-
-def test_quotes_that_a_template_escapes_are_none_of_its_own() -> None:
-    """As mistral-common's do, which take arguments as an object and write HTML around them."""
-    escaping = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}&#34;"
-    escaping += "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
-    message = of(HEAD + EACH + escaping, Turn("assistant", calls=(CALL,)))
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "b"}'
-
-
-def test_short_ids_are_nine_letters_where_they_are_refused() -> None:
     checks = (
         "{% for c in m.tool_calls %}{% if c.id|length < 9 %}{{ raise_exception('') }}{% endif %}"
         "{{ c.id[-9:] }}{% endfor %}"
@@ -164,6 +135,16 @@ def turns_whose_ids_are_text() -> TemplateTurns:
     return turns_of(
         HEAD + each + "{{ m.name }}{{ m.tool_call_id }}{% endfor %}"
     )  # a result has its tool's name
+
+
+# Calls as (name, id), results as (name, id) behind each turn of calls; and what becomes of the ids.
+NUMBERED = (
+    ([("f", "functions.f:1")], [("", "functions.f:1")], ["functions.f:1"], ["functions.f:1"]),
+    ([("f", "call_abc"), ("f", "x")], [("", "x"), ("", "")], ["functions.f:2", "functions.f:3"], [1, 0]),
+    ([("f", ""), ("g", "")], [("", ""), ("", "")], ["functions.f:4", "functions.g:5"], [0, 1]),
+    ([("f", ""), ("g", "")], [("g", ""), ("f", "")], ["functions.f:6", "functions.g:7"], [1, 0]),
+    ([("f", "functions.f:9"), ("f", ""), ("f", "")], [("h", "")], [9, 10, 11], [""]),
+)
 
 
 def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
@@ -185,18 +166,6 @@ def test_ids_that_are_the_calls_text_number_the_calls_of_a_chat() -> None:
     assert [turn.tool_call_id for turn in named if turn.role == "tool"] == ids
     assert turns_of(HEAD + CALLS).with_own_ids(named) == named
 
-
-# Calls as (name, id), results as (name, id) behind each turn of calls; and what becomes of the ids.
-NUMBERED = (
-    ([("f", "functions.f:1")], [("", "functions.f:1")], ["functions.f:1"], ["functions.f:1"]),
-    ([("f", "call_abc"), ("f", "x")], [("", "x"), ("", "")], ["functions.f:2", "functions.f:3"], [1, 0]),
-    ([("f", ""), ("g", "")], [("", ""), ("", "")], ["functions.f:4", "functions.g:5"], [0, 1]),
-    ([("f", ""), ("g", "")], [("g", ""), ("f", "")], ["functions.f:6", "functions.g:7"], [1, 0]),
-    ([("f", "functions.f:9"), ("f", ""), ("f", "")], [("h", "")], [9, 10, 11], [""]),
-)
-
-
-def test_no_two_calls_of_a_chat_get_one_id_and_results_without_one_go_by_order() -> None:
     chat, called, answered = list[Turn](), list[str](), list[str]()
     for calls, results, ids, expected in NUMBERED:
         chat.append(Turn("assistant", calls=tuple(AnswerCall(id_, name, "{}") for name, id_ in calls)))
@@ -212,7 +181,22 @@ def test_no_two_calls_of_a_chat_get_one_id_and_results_without_one_go_by_order()
     assert own == ["functions.f:1", "functions.f:0"]
 
 
-def test_thinking_is_a_part_of_content_where_that_is_what_is_shown() -> None:
+def test_thinking_stands_where_it_is_read(subtests: pytest.Subtests) -> None:
+    for shown, keys in [
+        ("", {"reasoning_content", "reasoning", "thinking"}),  # none is shown: all are harmless
+        ("{{ m.reasoning }}", {"reasoning_content", "reasoning", "thinking"}),
+        ("{{ m.reasoning_content }}{{ m.thinking }}", {"reasoning_content"}),  # it would be there twice
+    ]:
+        with subtests.test(shown):
+            message = of(HEAD + shown + "{% endfor %}", Turn("assistant", "x", "hm"))
+            assert {key for key, value in message.items() if value == "hm"} == keys
+
+    turns = turns_of(FORMATS["gpt_oss"].template)
+    message = turns.of(Turn("assistant", "I look.", "hm", (CALL,)))
+    assert (message["content"], message["thinking"]) == ("", "hm\n\nI look.")
+    assert turns.of(Turn("assistant", "I look.", "", (CALL,)))["content"] == "I look."
+    assert turns.of(Turn("assistant", "It is.", "hm"))["content"] == "It is."
+
     part = "{% for p in m.content %}{{ p.text or '[THINK]' + p.thinking + '[/THINK]' }}{% endfor %}"
     turns = turns_of(
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"

@@ -33,42 +33,51 @@ def begun(
     return LOOP_FORMATS[name], loop
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("name", LOOP_FORMATS)
-def test_a_loop_keeps_its_prefix(name: str, client: str, tokenizers: dict[str, Tokenizer]) -> None:
-    format_, loop = begun(name, tokenizers, CLIENTS[client])
-    for number, said in enumerate(answers(format_, 4)):
-        held, prompt = loop.held, loop.prompt()
-        assert common(held, prompt) == len(held), number
-        assert loop.outcomes == ({"found": number} if number else {})
-        loop.answer(prompt, said)
+def test_a_loop_keeps_its_prefix(tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests) -> None:
+    for client in CLIENTS:
+        for name in LOOP_FORMATS:
+            with subtests.test(f"{name}, {client}"):
+                format_, loop = begun(name, tokenizers, CLIENTS[client])
+                for number, said in enumerate(answers(format_, 4)):
+                    held, prompt = loop.held, loop.prompt()
+                    assert common(held, prompt) == len(held), number
+                    assert loop.outcomes == ({"found": number} if number else {})
+                    loop.answer(prompt, said)
 
 
-@pytest.mark.parametrize("name", sorted(LOOP_FORMATS.keys() - {"llama3"}))  # which writes either
-def test_content_beside_calls_changes_nothing(name: str, tokenizers: dict[str, Tokenizer]) -> None:
-    format_, loop = begun(name, tokenizers, Client())
-    for said in map(with_content, answers(format_, 3)):
-        prompt, held = loop.prompt(), loop.held
-        assert common(held, prompt) == len(held)
-        loop.answer(prompt, said)
+def test_content_beside_calls_changes_nothing(
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
+) -> None:
+    for name in sorted(LOOP_FORMATS.keys() - {"llama3"}):
+        with subtests.test(name):
+            format_, loop = begun(name, tokenizers, Client())
+            for said in map(with_content, answers(format_, 3)):
+                prompt, held = loop.prompt(), loop.held
+                assert common(held, prompt) == len(held)
+                loop.answer(prompt, said)
 
 
-@pytest.mark.parametrize("name", LOOP_FORMATS)
-def test_the_prompt_reads_as_the_template_writes_it(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_prompt_reads_as_the_template_writes_it(
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
+) -> None:
     """With everything given back and nothing remembered, it is the same text."""
-    format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
-    for said in answers(format_, 3):
-        prompt = loop.prompt()
-        texts = [tokenizers[name].text_of(ids) for ids in (prompt, forgetful(loop).prompt())]
-        for address in ADDRESSES if name == "gpt_oss" else ():  # which the template writes elsewhere
-            texts = [text.replace(address, "") for text in texts]
-        assert texts[0] == texts[1]
-        loop.answer(prompt, said)
+    for name in LOOP_FORMATS:
+        with subtests.test(name):
+            format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
+            for said in answers(format_, 3):
+                prompt = loop.prompt()
+                texts = [tokenizers[name].text_of(ids) for ids in (prompt, forgetful(loop).prompt())]
+                for address in ADDRESSES if name == "gpt_oss" else ():  # which the template writes elsewhere
+                    texts = [text.replace(address, "") for text in texts]
+                assert texts[0] == texts[1]
+                loop.answer(prompt, said)
 
 
-@pytest.mark.parametrize(
-    ("name", "cut_before"),
-    [
+def test_what_was_cut_off_behind_a_call_is_written_by_the_template(
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
+) -> None:
+    """As where one call is all that may come, or max_tokens were all."""
+    for name, cut_before in [
         ("qwen3", "\n</tool_call>"),
         ("qwen3", "</tool_call>"),
         ("qwen3", "<|im_end|>"),
@@ -78,79 +87,85 @@ def test_the_prompt_reads_as_the_template_writes_it(name: str, tokenizers: dict[
         ("minimax", "\n</minimax:tool_call>"),
         ("minimax", "</invoke>"),
         ("gpt_oss", "<|call|>"),
-    ],
-)
-def test_what_was_cut_off_behind_a_call_is_written_by_the_template(
-    name: str, cut_before: str, tokenizers: dict[str, Tokenizer]
-) -> None:
-    """As where one call is all that may come, or max_tokens were all."""
-    format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
-    said = next(answers(format_, 1))
-    written = format_.written(said)
-    loop.answer(loop.prompt(), said, written[: written.rindex(cut_before)])
-    prompt, held = loop.prompt(), loop.held
-    assert common(held, prompt) == len(held)
-    text = tokenizers[name].text_of(prompt)
-    assert text.count(cut_before.strip()) == tokenizers[name].text_of(forgetful(loop).prompt()).count(
-        cut_before.strip()
-    )
-    assert written in text
+    ]:
+        with subtests.test(name=name, cut_before=cut_before):
+            format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
+            said = next(answers(format_, 1))
+            written = format_.written(said)
+            loop.answer(loop.prompt(), said, written[: written.rindex(cut_before)])
+            prompt, held = loop.prompt(), loop.held
+            assert common(held, prompt) == len(held)
+            text = tokenizers[name].text_of(prompt)
+            assert text.count(cut_before.strip()) == tokenizers[name].text_of(forgetful(loop).prompt()).count(
+                cut_before.strip()
+            )
+            assert written in text
 
 
 def forgetful(loop: Loop) -> Loop:
     return Loop(loop.format_, loop.tokenizer, loop.client, messages=loop.messages)
 
 
-@pytest.mark.parametrize("name", LOOP_FORMATS)
-@pytest.mark.parametrize("keep_thinking", [False, True])
 def test_a_new_question_drops_what_the_template_drops(
-    name: str, keep_thinking: bool, tokenizers: dict[str, Tokenizer]
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
 ) -> None:
-    format_, loop = begun(name, tokenizers, Client(), keep_thinking=keep_thinking)
-    for said in answers(format_, 2):
-        loop.answer(loop.prompt(), said)
-    loop.ask("And now?")
-    prompt, held = loop.prompt(), loop.held
-    is_whole = common(held, prompt) == len(held)
-    if name.startswith("mistral"):  # which has its tools before the last question
-        assert not is_whole
-    else:
-        assert is_whole == (keep_thinking or not format_.thinks)
-    assert ("First the 0th" in tokenizers[name].text_of(prompt)) == (keep_thinking and format_.thinks)
-    # Text that is written anew reads as the template has it.
-    if not keep_thinking and format_.thinks:
-        assert prompt == forgetful(loop).prompt()
-        assert loop.outcomes == {"changed": 3}
+    for name in LOOP_FORMATS:
+        for keep_thinking in [False, True]:
+            with subtests.test(name=name, keep_thinking=keep_thinking):
+                format_, loop = begun(name, tokenizers, Client(), keep_thinking=keep_thinking)
+                for said in answers(format_, 2):
+                    loop.answer(loop.prompt(), said)
+                loop.ask("And now?")
+                prompt, held = loop.prompt(), loop.held
+                is_whole = common(held, prompt) == len(held)
+                if name.startswith("mistral"):  # which has its tools before the last question
+                    assert not is_whole
+                else:
+                    assert is_whole == (keep_thinking or not format_.thinks)
+                assert ("First the 0th" in tokenizers[name].text_of(prompt)) == (
+                    keep_thinking and format_.thinks
+                )
+                # Text that is written anew reads as the template has it.
+                if not keep_thinking and format_.thinks:
+                    assert prompt == forgetful(loop).prompt()
+                    assert loop.outcomes == {"changed": 3}
 
 
-@pytest.mark.parametrize("name", LOOP_FORMATS)
-def test_a_loop_without_thinking_keeps_its_prefix(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_loop_without_thinking_keeps_its_prefix(
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
+) -> None:
     """A prompt may have written thinking that is none, which the template shows in the last turn alone."""
-    off = '{"enable_thinking": false, "thinking": false}'
-    format_, loop = begun(name, tokenizers, Client(), variables=off)
-    for number, said in enumerate(answers(format_, 4)):
-        held, prompt = loop.held, loop.prompt()
-        assert common(held, prompt) == len(held), number
-        assert loop.outcomes == ({"found": number} if number else {})
-        loop.answer(prompt, replace(said, reasoning=""))
+    for name in LOOP_FORMATS:
+        with subtests.test(name):
+            off = '{"enable_thinking": false, "thinking": false}'
+            format_, loop = begun(name, tokenizers, Client(), variables=off)
+            for number, said in enumerate(answers(format_, 4)):
+                held, prompt = loop.held, loop.prompt()
+                assert common(held, prompt) == len(held), number
+                assert loop.outcomes == ({"found": number} if number else {})
+                loop.answer(prompt, replace(said, reasoning=""))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("keep_thinking", [False, True])
 def test_thinking_that_is_none_is_kept_with_the_rest(
-    name: str, keep_thinking: bool, tokenizers: dict[str, Tokenizer]
+    tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
 ) -> None:
-    off = '{"enable_thinking": false, "thinking": false}'
-    _, loop = begun(name, tokenizers, Client(), variables=off, keep_thinking=keep_thinking)
-    for number in range(3):
-        held, prompt = loop.held, loop.prompt()
-        writes_none = name in ("qwen3", "minimax") and number  # behind the prompt alone, not in what is past
-        is_whole = common(held, prompt) == len(held)
-        assert (
-            is_whole == (not name.startswith("mistral") and (keep_thinking or not writes_none)) or not number
-        )
-        loop.answer(prompt, Said(f"It is {number}."))
-        loop.ask("And now?")
+    for name in FORMATS:
+        for keep_thinking in [False, True]:
+            with subtests.test(name=name, keep_thinking=keep_thinking):
+                off = '{"enable_thinking": false, "thinking": false}'
+                _, loop = begun(name, tokenizers, Client(), variables=off, keep_thinking=keep_thinking)
+                for number in range(3):
+                    held, prompt = loop.held, loop.prompt()
+                    writes_none = (
+                        name in ("qwen3", "minimax") and number
+                    )  # behind the prompt alone, not in what is past
+                    is_whole = common(held, prompt) == len(held)
+                    assert (
+                        is_whole == (not name.startswith("mistral") and (keep_thinking or not writes_none))
+                        or not number
+                    )
+                    loop.answer(prompt, Said(f"It is {number}."))
+                    loop.ask("And now?")
 
 
 def test_the_system_stays_in_a_loop_whose_template_would_leave_it_out(

@@ -19,13 +19,11 @@ def shown(spellings: ToolSpellings, parameters: str, tenant: str = "", **tool: A
     return chat.tools[0].parameters
 
 
-def test_the_first_spelling_stays() -> None:
+def test_the_first_spelling_stays_and_what_differs_is_as_it_was_sent() -> None:
     spellings = ToolSpellings(1 << 20)
     assert [shown(spellings, text) for text in (FIRST, AGAIN, FIRST, AGAIN)] == [FIRST] * 4
 
-
-def test_what_differs_is_as_it_was_sent() -> None:
-    """Another tenant, name or description, another value, another order in a list, and what is no JSON."""
+    # Another tenant, name or description, another value, another order in a list, and what is no JSON.
     spellings = ToolSpellings(1 << 20)
     shown(spellings, FIRST)
     shown(spellings, '{"enum": ["a", "b"], "type": "string"}')
@@ -45,8 +43,6 @@ def test_what_is_remembered_is_bounded_and_the_least_used_goes_first() -> None:
     assert shown(spellings, AGAIN) == AGAIN
     assert shown(spellings, json.dumps("x" * (64 << 10))) and spellings.size_bytes <= 64 << 10
 
-
-def test_more_than_is_quickly_compared_is_as_it_was_sent() -> None:
     spellings = ToolSpellings(1 << 20)
     long = '{"description": "%s", "type": "string"}' % ("x" * (256 << 10))
     assert shown(spellings, long) == long and spellings.size_bytes == 0

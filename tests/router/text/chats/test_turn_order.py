@@ -88,9 +88,8 @@ TWO_CALLS, SECOND_RESULT = (
 LATE, MORE = Turn("system", "late"), Turn("user", "more")
 
 
-@pytest.mark.parametrize(
-    ("name", "chat", "expected"),
-    [
+def test_turns_reach_a_template_where_they_stand(subtests: pytest.Subtests) -> None:
+    for name, chat, expected in [
         ("any", [SYSTEM, LATE, QUESTION, MORE, LATE], "<system>s<system>late<user>u<user>more<system>late"),
         ("any", [Turn("developer", "d"), QUESTION], "<system>d<user>u"),
         ("system first", [SYSTEM, LATE, QUESTION, MORE], "<system>s\n\nlate<user>u<user>more"),
@@ -124,22 +123,19 @@ LATE, MORE = Turn("system", "late"), Turn("user", "more")
             [SYSTEM, QUESTION, TWO_CALLS, RESULT, SECOND_RESULT, ANSWER],
             "<system>s<user>u<assistant>xf{}<tool>t<assistant>g{}<tool>q<assistant>a",
         ),
-    ],
-)
-def test_turns_reach_a_template_where_they_stand(name: str, chat: list[Turn], expected: str) -> None:
-    _, written = KNOWN[name]
-    assert written(chat) == expected
+    ]:
+        with subtests.test(expected):
+            _, written = KNOWN[name]
+            assert written(chat) == expected
 
 
-def test_parts_stay_parts_where_turns_are_joined() -> None:
+def test_parts_stay_parts_where_turns_are_joined_and_developers_are_told_from_systems() -> None:
     [placed] = arrange(
         [Turn("user", ["a", "b"]), Turn("user", "c"), Turn("user", ["d", "e"])], TurnOrder(users=False)
     )
     assert placed.turn.content == ["a", "b\n\nc\n\nd", "e"]
     assert placed.origins == (0, 1, 2)
 
-
-def test_a_developers_turns_are_told_from_the_systems_where_a_template_does() -> None:
     first = "{% for m in messages if m.role != 'developer' or m == messages[0] %}"
     turns, written = of(EACH.replace("{% for m in messages %}", first))
     assert turns.order.developers and not turns.order.late

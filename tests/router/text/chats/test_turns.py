@@ -37,21 +37,16 @@ def test_a_message_is_a_turn() -> None:
     ]
     assert read.variables == {"a": 1}
 
-
-def test_arguments_with_half_of_a_character_are_taken() -> None:
-    """Models write that, and who sends their calls back is not to blame."""
+    # Models write that, and who sends their calls back is not to blame.
     [turn] = read_chat(Chat(messages=[calling(json.dumps({"a": "\ud800b", "c": 1.50}))])).turns
     assert turn.calls == (AnswerCall("1", "f", '{"a": "\ufffdb", "c": 1.5}'),)
 
-
-def test_no_arguments_are_none() -> None:
     [turn] = read_chat(Chat(messages=[calling("")])).turns
     assert turn.calls == (AnswerCall("1", "f", "{}"),)
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
+def test_a_bad_message_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for message, problem in [
         (calling("{"), r"tool_calls\[0\]\.arguments must be a JSON object: "),
         (calling("[]"), r"tool_calls\[0\]\.arguments must be a JSON object$"),
         (calling("5"), r"tool_calls\[0\]\.arguments must"),
@@ -64,21 +59,18 @@ def test_no_arguments_are_none() -> None:
         ),
         (ChatMessage(role="user", answer_id="x"), r"answer_id may only be set for an assistant's turn"),
         (ChatMessage(role="user", tool_call_id="x"), r"tool_call_id may only be set for a tool's turn"),
-    ],
-)
-def test_a_bad_message_is_refused_by_name(message: ChatMessage, problem: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"^chat\.messages\[1\]\.{problem}"):
-        read_chat(Chat(messages=[ChatMessage(role="user"), message]))
+    ]:
+        refused = pytest.raises(InvalidRequest, match=rf"^chat\.messages\[1\]\.{problem}")
+        with subtests.test(problem), refused:
+            read_chat(Chat(messages=[ChatMessage(role="user"), message]))
 
 
-@pytest.mark.parametrize(
-    ("tool", "problem"),
-    [
+def test_a_bad_tool_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for tool, problem in [
         (Tool(name=""), "name must not be empty"),
         (Tool(name="f", parameters="["), "parameters must be a JSON object: "),
         (Tool(name="f", parameters="[]"), "parameters must be a JSON object$"),
-    ],
-)
-def test_a_bad_tool_is_refused_by_name(tool: Tool, problem: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"^chat\.tools\[1\]\.{problem}"):
-        read_chat(Chat(messages=[ChatMessage(role="user")], tools=[Tool(name="a"), tool]))
+    ]:
+        refused = pytest.raises(InvalidRequest, match=rf"^chat\.tools\[1\]\.{problem}")
+        with subtests.test(problem), refused:
+            read_chat(Chat(messages=[ChatMessage(role="user")], tools=[Tool(name="a"), tool]))
