@@ -120,12 +120,12 @@ class Grammars:
     def _open_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             if self._directory is None:
-                raise InvalidRequest("sampling.constraint cannot be used: there is no tokenizer here")
+                raise InvalidRequest("sampling.constraint", "cannot be used: there is no tokenizer here")
             try:
                 self._tokenizer = open_tokenizer(read_vocabulary(self._directory, self._vocab_size))
             except ConfigError as error:
                 raise InvalidRequest(
-                    f"sampling.constraint cannot be used with this model: {error}"
+                    "sampling.constraint", f"cannot be used with this model: {error}"
                 ) from error
         return self._tokenizer
 

@@ -86,10 +86,14 @@ def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
     details = error.details() or error.code().name
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     if name in _BY_NAME:
-        return _BY_NAME[name](details)
+        return _received(_BY_NAME[name], details)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return InvalidRequest(f"the message is too large: {details}")
-    return _BY_STATUS.get(error.code(), PeerFailed)(details)
+    return _received(_BY_STATUS.get(error.code(), PeerFailed), details)
+
+
+def _received(kind: type[IsthmusError], details: str) -> IsthmusError:
+    return InvalidRequest.received(details) if kind is InvalidRequest else kind(details)
 
 
 def heed_cancellation() -> None:
@@ -121,4 +125,4 @@ def error_from_request(pb: decode_pb2.RequestError) -> IsthmusError:
     if pb.peer_failed:
         return PeerFailed(pb.message)
     code = _CODES.get(pb.code, grpc.StatusCode.UNKNOWN)
-    return _BY_STATUS.get(code, Unavailable)(pb.message)
+    return _received(_BY_STATUS.get(code, Unavailable), pb.message)

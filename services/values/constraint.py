@@ -51,4 +51,4 @@ class Constraint:
         return only
 
     def refused(self, problem: str) -> InvalidRequest:
-        return InvalidRequest(f"{self.field_name} {problem}")
+        return InvalidRequest(self.field_name, problem)

@@ -1,12 +1,39 @@
 """Errors, named by what the caller can do next. net/grpc_errors.py maps them to gRPC status and back."""
 
+import re
+from typing import Self
+
 
 class IsthmusError(Exception):
     """Any error that we raise on purpose."""
 
 
+# How a sentence of the API begins that is about one field of it.
+_FIELD = re.compile(
+    r"(?P<field>(?:sampling|chat)\.[\w.\[\]]+|prompt|text|token_ids\.ids(?:\[\d+\])?)"
+    r"(?: |(?=[:,] ))(?P<problem>.+)",
+    re.DOTALL,
+)
+
+
 class InvalidRequest(IsthmusError):
-    """The request can never work; give up. The message names the field."""
+    """The request can never work; give up.
+
+    `field` is the API's name of what is wrong, empty where that is no one field, and `problem` is what the
+    sentence says of it.
+    """
+
+    def __init__(self, field: str = "", problem: str | None = None) -> None:
+        """With one argument, that is the whole sentence, which is about no one field."""
+        self.field, self.problem = ("", field) if problem is None else (field, problem)
+        space = "" if not self.field or self.problem.startswith((",", ":")) else " "  # "logprobs: none here"
+        super().__init__(f"{self.field}{space}{self.problem}")
+
+    @classmethod
+    def received(cls, sentence: str) -> Self:
+        """Return the error that a peer sent as its sentence: gRPC carries no fields of an error."""
+        told = _FIELD.match(sentence)
+        return cls(sentence) if told is None else cls(told["field"], told["problem"])
 
 
 class ContextExceeded(InvalidRequest):

@@ -177,7 +177,7 @@ def is_id(text: str) -> bool:
 def _require(holds: bool, field_name: str, expected: str, value: object) -> None:
     # NaN fails every comparison, so it is refused as well.
     if not holds:
-        raise InvalidRequest(f"sampling.{field_name} must be {expected}, got {value!r}")
+        raise InvalidRequest(f"sampling.{field_name}", f"must be {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

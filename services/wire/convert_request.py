@@ -65,7 +65,7 @@ def _name_misfit(given: Mapping[str, Any]) -> None:
         try:
             common_pb2.SamplingParams(**{name: value})
         except ValueError as error:
-            raise InvalidRequest(f"sampling.{name}: {error}") from error
+            raise InvalidRequest(f"sampling.{name}", f": {error}") from error
 
 
 def sampling_from_proto(pb: common_pb2.SamplingParams, **instead: int) -> SamplingParams:
@@ -100,12 +100,12 @@ def constraint_from_proto(pb: common_pb2.Constraint) -> Constraint:
     name = pb.WhichOneof("kind")
     if name is None:
         kinds = ", ".join(kind.value for kind in ConstraintKind)
-        raise InvalidRequest(f"sampling.constraint must have one of {kinds}")
+        raise InvalidRequest("sampling.constraint", f"must have one of {kinds}")
     kind = ConstraintKind(name)
     match kind:
         case ConstraintKind.JSON_OBJECT:
             if not pb.json_object:
-                raise InvalidRequest("sampling.constraint.json_object must be true; leave it out instead")
+                raise InvalidRequest("sampling.constraint.json_object", "must be true; leave it out instead")
             return Constraint(kind)
         case ConstraintKind.CHOICE:
             return Constraint(kind, tuple(pb.choice.texts))

@@ -21,9 +21,8 @@ class InvalidParameter(InvalidRequest):
     a surrogate pair, which an answer cannot hold."""
 
     def __init__(self, param: str, problem: str) -> None:
-        param = param.encode(errors="backslashreplace").decode()
-        super().__init__(f"{param} {problem}")
-        self.param = param
+        self.param = param.encode(errors="backslashreplace").decode()
+        super().__init__(self.param, problem)
 
 
 class Body:

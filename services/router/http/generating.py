@@ -108,10 +108,9 @@ async def _naming_constraint(
             async for response in responses:
                 yield response
         except InvalidRequest as error:
-            field, _, problem = str(error).partition(" ")
-            if not field.startswith("sampling.constraint"):
+            if not error.field.startswith("sampling.constraint"):
                 raise
-            raise InvalidParameter(param, problem) from error
+            raise InvalidParameter(param, error.problem.lstrip(",: ")) from error
 
 
 def _tell_left_out(call: Call) -> None:

@@ -19,6 +19,7 @@ from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 
 _ANY: Mapping[str, Any] = {"type": "object"}
+_BEHIND = ", behind thinking or calls,"
 
 
 class Obligations:
@@ -71,20 +72,21 @@ class Obligations:
             grammar = writing.then(asked, _rule_of(given, asked.lark))
         else:
             grammar = writing.must_call(asked) if tools.must_call else writing.may_call(asked)
-        name = (
-            "chat.tools, as a grammar," if given is None else f"{given.field_name}, behind thinking or calls,"
-        )
-        return replace(sampling, constraint=self._checked(grammar, name))
+        field, what = ("chat.tools", ", as a grammar,") if given is None else (given.field_name, _BEHIND)
+        return replace(sampling, constraint=self._checked(grammar, field, what))
 
     def _writing(self, tools: ChatTools) -> AnswerWriting | None:
         writing = self._choice.writing
         knows_calls = writing is not None and writing.binds_calls and self._choice.tools != NONE
         is_bound = tools.must_call or (tools.callable is not None and tools.strict)
         if is_bound and not knows_calls:
-            name = "chat.tool_choice" if tools.must_call else "a strict tool in chat.tools"
+            field, what = (
+                ("chat.tool_choice", "") if tools.must_call else ("", "a strict tool in chat.tools ")
+            )
             raise InvalidRequest(
-                f"{name} cannot be kept to: there is no grammar of how this model writes calls "
-                f"(--tool-parser={self._choice.tools})"
+                field,
+                f"{what}cannot be kept to: there is no grammar of how this model writes calls "
+                f"(--tool-parser={self._choice.tools})",
             )
         return writing
 
@@ -99,20 +101,18 @@ class Obligations:
                 self._check_schema(schemas[name], f"chat.tools[{index}].parameters")
         return schemas
 
-    def _check_schema(self, schema: Any, name: str) -> None:
+    def _check_schema(self, schema: Any, field: str) -> None:
         try:
             self._grammars.check(Constraint(ConstraintKind.JSON_SCHEMA, (text_of(schema),)))
         except InvalidRequest as error:
-            problem = str(error).removeprefix("sampling.constraint.json_schema ")
-            raise InvalidRequest(f"{name} {problem}") from error
+            raise InvalidRequest(field, error.problem) from error
 
-    def _checked(self, grammar: str, name: str) -> Constraint:
+    def _checked(self, grammar: str, field: str, what: str) -> Constraint:
         try:
             constraint = Constraint(ConstraintKind.GRAMMAR, (grammar,))
             self._grammars.check(constraint)
         except InvalidRequest as error:
-            problem = str(error).removeprefix("sampling.constraint.grammar ")
-            raise InvalidRequest(f"{name} {problem}") from error
+            raise InvalidRequest(field, f"{what} {error.problem}") from error
         return constraint
 
 

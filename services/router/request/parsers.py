@@ -41,10 +41,11 @@ class Parsers:
         tools = read_tools(request)
         if tools.told_apart and tools.callable is not None and self._choice.tools == NONE:
             if not self._tokenizer.shows_tools:
-                raise InvalidRequest(SHOWS_NO_TOOLS)
+                raise InvalidRequest("chat.tools", SHOWS_NO_TOOLS)
             raise InvalidRequest(
-                "chat.tools cannot be used: how this model writes calls is not known (--tool-parser); set "
-                "tool_choice to none, or raw_answer"
+                "chat.tools",
+                "cannot be used: how this model writes calls is not known (--tool-parser); set "
+                "tool_choice to none, or raw_answer",
             )
         return tools if self._keeps_strict else replace(tools, strict=frozenset())
 

@@ -67,12 +67,12 @@ def read_tools(request: GenerateRequest) -> ChatTools:
         return ChatTools()
     chat = request.chat
     if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest(f"chat.tools must be at most {MAX_TOOLS}, got {len(chat.tools)}")
+        raise InvalidRequest("chat.tools", f"must be at most {MAX_TOOLS}, got {len(chat.tools)}")
     schemas: dict[str, Any] = {}
     for index, tool in enumerate(chat.tools):
         name = f"chat.tools[{index}]"
         if tool.name in schemas:
-            raise InvalidRequest(f"{name}.name is another tool's already: {tool.name!r}")
+            raise InvalidRequest(f"{name}.name", f"is another tool's already: {tool.name!r}")
         schemas[tool.name] = _schema(tool, name)
     mode, named = _choice(chat, schemas)
     return ChatTools(
@@ -97,16 +97,16 @@ def _continued(chat: Chat) -> ContinuedTurn | None:
 def _schema(tool: Tool, name: str) -> Any:
     if not _NAME.fullmatch(tool.name):
         raise InvalidRequest(
-            f"{name}.name must be 1 to 128 letters, digits or any of _.:/-; got {tool.name[:200]!r}"
+            f"{name}.name", f"must be 1 to 128 letters, digits or any of _.:/-; got {tool.name[:200]!r}"
         )
     if not tool.parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     try:
         schema = json.loads(tool.parameters)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name}.parameters must be a JSON schema: {error}") from error
+        raise InvalidRequest(f"{name}.parameters", f"must be a JSON schema: {error}") from error
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{name}.parameters must be the JSON schema of an object")
+        raise InvalidRequest(f"{name}.parameters", "must be the JSON schema of an object")
     return schema
 
 
@@ -114,14 +114,14 @@ def _choice(chat: Chat, schemas: Mapping[str, Any]) -> tuple[CallMode, str]:
     """A tool that is named is required."""
     choice, name = chat.tool_choice, "chat.tool_choice"
     if choice.mode not in _MODES:
-        raise InvalidRequest(f"{name}.mode is not known: {choice.mode}")
+        raise InvalidRequest(f"{name}.mode", f"is not known: {choice.mode}")
     if choice.name and choice.mode != ToolChoice.MODE_UNSPECIFIED:
-        raise InvalidRequest(f"{name}.mode and its name must not both be set")
+        raise InvalidRequest(f"{name}.mode", "and its name must not both be set")
     if choice.name:
         if choice.name not in schemas:
-            raise InvalidRequest(f"{name}.name is none of chat.tools: {choice.name[:200]!r}")
+            raise InvalidRequest(f"{name}.name", f"is none of chat.tools: {choice.name[:200]!r}")
         return CallMode.REQUIRED, choice.name
     mode = _MODES[choice.mode]
     if mode is CallMode.REQUIRED and not schemas:
-        raise InvalidRequest(f"{name} asks for a call, and there are no chat.tools")
+        raise InvalidRequest(name, "asks for a call, and there are no chat.tools")
     return mode, ""

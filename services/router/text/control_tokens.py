@@ -169,7 +169,7 @@ def _not_too_deep(name: str) -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise InvalidRequest(f"{name} cannot be used: its JSON is nested too deeply") from error
+        raise InvalidRequest(name, "cannot be used: its JSON is nested too deeply") from error
 
 
 def _among_others(control: str) -> str:

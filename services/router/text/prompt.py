@@ -111,7 +111,7 @@ class PromptEncoder:
                 self._check_len(len(request.token_ids.ids), name)  # before they take many times their bytes
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
-                raise InvalidRequest("prompt must be set: one of text, chat and token_ids")
+                raise InvalidRequest("prompt", "must be set: one of text, chat and token_ids")
         self._check_prompt(prompt, name)
         return prompt
 
@@ -121,7 +121,7 @@ class PromptEncoder:
 
     def _encode_text(self, text: str, special_tokens: bool) -> list[int]:
         if not text:
-            raise InvalidRequest("text must not be empty")
+            raise InvalidRequest("text", "must not be empty")
         self._check_bytes([text], "text")
         return self._tokenizer.encode(text, special_tokens)
 
@@ -156,7 +156,7 @@ class PromptEncoder:
 
     def _check_len(self, num_tokens: int, name: str) -> None:
         if num_tokens == 0:
-            raise InvalidRequest(f"{name} must hold at least one token")
+            raise InvalidRequest(name, "must hold at least one token")
         if num_tokens >= self._max_context_tokens:
             self._refuse_len(f"{num_tokens} tokens")
 
@@ -176,7 +176,8 @@ class PromptEncoder:
         for index, token_id in enumerate(ids):
             if token_id >= self._vocab_size:
                 raise InvalidRequest(
-                    f"{name}[{index}] must be below the vocabulary's size {self._vocab_size}, got {token_id}"
+                    f"{name}[{index}]",
+                    f"must be below the vocabulary's size {self._vocab_size}, got {token_id}",
                 )
 
 

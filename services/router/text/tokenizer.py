@@ -31,12 +31,11 @@ log = logging.getLogger(__name__)
 # What transformers hands on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
 _NOT_CONTINUED = (
-    "chat.continue_final_message cannot be heeded: the model's chat template does not show the last "
-    "message's content as it is"
+    "cannot be heeded: the model's chat template does not show the last message's content as it is"
 )
 CallText = Callable[[Sequence[AnswerCall]], str]
 SHOWS_NO_TOOLS = (
-    "chat.tools cannot be used: the model's chat template shows no tools; a model is needed that was trained "
+    "cannot be used: the model's chat template shows no tools; a model is needed that was trained "
     "with them, or a template that shows them (--chat-template)"
 )
 _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
@@ -195,7 +194,7 @@ class Tokenizer:
         tools = chat.tools
         if tools and not self._tool_turns.reads_tools:
             if chat.may_call:
-                raise InvalidRequest(SHOWS_NO_TOOLS)
+                raise InvalidRequest("chat.tools", SHOWS_NO_TOOLS)
             tools = ()
         template = self._turns(tools)
         turns = [
@@ -235,9 +234,9 @@ class Tokenizer:
             return self._apply_template(messages, tools, prompts, continues, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
             if continues and "continue_final_message" in str(error):  # followed by all of the chat
-                raise InvalidRequest(_NOT_CONTINUED) from error
+                raise InvalidRequest("chat.continue_final_message", _NOT_CONTINUED) from error
             name = "chat.tools" if tools and self._takes_without_tools(turns, prompts) else "chat.messages"
-            raise InvalidRequest(f"{name} are refused by the model's chat template: {error}") from error
+            raise InvalidRequest(name, f"are refused by the model's chat template: {error}") from error
 
     def _takes_without_tools(self, turns: Sequence[Turn], prompts: bool) -> bool:
         try:
@@ -299,13 +298,13 @@ class Tokenizer:
     def _check_template(self) -> None:
         if self._backend.chat_template is None:
             raise InvalidRequest(
-                "chat cannot be used: this model has no chat template; send text or token_ids"
+                "chat", "cannot be used: this model has no chat template; send text or token_ids"
             )
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
             if name in self._reserved:
-                raise InvalidRequest(f"chat.chat_template_kwargs must not set {name!r}: it is set already")
+                raise InvalidRequest("chat.chat_template_kwargs", f"must not set {name!r}: it is set already")
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
         if self._all_pieces is not None:  # as a stream of them is told
@@ -321,7 +320,7 @@ class Tokenizer:
 def _with_call_text(turn: Turn, index: int, call_text: CallText | None) -> Turn:
     if call_text is None:
         raise InvalidRequest(
-            f"chat.messages[{index}].tool_calls cannot be used: the model's chat template shows none"
+            f"chat.messages[{index}].tool_calls", "cannot be used: the model's chat template shows none"
         )
     return with_text(turn, call_text(turn.calls))
 

@@ -26,14 +26,14 @@ def read_asked(request: generation_pb2.WatchClusterRequest, caller: Caller) -> A
     interval_s = request.interval_s or _USUAL_INTERVAL_S
     if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either
         raise InvalidRequest(
-            f"interval_s must be 0 or in [{_SHORTEST_S:g}, {_LONGEST_S:g}], got {request.interval_s:g}"
+            "interval_s", f"must be 0 or in [{_SHORTEST_S:g}, {_LONGEST_S:g}], got {request.interval_s:g}"
         )
     if not is_id(request.tenant):
-        raise InvalidRequest(f"tenant must be at most {MAX_ID_CHARS} printable characters")
+        raise InvalidRequest("tenant", f"must be at most {MAX_ID_CHARS} printable characters")
     if not request.all_tenants:
         return Asked(interval_s, caller.tenant_of(request.tenant), not request.no_candidates)
     if request.tenant:
-        raise InvalidRequest("tenant must be empty where all_tenants is set")
+        raise InvalidRequest("tenant", "must be empty where all_tenants is set")
     if not caller.is_operator:
         raise Forbidden("all_tenants needs an operator's API key")
     return Asked(interval_s, None, not request.no_candidates)

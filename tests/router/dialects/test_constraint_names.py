@@ -26,7 +26,9 @@ async def test_a_constraint_is_named(subtests: pytest.Subtests) -> None:
             ),
         ]:
             with subtests.test(stream=stream, path=path):
-                backend = FakeBackend(InvalidRequest("sampling.constraint.json_schema asks for uniqueItems"))
+                backend = FakeBackend(
+                    InvalidRequest("sampling.constraint.json_schema", "asks for uniqueItems")
+                )
                 answer = await post(backend, path, {**body, "stream": stream})
                 assert answer.status_code == 400
                 assert answer.json()["error"]["message"] == f"{param} asks for uniqueItems"

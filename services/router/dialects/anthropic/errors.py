@@ -1,11 +1,10 @@
 """Errors as Anthropic's clients read them."""
 
-import re
 from collections.abc import Mapping
 
 from services.router.dialects.answer import Json
 from services.router.dialects.errors import status_of
-from services.values.errors import IsthmusError
+from services.values.errors import InvalidRequest, IsthmusError
 
 # By status, as their SDKs raise by it; what is below 500 and not here is the request's fault.
 _TYPES: Mapping[int, str] = {
@@ -20,13 +19,11 @@ _TYPES: Mapping[int, str] = {
 }
 
 
-# Where gRPC has a field that is there a member of the body itself.
-_PREFIX = re.compile(r"^(sampling|chat)\.")
-
-
 def error_json(error: Exception) -> Json:
     # What we did not raise on purpose is for the log, not for the client.
-    message = _PREFIX.sub("", str(error)) if isinstance(error, IsthmusError) else "internal error"
+    message = str(error) if isinstance(error, IsthmusError) else "internal error"
+    if isinstance(error, InvalidRequest) and error.field:  # members of the body itself
+        message = message.removeprefix("sampling.").removeprefix("chat.")
     return error_object(message, status_of(error))
 
 

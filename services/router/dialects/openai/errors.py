@@ -1,6 +1,5 @@
 """Errors as OpenAI's clients read them: type, code, and the parameter that is wrong."""
 
-import re
 from collections.abc import Mapping
 
 from services.router.dialects.answer import Json
@@ -21,11 +20,7 @@ _CODES: Mapping[type[Exception], str] = {
     ContextExceeded: "context_length_exceeded",
     Unauthenticated: "invalid_api_key",
 }
-# How the gRPC API's field names begin where the HTTP parameter's do not.
-_FIELD = re.compile(r"(?:sampling\.|chat\.)(?P<param>[\w.\[\]]+)|(?P<prompt>prompt|text|token_ids\.ids)\b")
 RESPONSES_PROMPT = "input"
-# What gRPC's tools and calls have at hand, HTTP's have in an object of their own.
-_OF_FUNCTIONS = re.compile(r"^(tools\[\d+\]|tool_choice|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id$|mode$)")
 
 
 def error_json(error: Exception, prompt_param: str = "prompt") -> Json:
@@ -42,15 +37,24 @@ def error_object(message: str, status: int, param: str | None, code: int | str) 
 
 
 def _param(error: Exception, prompt_param: str) -> str | None:
-    """The parameter that an InvalidRequest's message begins with, in this API's words."""
+    """Return the parameter that is wrong, in this API's words."""
     if isinstance(error, ContextExceeded):
         return prompt_param
     if isinstance(error, InvalidParameter):
         return error.param
-    field = _FIELD.match(str(error)) if isinstance(error, InvalidRequest) else None
-    if field is None:
+    field = error.field if isinstance(error, InvalidRequest) else ""
+    if field in ("prompt", "text") or field.startswith("token_ids.ids"):
+        return "prompt"
+    if not field.startswith(("sampling.", "chat.")):
         return None
-    name: str = field["param"] or "prompt"
-    if prompt_param == RESPONSES_PROMPT:  # whose functions lie flat
-        return prompt_param if name.startswith("messages") else name
-    return _OF_FUNCTIONS.sub(r"\1.function.", name)
+    _, _, param = field.partition(".")
+    if prompt_param == RESPONSES_PROMPT:  # its functions lie flat
+        return prompt_param if param.startswith("messages") else param
+    return _of_function(param)
+
+
+def _of_function(param: str) -> str:
+    """Return the name of what gRPC's tools and calls have at hand and HTTP's in an object of their own."""
+    holder, _, member = param.rpartition(".")
+    is_function = holder == "tool_choice" or holder.startswith("tools[") or ".tool_calls[" in holder
+    return f"{holder}.function.{member}" if is_function and member not in ("id", "mode") else param

@@ -33,8 +33,9 @@ class Watching:
         try:
             responses = self._generation.watch(watch)
         except InvalidRequest as error:
-            name, _, problem = str(error).partition(" ")
-            raise InvalidParameter(name, problem) from error
+            if not error.field:
+                raise
+            raise InvalidParameter(error.field, error.problem) from error
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
         return EventStream(_events(responses, self._pace))

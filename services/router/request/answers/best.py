@@ -41,7 +41,7 @@ class BestAnswers:
         try:
             yield
         except InvalidRequest as error:
-            if self._request.tells_logprobs or not str(error).startswith("sampling.logprobs"):
+            if self._request.tells_logprobs or error.field != "sampling.logprobs":
                 raise
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 

@@ -23,8 +23,9 @@ class HeldLogprobs:
         self.count += _count(response.prompt_logprobs) * self._times_prompt + _count(response.logprobs)
         if self.count > self._most:
             raise InvalidRequest(
-                "sampling.logprobs must be asked for of fewer tokens, or of fewer others, or streamed: a "
-                f"call that is answered as a whole tells {self._most} of them, those of prompts among them"
+                "sampling.logprobs",
+                "must be asked for of fewer tokens, or of fewer others, or streamed: a "
+                f"call that is answered as a whole tells {self._most} of them, those of prompts among them",
             )
 
 

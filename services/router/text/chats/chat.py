@@ -99,7 +99,7 @@ def render_chat(
     try:
         return _render(tokenizer, chat, hidden, remembered, keep_thinking, call_text, controls.encode)
     except InvalidRequest as error:
-        raise InvalidRequest(controls.show(str(error))) from error
+        raise InvalidRequest(error.field, controls.show(error.problem)) from error
 
 
 def _render(
@@ -133,8 +133,9 @@ def _check_stand_alone(given: Mapping[int, PastAnswer], chat: ChatTurns) -> None
     joined = [index for origins in chat.origins if len(origins) > 1 for index in origins if index in given]
     if joined:
         raise InvalidRequest(
-            f"chat.messages[{joined[0]}].token_ids cannot be used: the model's chat template takes this turn "
-            "only joined with another one or in parts, as text"
+            f"chat.messages[{joined[0]}].token_ids",
+            "cannot be used: the model's chat template takes this turn "
+            "only joined with another one or in parts, as text",
         )
 
 
@@ -233,8 +234,8 @@ class _Rendering:
         hidden = doubtful - {written.index for written in sentinels.find(trial) if "c" in written.parts}
         if hidden:
             raise InvalidRequest(
-                f"{self._chat.name_of(min(hidden))}.content cannot be used: the model's chat template does "
-                "not show it there"
+                f"{self._chat.name_of(min(hidden))}.content",
+                "cannot be used: the model's chat template does not show it there",
             )
 
     def _stand_in(self, sentinels: Sentinels, index: int, has_reasoning: bool) -> Turn:
@@ -258,8 +259,8 @@ class _Rendering:
 
     def _refuse(self, index: int) -> NoReturn:
         raise InvalidRequest(
-            f"{self._chat.name_of(index)}.token_ids cannot be used: the model's chat template does not write "
-            "this turn exactly once and in order"
+            f"{self._chat.name_of(index)}.token_ids",
+            "cannot be used: the model's chat template does not write this turn exactly once and in order",
         )
 
     def _assemble(self, rendered: str, answers: Sequence[tuple[Written, PastAnswer]]) -> list[int] | set[int]:

@@ -52,7 +52,7 @@ class ChatTurns:
 def read_chat(chat: Chat) -> ChatTurns:
     """Raises InvalidRequest."""
     if not chat.messages:
-        raise InvalidRequest("chat.messages must hold at least one message")
+        raise InvalidRequest("chat.messages", "must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
     tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
     if chat.continue_final_message:
@@ -69,11 +69,13 @@ def read_chat(chat: Chat) -> ChatTurns:
 
 def _check_continued(last: ChatMessage, name: str) -> None:
     if last.role != "assistant":
-        raise InvalidRequest(f"chat.continue_final_message needs a last message of the assistant's: {name}")
+        raise InvalidRequest(
+            "chat.continue_final_message", f"needs a last message of the assistant's: {name}"
+        )
     if last.tool_calls:
-        raise InvalidRequest(f"{name}.tool_calls must be empty where the answer goes on with its content")
+        raise InvalidRequest(f"{name}.tool_calls", "must be empty where the answer goes on with its content")
     if not (said_in(last) or last.token_ids):
-        raise InvalidRequest(f"{name}.content must not be empty where the answer goes on with it")
+        raise InvalidRequest(f"{name}.content", "must not be empty where the answer goes on with it")
 
 
 def said_in(message: ChatMessage) -> str:
@@ -89,15 +91,15 @@ def with_text(turn: Turn, text: str) -> Turn:
 
 def _turn(message: ChatMessage, name: str) -> Turn:
     if message.role not in ROLES:
-        raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {message.role!r}")
+        raise InvalidRequest(f"{name}.role", f"must be one of {', '.join(ROLES)}; got {message.role!r}")
     if message.parts and message.content:
-        raise InvalidRequest(f"{name}.parts and its content must not both be set")
+        raise InvalidRequest(f"{name}.parts", "and its content must not both be set")
     if message.role != "assistant":
         for field in _OF_ASSISTANTS:
             if getattr(message, field):
-                raise InvalidRequest(f"{name}.{field} may only be set for an assistant's turn")
+                raise InvalidRequest(f"{name}.{field}", "may only be set for an assistant's turn")
     if message.tool_call_id and message.role != "tool":
-        raise InvalidRequest(f"{name}.tool_call_id may only be set for a tool's turn")
+        raise InvalidRequest(f"{name}.tool_call_id", "may only be set for a tool's turn")
     return Turn(
         message.role,
         list(message.parts) or message.content,
@@ -110,7 +112,7 @@ def _turn(message: ChatMessage, name: str) -> Turn:
 
 def _call(call: ToolCall, name: str) -> AnswerCall:
     if not call.name:
-        raise InvalidRequest(f"{name}.name must not be empty")
+        raise InvalidRequest(f"{name}.name", "must not be empty")
     try:
         arguments = with_whole_characters(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -121,7 +123,7 @@ def _call(call: ToolCall, name: str) -> AnswerCall:
 
 def _tool(tool: Tool, name: str) -> dict[str, Any]:
     if not tool.name:
-        raise InvalidRequest(f"{name}.name must not be empty")
+        raise InvalidRequest(f"{name}.name", "must not be empty")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
@@ -132,7 +134,7 @@ def _tool(tool: Tool, name: str) -> dict[str, Any]:
 def _read_variables(text: str) -> Mapping[str, Any]:
     name = "chat.chat_template_kwargs"
     if len(text.encode()) > _MAX_VARIABLES_BYTES:
-        raise InvalidRequest(f"{name} must be at most {_MAX_VARIABLES_BYTES} bytes of JSON")
+        raise InvalidRequest(name, f"must be at most {_MAX_VARIABLES_BYTES} bytes of JSON")
     return _read_object(text, name)
 
 
@@ -142,7 +144,7 @@ def _read_object(text: str, name: str) -> dict[str, Any]:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} must be a JSON object: {error}") from error
+        raise InvalidRequest(name, f"must be a JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be a JSON object")
+        raise InvalidRequest(name, "must be a JSON object")
     return value

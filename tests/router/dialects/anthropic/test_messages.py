@@ -208,7 +208,7 @@ async def test_errors_are_told_in_its_words(subtests: pytest.Subtests) -> None:
             ("chat.tools[0].parameters must be", "tools[0].parameters must be"),
             ("the chat. is", "the chat. is"),
         ):
-            answer = await message(FakeBackend(errors.InvalidRequest(message_)))
+            answer = await message(FakeBackend(errors.InvalidRequest.received(message_)))
             assert answer.json()["error"]["message"] == told
 
 

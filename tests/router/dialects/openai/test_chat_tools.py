@@ -149,5 +149,5 @@ async def test_what_a_router_finds_wrong_is_named_as_the_body_has_it() -> None:
         ("chat.messages[1].tool_calls[0].arguments", "messages[1].tool_calls[0].function.arguments"),
         ("chat.messages[1].tool_calls[0].id", "messages[1].tool_calls[0].id"),
     ]:
-        answer = await chat(FakeBackend(InvalidRequest(f"{field} is wrong")))
+        answer = await chat(FakeBackend(InvalidRequest(field, "is wrong")))
         assert answer.json()["error"]["param"] == param

@@ -67,7 +67,7 @@ async def test_what_is_refused_is_told_by_what_the_body_calls_it(subtests: pytes
         with subtests.test(body=body):
             param = param or "response_format"
             refused = InvalidRequest(
-                'sampling.constraint.json_schema is not supported: Unimplemented keys: ["not"]'
+                "sampling.constraint.json_schema", 'is not supported: Unimplemented keys: ["not"]'
             )
             async with client(FakeBackend(refused)) as http:
                 answer = await http.post("/v1/completions", json={"prompt": "Hi", **body})
@@ -81,10 +81,12 @@ async def test_what_is_refused_is_told_by_what_the_body_calls_it(subtests: pytes
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, r"structured_outputs.\ud800")
     with subtests.test("what else is refused keeps its name and a stream its beginning"):
         body = {"prompt": "Hi", "regex": "a", "stream": True}
-        async with client(FakeBackend(InvalidRequest("sampling.min_tokens must be 0"))) as http:
+        async with client(FakeBackend(InvalidRequest("sampling.min_tokens", "must be 0"))) as http:
             answer = await http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
-        broken = FakeBackend(response("Hello", [72]), InvalidRequest("sampling.constraint: nothing goes on"))
+        broken = FakeBackend(
+            response("Hello", [72]), InvalidRequest("sampling.constraint", ": nothing goes on")
+        )
         async with client(broken) as http:
             answer = await http.post("/v1/completions", json=body)
         assert "Hello" in answer.text and '"regex nothing goes on"' in answer.text

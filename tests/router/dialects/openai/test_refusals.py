@@ -302,11 +302,14 @@ async def test_fields_are_named_in_this_apis_words(subtests: pytest.Subtests) ->
         ("prompt is too long", "prompt"),
         ("chat.chat_template_kwargs must be a JSON object", "chat_template_kwargs"),
         ("token_ids.ids[3] must be below", "prompt"),
+        ("sampling.logprobs: none here", "logprobs"),
+        ("chat.tools, as a grammar, is too large", "tools"),
         ("The request cannot work", None),
     ]:
         with subtests.test(message=message):
-            answer = await chat(FakeBackend(errors.InvalidRequest(message)))
-            assert answer.json()["error"]["param"] == param
+            answer = await chat(FakeBackend(errors.InvalidRequest.received(message)))
+            error = answer.json()["error"]
+            assert (error["message"], error["param"]) == (message, param)
 
 
 async def test_an_error_behind_the_first_token(subtests: pytest.Subtests) -> None:

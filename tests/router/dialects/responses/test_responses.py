@@ -206,7 +206,7 @@ async def test_errors_are_told_in_its_words(subtests: pytest.Subtests) -> None:
         ("sampling.top_p must be above 0", "top_p"),
     ]:
         with subtests.test(message=message):
-            answer = await respond(FakeBackend(errors.InvalidRequest(message)))
+            answer = await respond(FakeBackend(errors.InvalidRequest.received(message)))
             assert answer.json()["error"]["param"] == param
 
 

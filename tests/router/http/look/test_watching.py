@@ -100,7 +100,7 @@ async def test_what_is_refused_before_the_first_event(subtests):
 
         class Strict(FakeBackend):
             def watch(self, request):
-                raise InvalidRequest("interval_s must be less")
+                raise InvalidRequest("interval_s", "must be less")
 
         async with client(Strict()) as http:
             error = (await http.get(PATH)).json()["error"]

@@ -98,7 +98,7 @@ async def test_what_is_told_of_the_prompt_comes_first_and_once(subtests):
 
 class Refusing(Several):
     async def next_response(self):
-        raise InvalidRequest("sampling.logprobs: engine sglang returns none")
+        raise InvalidRequest("sampling.logprobs", ": engine sglang returns none")
 
 
 async def test_an_engine_without_log_probabilities_is_told_of_by_what_was_asked(subtests):
