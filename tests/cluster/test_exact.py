@@ -67,6 +67,7 @@ FACTORS = {
     "speculation": ["off", "lookup", "tree", "draft"],
 }
 ALL = [Case(*values) for values in itertools.product(*FACTORS.values())]
+OF_TWO = [case for case in ALL if case.architecture in ("llama", "qwen3")]
 PLAIN = [case for case in ALL if case.speculation == "off"]
 # Half of them: every combination of all factors but one of two values.
 EVEN = [c for c in PLAIN if sum(FACTORS[name].index(getattr(c, name)) for name in FACTORS) % 2 == 0]
@@ -148,8 +149,18 @@ async def check(etcd, case, name):
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+async def test_pairwise(etcd_endpoint, architecture, cluster_name, subtests):
+    """Every pair of values of every two factors, of these two architectures."""
+    rows = [case for case in pairwise(OF_TWO) if case.architecture == architecture]
+    for number, case in enumerate(rows):
+        with subtests.test(str(case)):
+            await check(etcd_endpoint, case, f"{cluster_name}-{number}")
+
+
+@pytest.mark.exact
 @pytest.mark.parametrize("case", pairwise(ALL), ids=str)
-async def test_pairwise(etcd_endpoint, case, cluster_name):
+async def test_pairwise_of_every_architecture(etcd_endpoint, case, cluster_name):
     await check(etcd_endpoint, case, cluster_name)
 
 
@@ -160,61 +171,62 @@ async def test_every_combination_of_all_but_one(etcd_endpoint, case, cluster_nam
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("page_size", FACTORS["page_size"])
+@pytest.mark.parametrize(
+    "page_size", [16, *(pytest.param(size, marks=pytest.mark.exact) for size in (1, 64))]
+)
 async def test_over_nixl(etcd_endpoint, page_size, cluster_name):
     await check(
         etcd_endpoint, Case("llama", page_size, 24, 1, "on", "remote", transport="nixl"), cluster_name
     )
 
 
-async def test_two_conversations_share_a_system_prompt_on_different_ranks(etcd_endpoint, cluster_name):
-    case = Case("qwen3", 16, 24, 0, "on", "remote")
-    cluster, directory = cluster_of(etcd_endpoint, case, cluster_name, decode=(1, 1))
-    async with cluster:
-        system = list(random_prompt(64, seed=3))
-        prompts = [system + list(random_prompt(9, seed=10 + i)) for i in range(2)]
-        first = await cluster.generate(prompts[0], ANSWER, conversation_id="a")
-        # Make the other rank the better one for the second conversation: only it is left.
-        (home,) = [n for n in cluster.ranks if n == f"{first[1].placement.decode.worker}/0"]
-        other = next(n for n in cluster.ranks if n.startswith("decode") and n != home)
-        await cluster.stop_rank(home)
-        second = await cluster.generate(prompts[1], ANSWER, conversation_id="b")
-        assert f"{second[1].placement.decode.worker}/0" == other
-        assert second[1].usage.prefill_prefix_len >= 64  # prefill had the system prompt, this rank had not
-        assert second[1].usage.decode_prefix_len == 0
-        for prompt, (tokens, _) in zip(prompts, (first, second), strict=True):
-            count_near_ties(reference_generation(directory, tuple(prompt), ANSWER), tokens)
-        await cluster.assert_nothing_held()
-
-
-async def test_a_batch_of_eight(etcd_endpoint, cluster_name):
-    case = Case("mistral", 16, 24, 0, "on", "remote")
-    cluster, directory = cluster_of(etcd_endpoint, case, cluster_name, decode=(1,))
-    async with cluster:
-        prompts = [list(random_prompt(20 + 11 * i, seed=50 + i)) for i in range(8)]
-        answers = await asyncio.gather(*(cluster.generate(p, 24, timeout=60) for p in prompts))
-        for prompt, (tokens, _) in zip(prompts, answers, strict=True):
-            count_near_ties(reference_generation(directory, tuple(prompt), 24), tokens)
-        await cluster.assert_nothing_held()
-
-
-async def test_seeded_sampling_does_not_depend_on_the_way(etcd_endpoint, cluster_name):
-    """The same seed gives the same tokens, on whatever ranks, plan or batch."""
-    from services.wire.isthmus.v1 import common_pb2, generation_pb2
-
-    answers = []
-    for plan in ("remote", "local"):
-        case = Case("llama", 16, 24, 0, "on", plan)
-        cluster, _ = cluster_of(etcd_endpoint, case, f"{cluster_name}-{plan}")
+async def test_batches_seeds_and_shared_prompts(etcd_endpoint, cluster_name, subtests):
+    with subtests.test("two conversations share a system prompt on different ranks"):
+        case = Case("qwen3", 16, 24, 0, "on", "remote")
+        cluster, directory = cluster_of(etcd_endpoint, case, cluster_name, decode=(1, 1))
         async with cluster:
-            sampling = common_pb2.SamplingParams(
-                temperature=1.5, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True
-            )
-            request = generation_pb2.GenerateRequest(
-                token_ids=generation_pb2.TokenIds(ids=random_prompt(40, seed=2)), sampling=sampling
-            )
-            for _ in range(2):
-                call = cluster.stubs[0].Generate(request)
-                answers.append([token async for response in call for token in response.token_ids])
-    assert all(answer == answers[0] for answer in answers)
-    assert len(answers[0]) == 24
+            system = list(random_prompt(64, seed=3))
+            prompts = [system + list(random_prompt(9, seed=10 + i)) for i in range(2)]
+            first = await cluster.generate(prompts[0], ANSWER, conversation_id="a")
+            # Make the other rank the better one for the second conversation: only it is left.
+            (home,) = [n for n in cluster.ranks if n == f"{first[1].placement.decode.worker}/0"]
+            other = next(n for n in cluster.ranks if n.startswith("decode") and n != home)
+            await cluster.stop_rank(home)
+            second = await cluster.generate(prompts[1], ANSWER, conversation_id="b")
+            assert f"{second[1].placement.decode.worker}/0" == other
+            assert (
+                second[1].usage.prefill_prefix_len >= 64
+            )  # prefill had the system prompt, this rank had not
+            assert second[1].usage.decode_prefix_len == 0
+            for prompt, (tokens, _) in zip(prompts, (first, second), strict=True):
+                count_near_ties(reference_generation(directory, tuple(prompt), ANSWER), tokens)
+            await cluster.assert_nothing_held()
+    with subtests.test("a batch of eight"):
+        case = Case("mistral", 16, 24, 0, "on", "remote")
+        cluster, directory = cluster_of(etcd_endpoint, case, f"{cluster_name}-1", decode=(1,))
+        async with cluster:
+            prompts = [list(random_prompt(20 + 11 * i, seed=50 + i)) for i in range(8)]
+            answers = await asyncio.gather(*(cluster.generate(p, 24, timeout=60) for p in prompts))
+            for prompt, (tokens, _) in zip(prompts, answers, strict=True):
+                count_near_ties(reference_generation(directory, tuple(prompt), 24), tokens)
+            await cluster.assert_nothing_held()
+    with subtests.test("seeded sampling does not depend on the way"):
+        # The same seed gives the same tokens, on whatever ranks, plan or batch.
+        from services.wire.isthmus.v1 import common_pb2, generation_pb2
+
+        answers = []
+        for plan in ("remote", "local"):
+            case = Case("llama", 16, 24, 0, "on", plan)
+            cluster, _ = cluster_of(etcd_endpoint, case, f"{cluster_name}-{plan}")
+            async with cluster:
+                sampling = common_pb2.SamplingParams(
+                    temperature=1.5, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True
+                )
+                request = generation_pb2.GenerateRequest(
+                    token_ids=generation_pb2.TokenIds(ids=random_prompt(40, seed=2)), sampling=sampling
+                )
+                for _ in range(2):
+                    call = cluster.stubs[0].Generate(request)
+                    answers.append([token async for response in call for token in response.token_ids])
+        assert all(answer == answers[0] for answer in answers)
+        assert len(answers[0]) == 24

@@ -53,96 +53,139 @@ def tokenizer(model_dir):
     return Tokenizer(str(model_dir))
 
 
-async def test_whole_answers_and_streams_say_the_same(etcd_endpoint, model_dir, cluster_name, tokenizer):
+async def test_what_one_says_and_how_it_ends(etcd_endpoint, model_dir, cluster_name, tokenizer, subtests):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
-        (model,) = (await http.get("/v1/models")).json()["data"]
-        context = cluster.ranks["decode-0/0"].engine.max_context_tokens
-        assert (model["id"], model["max_model_len"]) == ("fake", context)
-        assert (await http.get("/health")).status_code == 200
+        with subtests.test("whole answers and streams say the same"):
+            (model,) = (await http.get("/v1/models")).json()["data"]
+            context = cluster.ranks["decode-0/0"].engine.max_context_tokens
+            assert (model["id"], model["max_model_len"]) == ("fake", context)
+            assert (await http.get("/health")).status_code == 200
 
-        prompt_ids = chat_ids(tokenizer, HI)
-        output_ids = continuation(prompt_ids, 8)
-        usage = {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": 8,
-            "total_tokens": len(prompt_ids) + 8,
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
+            prompt_ids = chat_ids(tokenizer, HI)
+            output_ids = continuation(prompt_ids, 8)
+            usage = {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": 8,
+                "total_tokens": len(prompt_ids) + 8,
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            }
 
-        whole = await answer_of(http, "/v1/chat/completions", messages=HI, return_token_ids=True)
-        assert whole["choices"][0]["message"]["content"] == tokenizer.decode(output_ids)
-        assert whole["choices"][0]["token_ids"] == output_ids
-        assert whole["prompt_token_ids"] == prompt_ids
-        assert whole["choices"][0]["finish_reason"] == "length"
-        assert whole["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
-        assert (whole["model"], whole["isthmus"]["plan"]) == ("fake", "remote")
+            whole = await answer_of(http, "/v1/chat/completions", messages=HI, return_token_ids=True)
+            assert whole["choices"][0]["message"]["content"] == tokenizer.decode(output_ids)
+            assert whole["choices"][0]["token_ids"] == output_ids
+            assert whole["prompt_token_ids"] == prompt_ids
+            assert whole["choices"][0]["finish_reason"] == "length"
+            assert whole["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
+            assert (whole["model"], whole["isthmus"]["plan"]) == ("fake", "remote")
 
-        chunks = await events_of(
-            http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}
-        )
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
-        assert deltas[0]["role"] == "assistant"
-        assert "".join(delta.get("content", "") for delta in deltas) == tokenizer.decode(output_ids)
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [
-            *[None] * (len(chunks) - 2),
-            "length",
-        ]
-        assert all(chunk["usage"] is None for chunk in chunks[:-1])
-        reused = chunks[-2]["isthmus"]["prefill_prefix_len"]
-        assert reused > 0  # of the first request
-        assert chunks[-1]["choices"] == []
-        assert chunks[-1]["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": reused}}
-        assert len({chunk["id"] for chunk in chunks}) == 1
-        await cluster.assert_nothing_held()
+            chunks = await events_of(
+                http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}
+            )
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+            assert deltas[0]["role"] == "assistant"
+            assert "".join(delta.get("content", "") for delta in deltas) == tokenizer.decode(output_ids)
+            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [
+                *[None] * (len(chunks) - 2),
+                "length",
+            ]
+            assert all(chunk["usage"] is None for chunk in chunks[:-1])
+            reused = chunks[-2]["isthmus"]["prefill_prefix_len"]
+            assert reused > 0  # of the first request
+            assert chunks[-1]["choices"] == []
+            assert chunks[-1]["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": reused}}
+            assert len({chunk["id"] for chunk in chunks}) == 1
+            await cluster.assert_nothing_held()
+        with subtests.test("an answer goes on where the last message ends"):
+            whole = await answer_of(http, CHAT, messages=HI, max_tokens=24, return_token_ids=True)
+            ids = whole["choices"][0]["token_ids"]
+            # Its ids are those of its text: a token of this model is a character.
+            begun = {"role": "assistant", "content": tokenizer.decode(ids[:9])}
+            body = {"messages": [*HI, begun], "continue_final_message": True, "add_generation_prompt": False}
+            for more in ({}, {"messages": [*HI, {**begun, "token_ids": ids[:9]}]}):
+                rest = await answer_of(http, CHAT, **{**body, **more}, max_tokens=15, return_token_ids=True)
+                (choice,) = rest["choices"]
+                assert choice["token_ids"] == ids[9:24]
+                assert choice["message"]["content"] == tokenizer.decode(ids[9:24])
+                assert rest["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            told = await http.post("/tokenize", json=body)
+            assert told.json()["tokens"] == [*chat_ids(tokenizer, HI), *ids[:9]]
 
+            prefilled = {"messages": [*HI, begun], "max_tokens": 15, "ignore_eos": True}
+            (block,) = (await http.post("/v1/messages", json=prefilled)).json()["content"]
+            assert block["text"] == tokenizer.decode(ids[9:24])
+            refused = await http.post(CHAT, json={"messages": HI, "continue_final_message": True})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+            await cluster.assert_nothing_held()
+        with subtests.test("completions take text and ids"):
+            text = "Once upon a time there was a page"
+            prompt_ids = tokenizer.encode(text)
+            output_ids = continuation(prompt_ids, 8)
+            for prompt in (text, prompt_ids):
+                whole = await answer_of(
+                    http, "/v1/completions", prompt=prompt, return_token_ids=True, logprobs=0
+                )
+                (choice,) = whole["choices"]
+                assert choice["text"] == tokenizer.decode(output_ids)
+                assert choice["token_ids"] == output_ids
+                assert choice["logprobs"]["tokens"] == [tokenizer.token_text(token) for token in output_ids]
+                chunks = await events_of(http, "/v1/completions", prompt=prompt)
+                assert "".join(c["choices"][0]["text"] for c in chunks) == tokenizer.decode(output_ids)
+                assert "usage" not in chunks[-1]
+            answers = await asyncio.gather(
+                *(answer_of(http, "/v1/completions", prompt=prompt_ids[: 5 + i]) for i in range(8))
+            )
+            for i, whole in enumerate(answers):
+                expected = continuation(prompt_ids[: 5 + i], 8)
+                assert whole["choices"][0]["text"] == tokenizer.decode(expected)
+            await cluster.assert_nothing_held()
+        with subtests.test("what ends an answer"):
+            prompt = tokenizer.encode("How does it end?")
+            text = tokenizer.decode(continuation(prompt, 40))
+            stop = text[17:20]
+            begin = text.index(stop)
+            body = {"prompt": prompt, "max_tokens": 40, "stop": ["never to be seen", stop]}
+            whole = await answer_of(http, "/v1/completions", **body)
+            assert whole["choices"][0]["text"] == text[:begin]
+            assert whole["choices"][0]["finish_reason"] == "stop"
+            assert whole["isthmus"]["matched_stop"] == stop
+            assert whole["usage"]["completion_tokens"] < 40
+            chunks = await events_of(http, "/v1/completions", **body)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:begin]
 
-async def test_an_answer_goes_on_where_the_last_message_ends(
-    etcd_endpoint, model_dir, cluster_name, tokenizer
-):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
-        whole = await answer_of(http, CHAT, messages=HI, max_tokens=24, return_token_ids=True)
-        ids = whole["choices"][0]["token_ids"]
-        # Its ids are those of its text: a token of this model is a character.
-        begun = {"role": "assistant", "content": tokenizer.decode(ids[:9])}
-        body = {"messages": [*HI, begun], "continue_final_message": True, "add_generation_prompt": False}
-        for more in ({}, {"messages": [*HI, {**begun, "token_ids": ids[:9]}]}):
-            rest = await answer_of(http, CHAT, **{**body, **more}, max_tokens=15, return_token_ids=True)
-            (choice,) = rest["choices"]
-            assert choice["token_ids"] == ids[9:24]
-            assert choice["message"]["content"] == tokenizer.decode(ids[9:24])
-            assert rest["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        told = await http.post("/tokenize", json=body)
-        assert told.json()["tokens"] == [*chat_ids(tokenizer, HI), *ids[:9]]
+            shown = {**body, "include_stop_str_in_output": True, "logprobs": 0, "return_token_ids": True}
+            (choice,) = (await answer_of(http, "/v1/completions", **shown))["choices"]
+            assert choice["text"] == text[: begin + len(stop)] == tokenizer.decode(choice["token_ids"])
+            assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+            pieces = [chunk["choices"][0] for chunk in await events_of(http, "/v1/completions", **shown)]
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
+            offsets = [offset for piece in pieces for offset in piece["logprobs"]["text_offset"]]
+            assert offsets == choice["logprobs"]["text_offset"] == list(range(begin + len(stop)))
 
-        prefilled = {"messages": [*HI, begun], "max_tokens": 15, "ignore_eos": True}
-        (block,) = (await http.post("/v1/messages", json=prefilled)).json()["content"]
-        assert block["text"] == tokenizer.decode(ids[9:24])
-        refused = await http.post(CHAT, json={"messages": HI, "continue_final_message": True})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
-        await cluster.assert_nothing_held()
-
-
-async def test_completions_take_text_and_ids(etcd_endpoint, model_dir, cluster_name, tokenizer):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
-        text = "Once upon a time there was a page"
-        prompt_ids = tokenizer.encode(text)
-        output_ids = continuation(prompt_ids, 8)
-        for prompt in (text, prompt_ids):
-            whole = await answer_of(http, "/v1/completions", prompt=prompt, return_token_ids=True, logprobs=0)
-            (choice,) = whole["choices"]
-            assert choice["text"] == tokenizer.decode(output_ids)
-            assert choice["token_ids"] == output_ids
-            assert choice["logprobs"]["tokens"] == [tokenizer.token_text(token) for token in output_ids]
-            chunks = await events_of(http, "/v1/completions", prompt=prompt)
-            assert "".join(c["choices"][0]["text"] for c in chunks) == tokenizer.decode(output_ids)
-            assert "usage" not in chunks[-1]
-        answers = await asyncio.gather(
-            *(answer_of(http, "/v1/completions", prompt=prompt_ids[: 5 + i]) for i in range(8))
-        )
-        for i, whole in enumerate(answers):
-            expected = continuation(prompt_ids[: 5 + i], 8)
-            assert whole["choices"][0]["text"] == tokenizer.decode(expected)
-        await cluster.assert_nothing_held()
+            prompt, output, eos_at = prompt_that_meets_eos()
+            before = output[:eos_at]
+            for ignore_eos, reason, ids in ((False, "stop", [*before, EOS_ID]), (True, "length", output)):
+                whole = await answer_of(
+                    http, "/v1/completions", prompt=prompt, ignore_eos=ignore_eos, return_token_ids=True
+                )
+                (choice,) = whole["choices"]
+                assert (choice["finish_reason"], choice["token_ids"]) == (reason, ids)
+                assert choice["text"] == tokenizer.decode(ids)  # which is silent about the end of sequence
+                assert whole["isthmus"]["matched_stop"] == (
+                    None if ignore_eos else tokenizer.token_text(EOS_ID)
+                )
+            whole = await answer_of(
+                http, "/v1/completions", prompt=prompt, stop_token_ids=[output[0]], return_token_ids=True
+            )
+            assert whole["choices"][0]["token_ids"] == output[:1]
+            assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == ("", "stop")
+            for stop_id, said in (
+                (output[0], tokenizer.decode(output[:1])),
+                (EOS_ID, tokenizer.decode(before)),
+            ):
+                shown = {"prompt": prompt, "stop_token_ids": [stop_id], "include_stop_str_in_output": True}
+                whole = await answer_of(http, "/v1/completions", **shown)
+                assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (said, "stop")
+            await cluster.assert_nothing_held()
 
 
 async def test_a_conversation_stays_on_its_rank_and_moves_its_delta(
@@ -200,52 +243,6 @@ def prompt_that_meets_eos(limit=8):
     raise AssertionError("no such prompt")
 
 
-async def test_what_ends_an_answer(etcd_endpoint, model_dir, cluster_name, tokenizer):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster, http_of(cluster) as http:
-        prompt = tokenizer.encode("How does it end?")
-        text = tokenizer.decode(continuation(prompt, 40))
-        stop = text[17:20]
-        begin = text.index(stop)
-        body = {"prompt": prompt, "max_tokens": 40, "stop": ["never to be seen", stop]}
-        whole = await answer_of(http, "/v1/completions", **body)
-        assert whole["choices"][0]["text"] == text[:begin]
-        assert whole["choices"][0]["finish_reason"] == "stop"
-        assert whole["isthmus"]["matched_stop"] == stop
-        assert whole["usage"]["completion_tokens"] < 40
-        chunks = await events_of(http, "/v1/completions", **body)
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:begin]
-
-        shown = {**body, "include_stop_str_in_output": True, "logprobs": 0, "return_token_ids": True}
-        (choice,) = (await answer_of(http, "/v1/completions", **shown))["choices"]
-        assert choice["text"] == text[: begin + len(stop)] == tokenizer.decode(choice["token_ids"])
-        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
-        pieces = [chunk["choices"][0] for chunk in await events_of(http, "/v1/completions", **shown)]
-        assert "".join(piece["text"] for piece in pieces) == choice["text"]
-        offsets = [offset for piece in pieces for offset in piece["logprobs"]["text_offset"]]
-        assert offsets == choice["logprobs"]["text_offset"] == list(range(begin + len(stop)))
-
-        prompt, output, eos_at = prompt_that_meets_eos()
-        before = output[:eos_at]
-        for ignore_eos, reason, ids in ((False, "stop", [*before, EOS_ID]), (True, "length", output)):
-            whole = await answer_of(
-                http, "/v1/completions", prompt=prompt, ignore_eos=ignore_eos, return_token_ids=True
-            )
-            (choice,) = whole["choices"]
-            assert (choice["finish_reason"], choice["token_ids"]) == (reason, ids)
-            assert choice["text"] == tokenizer.decode(ids)  # which is silent about the end of sequence
-            assert whole["isthmus"]["matched_stop"] == (None if ignore_eos else tokenizer.token_text(EOS_ID))
-        whole = await answer_of(
-            http, "/v1/completions", prompt=prompt, stop_token_ids=[output[0]], return_token_ids=True
-        )
-        assert whole["choices"][0]["token_ids"] == output[:1]
-        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == ("", "stop")
-        for stop_id, said in ((output[0], tokenizer.decode(output[:1])), (EOS_ID, tokenizer.decode(before))):
-            shown = {"prompt": prompt, "stop_token_ids": [stop_id], "include_stop_str_in_output": True}
-            whole = await answer_of(http, "/v1/completions", **shown)
-            assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (said, "stop")
-        await cluster.assert_nothing_held()
-
-
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TOO_LONG = {
     "too many tokens": (COMPLETION, {"prompt": [1] * 5000}, "prompt"),
@@ -270,34 +267,41 @@ BAD = {
 }
 
 
-async def test_bad_input_is_named_and_costs_nothing(etcd_endpoint, model_dir, cluster_name):
+async def test_bad_input_and_no_rank(etcd_endpoint, model_dir, cluster_name, subtests):
     async with (
         FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster,
         http_of(cluster) as http,
     ):
-        context = cluster.ranks["decode-0/0"].engine.max_context_tokens
-        for name, (path, body, status, param) in BAD.items():
-            streams = [{}] if isinstance(body, bytes) else [{}, {"stream": True}]
-            for stream in streams:
-                content = body if isinstance(body, bytes) else json.dumps({**body, **stream})
-                answer = await http.post(path, content=content)
-                assert answer.status_code == status, (name, answer.text)
+        with subtests.test("bad input is named and costs nothing"):
+            context = cluster.ranks["decode-0/0"].engine.max_context_tokens
+            for name, (path, body, status, param) in BAD.items():
+                streams = [{}] if isinstance(body, bytes) else [{}, {"stream": True}]
+                for stream in streams:
+                    content = body if isinstance(body, bytes) else json.dumps({**body, **stream})
+                    answer = await http.post(path, content=content)
+                    assert answer.status_code == status, (name, answer.text)
+                    error = answer.json()["error"]
+                    assert error["code"] == status and error["type"] == "invalid_request_error", (name, error)
+                    assert error["message"], name
+                    assert error["param"] == param, (name, error)
+            for name, (path, body, param) in TOO_LONG.items():
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 400, (name, answer.text)
                 error = answer.json()["error"]
-                assert error["code"] == status and error["type"] == "invalid_request_error", (name, error)
-                assert error["message"], name
-                assert error["param"] == param, (name, error)
-        for name, (path, body, param) in TOO_LONG.items():
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 400, (name, answer.text)
-            error = answer.json()["error"]
-            assert (error["code"], error["param"]) == ("context_length_exceeded", param), (name, error)
-            assert f"This model's maximum context length is {context} tokens" in error["message"], name
-        odd = {"x-isthmus-conversation": "y" * 200}
-        answer = await http.post(COMPLETION, json={"prompt": "a", "max_tokens": 1}, headers=odd)
-        assert answer.status_code == 400 and "conversation_id" in answer.json()["error"]["message"]
-        assert (await http.get(COMPLETION)).status_code == 405
-        assert (await answer_of(http, COMPLETION, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
-        await cluster.assert_nothing_held()
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param), (name, error)
+                assert f"This model's maximum context length is {context} tokens" in error["message"], name
+            odd = {"x-isthmus-conversation": "y" * 200}
+            answer = await http.post(COMPLETION, json={"prompt": "a", "max_tokens": 1}, headers=odd)
+            assert answer.status_code == 400 and "conversation_id" in answer.json()["error"]["message"]
+            assert (await http.get(COMPLETION)).status_code == 405
+            assert (await answer_of(http, COMPLETION, prompt=[1, 2, 3]))["usage"]["prompt_tokens"] == 3
+            await cluster.assert_nothing_held()
+        with subtests.test("without a rank it says so"):
+            await cluster.stop_rank("decode-0/0")
+            for stream in (False, True):
+                answer = await http.post(COMPLETION, json={"prompt": "a", "stream": stream})
+                assert answer.status_code == 503
+                assert answer.json()["error"]["type"] == "unavailable_error"
 
 
 async def until_idle(cluster):
@@ -349,76 +353,63 @@ async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, c
         await until_idle(cluster)
 
 
-async def test_a_router_with_keys_serves_who_shows_one(etcd_endpoint, model_dir, cluster_name, tmp_path):
-    (file := tmp_path / "keys").write_text("key-1\nkey-2\n")
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
-        cluster.router_config = replace(cluster.router_config, api_key_file=file, allowed_origins=("*",))
-        await cluster._start_router("router-keys")
-        async with http_of(cluster, 1) as http:
-            assert (await http.get("/v1/models")).status_code == 401
-            http.headers["authorization"] = "Bearer key-2"
-            async with asyncio.timeout(10):
-                while (await http.get("/health")).status_code != 200:  # it has found the ranks
-                    await asyncio.sleep(0.02)
-            answer = await http.post(COMPLETION, json={"prompt": "a"}, headers={"origin": "http://page"})
-            assert answer.status_code == 200
-            assert "isthmus_requests_received_total{" in (await http.get("/metrics")).text
-            assert answer.headers["access-control-allow-origin"] == "*"
-        router = f"127.0.0.1:{cluster.routers[1].server.port}"
-        for command, config in (
-            (lambda config: generate._generate(config, "Hello"), generate.GenerateConfig),
-            (lambda config: explain._explain(config, "Hello"), explain.ExplainConfig),
-            (ask_router, RanksConfig),
-        ):
-            await command(config(router=router, api_key_file=file))
-            with pytest.raises(Unauthenticated):
-                await command(config(router=router))
-
-
-async def test_a_router_that_stops_does_not_wait_for_idle_connections(etcd_endpoint, model_dir, cluster_name):
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
-    cluster.router_config = replace(cluster.router_config, grace_s=1000.0, http_keep_alive_s=1000)
-    async with cluster, http_of(cluster) as http:
-        assert (await http.get("/v1/models")).status_code == 200
-        front = cluster.routers[0].http
-        assert front._server.config.timeout_keep_alive == 1000
-        assert front._server.server_state.connections  # the client keeps it, and so do we
-        async with asyncio.timeout(60):
-            await front.stop()
-
-
-async def test_without_a_rank_it_says_so(etcd_endpoint, model_dir, cluster_name):
-    async with (
-        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster,
-        http_of(cluster) as http,
-    ):
-        await cluster.stop_rank("decode-0/0")
-        for stream in (False, True):
-            answer = await http.post(COMPLETION, json={"prompt": "a", "stream": stream})
-            assert answer.status_code == 503
-            assert answer.json()["error"]["type"] == "unavailable_error"
-
-
-@pytest.mark.parametrize(
-    ("plans", "lost", "is_usable"),
-    [
-        (("remote",), "decode", False),
-        (("remote",), "prefill", False),
-        (("remote", "local"), "prefill", True),  # decode computes prompts itself
-        (("remote", "local"), "decode", False),
-    ],
-)
-async def test_health_says_whether_a_request_could_be_taken(
-    etcd_endpoint, model_dir, cluster_name, monkeypatch, plans, lost, is_usable
+async def test_a_router_with_keys_and_one_that_stops(
+    etcd_endpoint, model_dir, cluster_name, tmp_path, subtests
 ):
-    async with (
-        FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster,
-        http_of(cluster) as http,
+    with subtests.test("a router with keys serves who shows one"):
+        (file := tmp_path / "keys").write_text("key-1\nkey-2\n")
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+            cluster.router_config = replace(cluster.router_config, api_key_file=file, allowed_origins=("*",))
+            await cluster._start_router("router-keys")
+            async with http_of(cluster, 1) as http:
+                assert (await http.get("/v1/models")).status_code == 401
+                http.headers["authorization"] = "Bearer key-2"
+                async with asyncio.timeout(10):
+                    while (await http.get("/health")).status_code != 200:  # it has found the ranks
+                        await asyncio.sleep(0.02)
+                answer = await http.post(COMPLETION, json={"prompt": "a"}, headers={"origin": "http://page"})
+                assert answer.status_code == 200
+                assert "isthmus_requests_received_total{" in (await http.get("/metrics")).text
+                assert answer.headers["access-control-allow-origin"] == "*"
+            router = f"127.0.0.1:{cluster.routers[1].server.port}"
+            for command, config in (
+                (lambda config: generate._generate(config, "Hello"), generate.GenerateConfig),
+                (lambda config: explain._explain(config, "Hello"), explain.ExplainConfig),
+                (ask_router, RanksConfig),
+            ):
+                await command(config(router=router, api_key_file=file))
+                with pytest.raises(Unauthenticated):
+                    await command(config(router=router))
+    with subtests.test("a router that stops does not wait for idle connections"):
+        cluster = FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,))
+        cluster.router_config = replace(cluster.router_config, grace_s=1000.0, http_keep_alive_s=1000)
+        async with cluster, http_of(cluster) as http:
+            assert (await http.get("/v1/models")).status_code == 200
+            front = cluster.routers[0].http
+            assert front._server.config.timeout_keep_alive == 1000
+            assert front._server.server_state.connections  # the client keeps it, and so do we
+            async with asyncio.timeout(60):
+                await front.stop()
+
+
+async def test_health_says_whether_a_request_could_be_taken(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, subtests
+):
+    for plans, usable_without in (
+        (("remote",), ()),
+        (("remote", "local"), ("prefill",)),  # decode computes prompts itself
     ):
-        assert (await http.get("/health")).status_code == 200
-        is_lost = {f"{lost}-0": Liveness.SILENT}.get
-        monkeypatch.setattr(Balance, "liveness", lambda _, rank: is_lost(rank.worker, Liveness.LIVE))
-        answer = await http.get("/health")
-        assert answer.status_code == (200 if is_usable else 503)
-        if not is_usable:
-            assert f"no {lost} rank" in answer.json()["error"]["message"]
+        name = f"{cluster_name}-{len(plans)}"
+        cluster = FakeCluster(etcd_endpoint, model_dir, name, decode=(1,), plans=plans)
+        async with cluster, http_of(cluster) as http:
+            assert (await http.get("/health")).status_code == 200
+            for lost in ("decode", "prefill"):
+                with subtests.test(plans=plans, lost=lost), monkeypatch.context() as patch:
+                    is_lost = {f"{lost}-0": Liveness.SILENT}.get
+                    patch.setattr(
+                        Balance, "liveness", lambda _, rank, it=is_lost: it(rank.worker, Liveness.LIVE)
+                    )
+                    answer = await http.get("/health")
+                    assert answer.status_code == (200 if lost in usable_without else 503)
+                    if lost not in usable_without:
+                        assert f"no {lost} rank" in answer.json()["error"]["message"]

@@ -42,43 +42,62 @@ def check(responses, start, num_top=1):
     assert not any(response.token_ids for response in telling[:-1])
 
 
-@pytest.mark.parametrize("plans", [("remote",), ("local",)], ids="-".join)
 async def test_it_is_told_whatever_is_cached_and_computed_is_what_was_asked_for(
-    etcd_endpoint, model_dir, cluster_name, plans, monkeypatch
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, subtests
 ):
-    monkeypatch.setattr(prompt_scores_of_answers, "_PIECE", 1_000)
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=plans, decode=(1,)) as cluster:
-        for start, num_top in ((0, 0), (0, 20), (100, 1), (202, 1)):
-            responses = await responses_to(cluster, scored_request(start, num_top))
-            check(responses, start, num_top)
-            if num_top == 20:  # more than a response has
-                assert not responses[0].token_ids and len(responses[0].prompt_token_ids) == len(PROMPT)
-                assert sum(len(t.top) for t in responses[0].prompt_logprobs) <= 1_000
-            usage = responses[-1].finish.usage
-            assert usage.reused_tokens + usage.computed_tokens == len(PROMPT)
-            assert usage.reused_tokens <= max(0, start - 1)
-            assert [i for r in responses for i in r.token_ids] == continuation(PROMPT, 4)
-        assert usage.reused_tokens >= 192
-        assert plans == ("local",) or usage.delta_tokens <= 16
-        explained = await cluster.stubs[0].Explain(generation_pb2.ExplainRequest(request=scored_request(100)))
-        (chosen,) = (candidate for candidate in explained.candidates if candidate.chosen)
-        computes = "prefill" if plans == ("remote",) else "decode"
-        assert getattr(chosen, f"{computes}_resume_tokens") == 99
-        (rank,) = (
-            s
-            for s in (await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())).ranks
-            if s.rank.worker.startswith(computes)
-        )
-        assert rank.trust == 1.0
-        await cluster.assert_nothing_held()
+    for number, plans in enumerate([("remote",), ("local",)]):
+        with subtests.test(plans=plans):
+            monkeypatch.setattr(prompt_scores_of_answers, "_PIECE", 1_000)
+            async with FakeCluster(
+                etcd_endpoint, model_dir, f"{cluster_name}-{number}", plans=plans, decode=(1,)
+            ) as cluster:
+                for start, num_top in ((0, 0), (0, 20), (100, 1), (202, 1)):
+                    responses = await responses_to(cluster, scored_request(start, num_top))
+                    check(responses, start, num_top)
+                    if num_top == 20:  # more than a response has
+                        assert not responses[0].token_ids and len(responses[0].prompt_token_ids) == len(
+                            PROMPT
+                        )
+                        assert sum(len(t.top) for t in responses[0].prompt_logprobs) <= 1_000
+                    usage = responses[-1].finish.usage
+                    assert usage.reused_tokens + usage.computed_tokens == len(PROMPT)
+                    assert usage.reused_tokens <= max(0, start - 1)
+                    assert [i for r in responses for i in r.token_ids] == continuation(PROMPT, 4)
+                assert usage.reused_tokens >= 192
+                assert plans == ("local",) or usage.delta_tokens <= 16
+                explained = await cluster.stubs[0].Explain(
+                    generation_pb2.ExplainRequest(request=scored_request(100))
+                )
+                (chosen,) = (candidate for candidate in explained.candidates if candidate.chosen)
+                computes = "prefill" if plans == ("remote",) else "decode"
+                assert getattr(chosen, f"{computes}_resume_tokens") == 99
+                (rank,) = (
+                    s
+                    for s in (await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())).ranks
+                    if s.rank.worker.startswith(computes)
+                )
+                assert rank.trust == 1.0
+                await cluster.assert_nothing_held()
 
 
-async def test_of_several_answers_the_first_tells(etcd_endpoint, model_dir, cluster_name):
+async def test_the_first_of_several_tells_and_nonsense_is_refused(
+    etcd_endpoint, model_dir, cluster_name, subtests
+):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
-        responses = await responses_to(cluster, scored_request(3, n=3))
-        check(responses, 3)
-        assert {response.index for response in responses} == {0, 1, 2}
-        await cluster.assert_nothing_held()
+        with subtests.test("of several answers the first tells"):
+            responses = await responses_to(cluster, scored_request(3, n=3))
+            check(responses, 3)
+            assert {response.index for response in responses} == {0, 1, 2}
+            await cluster.assert_nothing_held()
+        with subtests.test("what is not in the prompt is refused at the door"):
+            for request in (scored_request(203), scored_request(0, 21)):
+                for call in (
+                    responses_to(cluster, request),
+                    cluster.stubs[0].Explain(generation_pb2.ExplainRequest(request=request)),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.prompt_logprobs") as refused:
+                        await call
+                    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -99,15 +118,3 @@ async def test_a_stream_that_moves_tells_once(etcd_endpoint, model_dir, cluster_
         # Where it goes on nothing is computed for it that others hold.
         assert plans == ("local",) or placements[1].usage.reused_tokens >= 192
         assert [i for r in responses for i in r.token_ids] == continuation(PROMPT, 80)
-
-
-async def test_what_is_not_in_the_prompt_is_refused_at_the_door(etcd_endpoint, model_dir, cluster_name):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
-        for request in (scored_request(203), scored_request(0, 21)):
-            for call in (
-                responses_to(cluster, request),
-                cluster.stubs[0].Explain(generation_pb2.ExplainRequest(request=request)),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.prompt_logprobs") as refused:
-                    await call
-                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

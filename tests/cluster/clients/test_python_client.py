@@ -26,14 +26,22 @@ def fake_cluster(etcd_endpoint, cluster_name, model):
     return FakeCluster(etcd_endpoint, model, cluster_name, engine="fake", model=str(model))
 
 
-async def test_the_blocking_client(fake_cluster):
+async def test_both_clients(fake_cluster, subtests):
     async with fake_cluster as cluster:
-        with Client(f"127.0.0.1:{cluster.routers[0].server.port}", timeout=60) as client:
-            await asyncio.to_thread(a_chat, client)
-            await asyncio.to_thread(tools, client)
-            await asyncio.to_thread(formats, client)
-            await asyncio.to_thread(operators, client)
-        await cluster.assert_nothing_held()
+        with subtests.test("the blocking client"):
+            with Client(f"127.0.0.1:{cluster.routers[0].server.port}", timeout=60) as client:
+                await asyncio.to_thread(a_chat, client)
+                await asyncio.to_thread(tools, client)
+                await asyncio.to_thread(formats, client)
+                await asyncio.to_thread(operators, client)
+            await cluster.assert_nothing_held()
+        with subtests.test("the asynchronous client"):
+            async with AsyncClient(f"127.0.0.1:{cluster.routers[0].server.port}", timeout=60) as client:
+                await asyncio.gather(*(an_async_chat(client) for _ in range(2)))
+                await an_async_tool(client)
+                await aborted(client)
+                await watched(client)
+            await cluster.assert_nothing_held()
 
 
 def a_chat(client):
@@ -114,16 +122,6 @@ def operators(client):
     assert (finished.request_id, finished.outcome) == ("watched", "ok")
     assert finished.finish.reason == "length" and any(candidate.chosen for candidate in finished.candidates)
     news.close()
-
-
-async def test_the_asynchronous_client(fake_cluster):
-    async with fake_cluster as cluster:
-        async with AsyncClient(f"127.0.0.1:{cluster.routers[0].server.port}", timeout=60) as client:
-            await asyncio.gather(*(an_async_chat(client) for _ in range(2)))
-            await an_async_tool(client)
-            await aborted(client)
-            await watched(client)
-        await cluster.assert_nothing_held()
 
 
 async def an_async_chat(client):

@@ -25,7 +25,9 @@ EOS_ID = 1
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["remote", "local"])
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=["remote", pytest.param("local", marks=pytest.mark.long)]
+)
 async def cluster(request, etcd_endpoint):
     directory = tiny_checkpoint()
     async with FakeCluster(
@@ -59,118 +61,112 @@ async def ids_of(cluster, max_tokens=16, **sampling):
     return (await sample(cluster, max_tokens, **sampling))[0]
 
 
-async def test_whatever_leaves_one_token_is_greedy(cluster):
-    greedy = await ids_of(cluster, temperature=0)
-    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
-        assert await ids_of(cluster, temperature=5, seed=1, **narrow) == greedy
-    assert await ids_of(cluster, temperature=5, seed=1) != greedy
+async def test_one_token_or_chance_and_what_counts_of_what_was_said(cluster, subtests):
+    with subtests.test("whatever leaves one token is greedy"):
+        greedy = await ids_of(cluster, temperature=0)
+        for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+            assert await ids_of(cluster, temperature=5, seed=1, **narrow) == greedy
+        assert await ids_of(cluster, temperature=5, seed=1) != greedy
+    with subtests.test("a seed repeats itself and no seed does not"):
+        hot = {"temperature": 5}
+        assert await ids_of(cluster, seed=7, **hot) == await ids_of(cluster, seed=7, **hot)
+        assert await ids_of(cluster, seed=7, **hot) != await ids_of(cluster, seed=8, **hot)
+        assert await ids_of(cluster, **hot) != await ids_of(cluster, **hot)
+    with subtests.test("penalties count what was said"):
+        # The repetition penalty counts the prompt as well: it crushes the logits of its ids,
+        # which are not said again.
+        plain = await ids_of(cluster, 40, temperature=0)
+        assert len(set(plain)) < len(plain) and set(plain) & set(PROMPT)  # there is something to penalize
+        crushed = await ids_of(cluster, 40, temperature=0, repetition_penalty=100)
+        assert len(set(crushed)) == len(crushed) and not set(crushed) & set(PROMPT)
+        # These two count the answer only, so that the first token, which prefill chooses, stays.
+        for name in ("frequency_penalty", "presence_penalty"):
+            penalized, rewarded = [
+                await ids_of(cluster, 40, temperature=0, **{name: penalty}) for penalty in (2, -2)
+            ]
+            assert penalized[0] == rewarded[0] == plain[0]
+            assert len(set(penalized)) > len(set(rewarded))
+    with subtests.test("biases and bad words are heeded from the first token on"):
+        directory = tiny_checkpoint()
+        plain = await ids_of(cluster, temperature=0)
+        first, then = (Tokenizer(str(directory)).text_of([token_id]) for token_id in (plain[0], plain[5]))
+        biases = {plain[3]: -100.0, 77: 2.5}
+        rules = Rules(biases, ((plain[0],), (plain[5],)))
+        expected = ruled_generation(directory, PROMPT, 16, rules)
+        assert plain[0] not in expected != plain
+        assert await ids_of(cluster, temperature=0, logit_bias=biases, bad_words=[first, then]) == expected
+    with subtests.test("ids that no model has are refused at the door"):
+        for field in [{"logit_bias": {512: 1.0}}, {"bad_token_ids": [{"ids": [3, 512]}]}]:
+            with subtests.test(field=field):
+                (name,) = field
+                with pytest.raises(grpc.aio.AioRpcError, match=rf"sampling\.{name} must be .* size 512"):
+                    await ids_of(cluster, **field)
 
 
-async def test_a_seed_repeats_itself_and_no_seed_does_not(cluster):
-    hot = {"temperature": 5}
-    assert await ids_of(cluster, seed=7, **hot) == await ids_of(cluster, seed=7, **hot)
-    assert await ids_of(cluster, seed=7, **hot) != await ids_of(cluster, seed=8, **hot)
-    assert await ids_of(cluster, **hot) != await ids_of(cluster, **hot)
+async def test_logprobs(cluster, subtests):
+    with subtests.test("logprobs come with every token"):
+        for sampling in [{"temperature": 0}, {"temperature": 5, "seed": 3}]:
+            with subtests.test(sampling=sampling):
+                ids, logprobs, _ = await sample(cluster, logprobs=4, **sampling)
+                assert ids == await ids_of(cluster, **sampling)  # asking changes nothing
+                assert [entry.chosen.token_id for entry in logprobs] == ids
+                for entry in logprobs:
+                    top = [(-other.logprob, other.token_id) for other in entry.top]
+                    assert len(top) == 4 and top == sorted(top)
+                    assert sum(math.exp(other.logprob) for other in entry.top) <= 1 + 1e-6
+                    assert entry.chosen.logprob <= entry.top[0].logprob <= 0
+                    if sampling["temperature"] == 0:
+                        assert entry.top[0] == entry.chosen
+                _, only_chosen, _ = await sample(cluster, logprobs=0, **sampling)
+                assert [entry.chosen.token_id for entry in only_chosen] == ids
+                # Computed again, from what is cached by now, a number may differ in its last bits.
+                again = [entry.chosen.logprob for entry in only_chosen]
+                assert again == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
+                assert not any(entry.top for entry in only_chosen)
+                assert (await sample(cluster, **sampling))[1] == []
+    with subtests.test("an answer that is scored as a prompt is as probable"):
+        # And the most probable at each token, as lm-eval reads that.
+        ids, logprobs, _ = await sample(cluster, temperature=0, logprobs=1)
+        body = {"prompt": [*PROMPT, *ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+        router = f"http://127.0.0.1:{cluster.routers[0].http_port}"
+        async with httpx.AsyncClient(base_url=router, timeout=60) as http:
+            answer = await http.post("/v1/completions", json=body)
+        told = answer.json()["choices"][0]["logprobs"]
+        scored = told["token_logprobs"][len(PROMPT) : -1]
+        assert scored == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
+        best = [max(top.values()) for top in told["top_logprobs"][len(PROMPT) : -1]]
+        assert scored == best
 
 
-async def test_penalties_count_what_was_said(cluster):
-    # The repetition penalty counts the prompt as well: its ids, whose logits it crushes, are not said again.
-    plain = await ids_of(cluster, 40, temperature=0)
-    assert len(set(plain)) < len(plain) and set(plain) & set(PROMPT)  # there is something to penalize
-    crushed = await ids_of(cluster, 40, temperature=0, repetition_penalty=100)
-    assert len(set(crushed)) == len(crushed) and not set(crushed) & set(PROMPT)
-    # These two count the answer only, so that the first token, which prefill chooses, stays.
-    for name in ("frequency_penalty", "presence_penalty"):
-        penalized, rewarded = [
-            await ids_of(cluster, 40, temperature=0, **{name: penalty}) for penalty in (2, -2)
-        ]
-        assert penalized[0] == rewarded[0] == plain[0]
-        assert len(set(penalized)) > len(set(rewarded))
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 5, "seed": 3}], ids=str)
-async def test_logprobs_come_with_every_token(cluster, sampling):
-    ids, logprobs, _ = await sample(cluster, logprobs=4, **sampling)
-    assert ids == await ids_of(cluster, **sampling)  # asking changes nothing
-    assert [entry.chosen.token_id for entry in logprobs] == ids
-    for entry in logprobs:
-        top = [(-other.logprob, other.token_id) for other in entry.top]
-        assert len(top) == 4 and top == sorted(top)
-        assert sum(math.exp(other.logprob) for other in entry.top) <= 1 + 1e-6
-        assert entry.chosen.logprob <= entry.top[0].logprob <= 0
-        if sampling["temperature"] == 0:
-            assert entry.top[0] == entry.chosen
-    _, only_chosen, _ = await sample(cluster, logprobs=0, **sampling)
-    assert [entry.chosen.token_id for entry in only_chosen] == ids
-    # Computed again, from what is cached by now, a number may differ in its last bits.
-    again = [entry.chosen.logprob for entry in only_chosen]
-    assert again == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
-    assert not any(entry.top for entry in only_chosen)
-    assert (await sample(cluster, **sampling))[1] == []
-
-
-async def test_an_answer_that_is_scored_as_a_prompt_is_as_probable(cluster):
-    """And the most probable at each token, as lm-eval reads that."""
-    ids, logprobs, _ = await sample(cluster, temperature=0, logprobs=1)
-    body = {"prompt": [*PROMPT, *ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    router = f"http://127.0.0.1:{cluster.routers[0].http_port}"
-    async with httpx.AsyncClient(base_url=router, timeout=60) as http:
-        answer = await http.post("/v1/completions", json=body)
-    told = answer.json()["choices"][0]["logprobs"]
-    scored = told["token_logprobs"][len(PROMPT) : -1]
-    assert scored == pytest.approx([entry.chosen.logprob for entry in logprobs], abs=1e-4)
-    best = [max(top.values()) for top in told["top_logprobs"][len(PROMPT) : -1]]
-    assert scored == best
-
-
-async def test_stop_tokens_end_it_but_not_before_min_tokens(cluster):
-    greedy = await ids_of(cluster, 24, temperature=0)
-    for at in (0, 5):
-        stop = greedy[at]
-        end = greedy.index(stop) + 1
-        ids, _, finish = await sample(cluster, 24, temperature=0, stop_token_ids=[stop])
-        assert (ids, finish.reason) == (greedy[:end], STOP)
-        assert finish.matched_stop == Tokenizer(str(tiny_checkpoint())).token_text(stop)
-        # Until then the stop token is not chosen at all, and something else is.
-        ids, _, _ = await sample(cluster, 24, temperature=0, stop_token_ids=[stop], min_tokens=end + 3)
-        assert len(ids) >= end + 3
-        assert stop not in ids[: end + 3]
-        assert ids[: end - 1] == greedy[: end - 1]
-
-
-async def test_the_end_of_sequence_ends_it_unless_ignored(cluster):
-    # Its logit is so low that only heat brings it about, and with few seeds (here 8).
-    seeds = range(12)
-    hot = await asyncio.gather(*(ids_of(cluster, 40, temperature=100, seed=seed) for seed in seeds))
-    (seed, ids), *_ = [(seed, ids) for seed, ids in zip(seeds, hot, strict=True) if EOS_ID in ids]
-    assert len(ids) == 40
-    end = ids.index(EOS_ID) + 1
-    ended, _, finish = await sample(cluster, 40, temperature=100, seed=seed, ignore_eos=False)
-    assert (ended, finish.reason) == (ids[:end], STOP)
-    later, _, _ = await sample(cluster, 40, temperature=100, seed=seed, ignore_eos=False, min_tokens=end + 1)
-    assert len(later) > end and EOS_ID not in later[: end + 1]
-
-
-async def test_max_tokens_is_exact(cluster):
-    greedy = await ids_of(cluster, 24, temperature=0)
-    for max_tokens in (1, 2, 24):
-        ids, _, finish = await sample(cluster, max_tokens, temperature=0)
-        assert (ids, finish.reason) == (greedy[:max_tokens], LENGTH)
-
-
-async def test_biases_and_bad_words_are_heeded_from_the_first_token_on(cluster):
-    directory = tiny_checkpoint()
-    plain = await ids_of(cluster, temperature=0)
-    first, then = (Tokenizer(str(directory)).text_of([token_id]) for token_id in (plain[0], plain[5]))
-    biases = {plain[3]: -100.0, 77: 2.5}
-    rules = Rules(biases, ((plain[0],), (plain[5],)))
-    expected = ruled_generation(directory, PROMPT, 16, rules)
-    assert plain[0] not in expected != plain
-    assert await ids_of(cluster, temperature=0, logit_bias=biases, bad_words=[first, then]) == expected
-
-
-@pytest.mark.parametrize("field", [{"logit_bias": {512: 1.0}}, {"bad_token_ids": [{"ids": [3, 512]}]}])
-async def test_ids_that_no_model_has_are_refused_at_the_door(cluster, field):
-    (name,) = field
-    with pytest.raises(grpc.aio.AioRpcError, match=rf"sampling\.{name} must be .* size 512"):
-        await ids_of(cluster, **field)
+async def test_an_answer_ends_where_it_is_to(cluster, subtests):
+    with subtests.test("stop tokens end it but not before min tokens"):
+        greedy = await ids_of(cluster, 24, temperature=0)
+        for at in (0, 5):
+            stop = greedy[at]
+            end = greedy.index(stop) + 1
+            ids, _, finish = await sample(cluster, 24, temperature=0, stop_token_ids=[stop])
+            assert (ids, finish.reason) == (greedy[:end], STOP)
+            assert finish.matched_stop == Tokenizer(str(tiny_checkpoint())).token_text(stop)
+            # Until then the stop token is not chosen at all, and something else is.
+            ids, _, _ = await sample(cluster, 24, temperature=0, stop_token_ids=[stop], min_tokens=end + 3)
+            assert len(ids) >= end + 3
+            assert stop not in ids[: end + 3]
+            assert ids[: end - 1] == greedy[: end - 1]
+    with subtests.test("the end of sequence ends it unless ignored"):
+        # Its logit is so low that only heat brings it about, and with few seeds (here 8).
+        seeds = range(12)
+        hot = await asyncio.gather(*(ids_of(cluster, 40, temperature=100, seed=seed) for seed in seeds))
+        (seed, ids), *_ = [(seed, ids) for seed, ids in zip(seeds, hot, strict=True) if EOS_ID in ids]
+        assert len(ids) == 40
+        end = ids.index(EOS_ID) + 1
+        ended, _, finish = await sample(cluster, 40, temperature=100, seed=seed, ignore_eos=False)
+        assert (ended, finish.reason) == (ids[:end], STOP)
+        later, _, _ = await sample(
+            cluster, 40, temperature=100, seed=seed, ignore_eos=False, min_tokens=end + 1
+        )
+        assert len(later) > end and EOS_ID not in later[: end + 1]
+    with subtests.test("max tokens is exact"):
+        greedy = await ids_of(cluster, 24, temperature=0)
+        for max_tokens in (1, 2, 24):
+            ids, _, finish = await sample(cluster, max_tokens, temperature=0)
+            assert (ids, finish.reason) == (greedy[:max_tokens], LENGTH)

@@ -22,7 +22,7 @@ SHAPE = {"decode": (1, 1), "fake_step_s": 0.005}
 
 @pytest.mark.parametrize(
     "plans",
-    [("remote",), pytest.param(("local",), marks=pytest.mark.long), ("remote", "local")],
+    [("remote",), *(pytest.param(p, marks=pytest.mark.long) for p in (("local",), ("remote", "local")))],
     ids="-".join,
 )
 async def test_a_prompt_is_computed_once_and_its_pages_are_held_once(

@@ -12,56 +12,60 @@ from services.router.text.prompt import PromptEncoder
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3])
-async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name, after_s):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.05) as cluster:
-        # Left alone they would go on for 20 s: longer than anybody waits below.
-        calls = [cluster.stubs[0].Generate(ids_request(prompt_of(i, 120), 400)) for i in range(4)]
-        reads = [asyncio.create_task(call.read()) for call in calls]
-        await asyncio.wait(reads, timeout=after_s)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*reads, return_exceptions=True)
-        async with asyncio.timeout(5):
-            while cluster.routers[0].generator.num_running:
-                await asyncio.sleep(0.01)
-        await cluster.assert_nothing_held()
+async def test_a_client_that_leaves_frees_everything(etcd_endpoint, model_dir, cluster_name, subtests):
+    for number, after_s in enumerate([0.0, 0.1, 0.3]):
+        with subtests.test(after_s=after_s):
+            async with FakeCluster(
+                etcd_endpoint, model_dir, f"{cluster_name}-{number}", fake_step_s=0.05
+            ) as cluster:
+                # Left alone they would go on for 20 s: longer than anybody waits below.
+                calls = [cluster.stubs[0].Generate(ids_request(prompt_of(i, 120), 400)) for i in range(4)]
+                reads = [asyncio.create_task(call.read()) for call in calls]
+                await asyncio.wait(reads, timeout=after_s)
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*reads, return_exceptions=True)
+                async with asyncio.timeout(5):
+                    while cluster.routers[0].generator.num_running:
+                        await asyncio.sleep(0.01)
+                await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize("timeout_s", [8e9, 9e9, 1e300, None])
-async def test_far_deadlines_are_not_taken_for_past_ones(etcd_endpoint, model_dir, cluster_name, timeout_s):
+async def test_far_deadlines_are_not_taken_for_past_ones(etcd_endpoint, model_dir, cluster_name, subtests):
     """As they come over HTTP; None: the router's own limit, as far away."""
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
-    cluster.router_config = replace(cluster.router_config, request_timeout_s=9e9)
-    async with cluster:
-        tokens = []
-        async for response in cluster.routers[0].generator.generate(ids_request(prompt_of(1)), timeout_s):
-            tokens.extend(response.token_ids)
-        assert tokens == continuation(prompt_of(1), 8)
-        assert cluster.routers[0].generator.time_limit_s(timeout_s) < 4e7
-        await cluster.assert_nothing_held()
+    for number, timeout_s in enumerate([8e9, 1e300, None]):
+        with subtests.test(timeout_s=timeout_s):
+            cluster = FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-{number}", decode=(1,))
+            cluster.router_config = replace(cluster.router_config, request_timeout_s=9e9)
+            async with cluster:
+                tokens = []
+                async for response in cluster.routers[0].generator.generate(
+                    ids_request(prompt_of(1)), timeout_s
+                ):
+                    tokens.extend(response.token_ids)
+                assert tokens == continuation(prompt_of(1), 8)
+                assert cluster.routers[0].generator.time_limit_s(timeout_s) < 4e7
+                await cluster.assert_nothing_held()
 
 
-async def test_deadlines_reach_the_ranks(etcd_endpoint, model_dir, cluster_name):
+async def test_aborts_and_deadlines_reach_the_ranks(etcd_endpoint, model_dir, cluster_name, subtests):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await cluster.generate(prompt_of(1, 120), 400, timeout=0.5)
-        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await cluster.assert_nothing_held()
-
-
-async def test_abort_ends_a_stream_with_its_reason(etcd_endpoint, model_dir, cluster_name):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, fake_step_s=0.02) as cluster:
-        call = cluster.stubs[0].Generate(ids_request(prompt_of(1), 400, request_id="mine"))
-        await call.read()
-        answer = await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
-        assert answer.found
-        last = None
-        while (response := await call.read()) is not grpc.aio.EOF:
-            last = response
-        assert last.finish.reason == common_pb2.FINISH_REASON_ABORTED
-        assert not (await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))).found
-        await cluster.assert_nothing_held()
+        with subtests.test("deadlines reach the ranks"):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await cluster.generate(prompt_of(1, 120), 400, timeout=0.5)
+            assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await cluster.assert_nothing_held()
+        with subtests.test("abort ends a stream with its reason"):
+            call = cluster.stubs[0].Generate(ids_request(prompt_of(1), 400, request_id="mine"))
+            await call.read()
+            answer = await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
+            assert answer.found
+            last = None
+            while (response := await call.read()) is not grpc.aio.EOF:
+                last = response
+            assert last.finish.reason == common_pb2.FINISH_REASON_ABORTED
+            assert not (await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))).found
+            await cluster.assert_nothing_held()
 
 
 BAD = {

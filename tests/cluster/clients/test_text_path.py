@@ -99,39 +99,38 @@ async def test_past_turns_do_not_drift_unless_they_were_changed(etcd_endpoint, c
         await cluster.assert_nothing_held()
 
 
-async def test_no_response_ever_carries_half_a_character(etcd_endpoint, cluster_name):
-    """Random bytes, each a token and a response of its own: now and then they make a character."""
-    cluster, tokenizer = bytes_cluster(etcd_endpoint, cluster_name)
-    async with cluster:
-        hot = [{"temperature": 100, "seed": seed} for seed in range(6)]
-        answers = await asyncio.gather(
-            *(responses_of(cluster, request_of(160, sampling=s, text="Größe 日本 🙂")) for s in hot)
-        )
-        num_wide = 0
-        for responses in answers:
-            assert list(responses[0].prompt_token_ids) == tokenizer.encode("Größe 日本 🙂")
-            ids, text = ids_of(responses), text_of(responses)
-            assert len(ids) == 160
-            # Released too early, the first byte of a character would be a U+FFFD that is not in there.
-            assert text == tokenizer.decode(ids)
-            num_wide += sum(ord(character) > 127 and character != "\ufffd" for character in text)
-        assert num_wide >= 10  # or the test says nothing
-        await cluster.assert_nothing_held()
-
-
-async def test_a_stop_string_of_several_bytes_a_character(etcd_endpoint, cluster_name):
-    cluster, _ = bytes_cluster(etcd_endpoint, cluster_name)
-    async with cluster:
-        sampling = {"temperature": 100, "seed": 3}
-        plain = text_of(await responses_of(cluster, request_of(160, sampling=sampling, text="abc")))
-        at = next(i for i, c in enumerate(plain) if i > 20 and ord(c) > 127 and c != "\ufffd")
-        stop = plain[at : at + 2]
-        begin = plain.index(stop)
-        for include in ([stop], ["nowhere to be found", stop, stop + "longer"]):
-            responses = await responses_of(
-                cluster, request_of(160, sampling={**sampling, "stop": include}, text="abc")
+async def test_text_of_several_bytes_a_character(etcd_endpoint, cluster_name, subtests):
+    with subtests.test("no response ever carries half a character"):
+        # Random bytes, each a token and a response of its own: now and then they make a character.
+        cluster, tokenizer = bytes_cluster(etcd_endpoint, cluster_name)
+        async with cluster:
+            hot = [{"temperature": 100, "seed": seed} for seed in range(6)]
+            answers = await asyncio.gather(
+                *(responses_of(cluster, request_of(160, sampling=s, text="Größe 日本 🙂")) for s in hot)
             )
-            assert text_of(responses) == plain[:begin]
-            assert responses[-1].finish.matched_stop == stop
-            assert responses[-1].finish.reason == common_pb2.FINISH_REASON_STOP
-        await cluster.assert_nothing_held()
+            num_wide = 0
+            for responses in answers:
+                assert list(responses[0].prompt_token_ids) == tokenizer.encode("Größe 日本 🙂")
+                ids, text = ids_of(responses), text_of(responses)
+                assert len(ids) == 160
+                # Released too early, the first byte of a character would be a U+FFFD that is not in there.
+                assert text == tokenizer.decode(ids)
+                num_wide += sum(ord(character) > 127 and character != "\ufffd" for character in text)
+            assert num_wide >= 10  # or the test says nothing
+            await cluster.assert_nothing_held()
+    with subtests.test("a stop string of several bytes a character"):
+        cluster, _ = bytes_cluster(etcd_endpoint, f"{cluster_name}-1")
+        async with cluster:
+            sampling = {"temperature": 100, "seed": 3}
+            plain = text_of(await responses_of(cluster, request_of(160, sampling=sampling, text="abc")))
+            at = next(i for i, c in enumerate(plain) if i > 20 and ord(c) > 127 and c != "\ufffd")
+            stop = plain[at : at + 2]
+            begin = plain.index(stop)
+            for include in ([stop], ["nowhere to be found", stop, stop + "longer"]):
+                responses = await responses_of(
+                    cluster, request_of(160, sampling={**sampling, "stop": include}, text="abc")
+                )
+                assert text_of(responses) == plain[:begin]
+                assert responses[-1].finish.matched_stop == stop
+                assert responses[-1].finish.reason == common_pb2.FINISH_REASON_STOP
+            await cluster.assert_nothing_held()

@@ -113,16 +113,24 @@ async def check_commands(cluster, folder):
         await asyncio.to_thread(generate.run, [flags[0], flags[-1]])
 
 
-async def test_every_hop_is_under_tls(etcd_endpoint, model_dir, cluster_name, by_address):
-    tls = settings_of(by_address)
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, tls=tls) as cluster:
-        await check_two_turns(cluster)
-        await check_refused(cluster, None)
-        await check_completion(https(cluster, by_address))
-        async with httpx.AsyncClient() as plain:
-            with pytest.raises(httpx.TransportError):
-                await plain.get(f"http://127.0.0.1:{cluster.routers[0].http_port}/v1/models")
-        await cluster.assert_nothing_held()
+async def test_certificates_by_address_and_by_name(
+    etcd_endpoint, model_dir, cluster_name, by_address, by_name, subtests
+):
+    with subtests.test("every hop is under tls"):
+        tls = settings_of(by_address)
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name, tls=tls) as cluster:
+            await check_two_turns(cluster)
+            await check_refused(cluster, None)
+            await check_completion(https(cluster, by_address))
+            async with httpx.AsyncClient() as plain:
+                with pytest.raises(httpx.TransportError):
+                    await plain.get(f"http://127.0.0.1:{cluster.routers[0].http_port}/v1/models")
+            await cluster.assert_nothing_held()
+    with subtests.test("certificates with one name for all"):
+        # As for pods, whose addresses no certificate can foresee.
+        tls = settings_of(by_name, tls_mutual=True, tls_server_name=NAME)
+        async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", tls=tls) as cluster:
+            await check_two_turns(cluster)
 
 
 async def test_mutual_tls_asks_every_client_for_its_certificate(
@@ -144,13 +152,6 @@ async def test_mutual_tls_asks_every_client_for_its_certificate(
         await cluster.assert_nothing_held()
 
 
-async def test_certificates_with_one_name_for_all(etcd_endpoint, model_dir, cluster_name, by_name):
-    """As for pods, whose addresses no certificate can foresee."""
-    tls = settings_of(by_name, tls_mutual=True, tls_server_name=NAME)
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, tls=tls) as cluster:
-        await check_two_turns(cluster)
-
-
 @pytest.fixture
 def renewed(tmp_path):
     """Of another authority."""
@@ -163,6 +164,7 @@ async def refused_over_https(cluster, folder):
             await client.get("/v1/models")
 
 
+@pytest.mark.long
 async def test_certificates_end_and_are_renewed_while_a_stream_runs(
     etcd_endpoint, model_dir, cluster_name, by_address, renewed, tmp_path
 ):

@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from cluster.harness import FakeCluster
 from services.engine.fake import continuation
 
 
+@pytest.mark.long
 async def test_a_worker_of_many_ranks_that_ends_loses_no_request(etcd_endpoint, cluster_name, model_dir):
     """What ran there goes to another worker at once, and not from one of its dying ranks to the next."""
     cluster = FakeCluster(

@@ -20,10 +20,13 @@ def spoiling(monkeypatch):
     return SpoilingTransport
 
 
-@pytest.mark.parametrize("prefill", [(1, 1), (1,)], ids=["another prefill rank", "the same one again"])
-async def test_a_transfer_is_made_again(etcd_endpoint, model_dir, cluster_name, spoiling, prefill):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, prefill=prefill, decode=(1,)) as cluster:
-        await all_are_right(cluster, spoiling)
+async def test_a_transfer_is_made_again(etcd_endpoint, model_dir, cluster_name, spoiling, subtests):
+    for number, prefill in enumerate([(1, 1), (1,)]):
+        with subtests.test(prefill=prefill):
+            async with FakeCluster(
+                etcd_endpoint, model_dir, f"{cluster_name}-{number}", prefill=prefill, decode=(1,)
+            ) as cluster:
+                await all_are_right(cluster, spoiling)
 
 
 async def test_or_the_prompt_is_computed_at_home(

@@ -90,23 +90,22 @@ async def test_a_stream_outlives_more_ranks_than_it_is_tried_on(etcd_endpoint, m
         await cluster.assert_nothing_held()
 
 
-async def test_a_request_that_fails_for_good_leaves_nothing_behind(etcd_endpoint, model_dir, cluster_name):
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
-    cluster.router_config = replace(cluster.router_config, max_attempts=1)
-    async with cluster:
-        await cluster.stop_rank("prefill-0/0")
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
+async def test_what_failed_leaves_nothing_to_pay_for(etcd_endpoint, model_dir, cluster_name, subtests):
+    with subtests.test("a request that fails for good leaves nothing behind"):
+        cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+        cluster.router_config = replace(cluster.router_config, max_attempts=1)
+        async with cluster:
+            await cluster.stop_rank("prefill-0/0")
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await cluster.generate(prompt_of(1))
+            assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+            (client,) = cluster.routers[0].cluster._connections.clients.values()
+            assert not client._streams
+            await cluster.assert_nothing_held()
+    with subtests.test("a new life does not pay for the old one"):
+        async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,)) as cluster:
+            old = (await cluster.stop_rank("decode-0/0")).address.id
+            await cluster.start_rank("decode", "decode-0", 0)
+            await cluster.until_placeable()
+            cluster.routers[0].cluster.failed(old)  # of a request that hears of the loss only now
             await cluster.generate(prompt_of(1))
-        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
-        (client,) = cluster.routers[0].cluster._connections.clients.values()
-        assert not client._streams
-        await cluster.assert_nothing_held()
-
-
-async def test_a_new_life_does_not_pay_for_the_old_one(etcd_endpoint, model_dir, cluster_name):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
-        old = (await cluster.stop_rank("decode-0/0")).address.id
-        await cluster.start_rank("decode", "decode-0", 0)
-        await cluster.until_placeable()
-        cluster.routers[0].cluster.failed(old)  # of a request that hears of the loss only now
-        await cluster.generate(prompt_of(1))

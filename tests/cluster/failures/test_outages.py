@@ -169,6 +169,7 @@ async def away(tmp_path, model_dir, cluster_name, for_s):
         await agree(cluster)
 
 
+@pytest.mark.long
 async def test_all_members_are_away_until_every_lease_has_lapsed(tmp_path, model_dir, cluster_name):
     """What more a minute would bring is only time: see the slow one."""
     await away(tmp_path, model_dir, cluster_name, 0.0)
@@ -179,6 +180,7 @@ async def test_all_members_are_away_for_a_minute(tmp_path, model_dir, cluster_na
     await away(tmp_path, model_dir, cluster_name, 60.0)
 
 
+@pytest.mark.long
 async def test_all_members_lose_their_data(tmp_path, model_dir, cluster_name):
     """Ranks register again and tell what they hold, routers see it, and nobody is restarted."""
     async with asked(tmp_path, model_dir, cluster_name) as (nodes, cluster, askers):

@@ -11,7 +11,11 @@ from services.engine.fake import continuation
 
 
 @pytest.mark.parametrize(
-    ("name", "same_port"), [("prefill-0/0", True), ("prefill-0/0", False), ("decode-0/0", True)]
+    ("name", "same_port"),
+    [
+        ("prefill-0/0", False),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("prefill-0/0", "decode-0/0")),
+    ],
 )
 async def test_lives_that_are_over_leave_nothing_behind(
     etcd_endpoint, model_dir, cluster_name, name, same_port

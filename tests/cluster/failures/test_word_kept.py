@@ -43,34 +43,34 @@ async def test_the_only_prefill_rank_is_asked_once_more_after_a_moment(
         await cluster.assert_nothing_held()
 
 
-async def test_without_another_prefill_rank_decode_computes_it(
-    etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper
+async def test_decode_computes_where_no_prefill_rank_will_or_can(
+    etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper, subtests
 ):
-    plans = ("remote", "local")
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster:
-        refusing[cluster.ranks["prefill-0/0"].address.id.generation] = 0
-        tokens, finish = await cluster.generate(PROMPT)
-        assert tokens == continuation(PROMPT, 8)
-        assert finish.placement.plan == common_pb2.PLAN_LOCAL
-        assert sum(refusing.values()) == 1
-        await cluster.assert_nothing_held()
-
-
-async def test_a_prefill_rank_of_another_layout_is_never_asked(
-    etcd_endpoint, model_dir, cluster_name, refusing, remote_looks_cheaper
-):
-    plans = ("remote", "local")
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster:
-        await cluster.stop_rank("prefill-0/0")
-        cluster.base = replace(cluster.base, page_size=2)
-        await cluster.start_rank("prefill", "odd", 0)
-        refusing[cluster.ranks["odd/0"].address.id.generation] = 0
-        for number in range(3):
-            tokens, finish = await cluster.generate([number, *PROMPT])
-            assert tokens == continuation([number, *PROMPT], 8)
+    with subtests.test("without another prefill rank decode computes it"):
+        plans = ("remote", "local")
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), plans=plans) as cluster:
+            refusing[cluster.ranks["prefill-0/0"].address.id.generation] = 0
+            tokens, finish = await cluster.generate(PROMPT)
+            assert tokens == continuation(PROMPT, 8)
             assert finish.placement.plan == common_pb2.PLAN_LOCAL
-        assert sum(refusing.values()) == 0
-        await cluster.assert_nothing_held()
+            assert sum(refusing.values()) == 1
+            await cluster.assert_nothing_held()
+    with subtests.test("a prefill rank of another layout is never asked"):
+        plans = ("remote", "local")
+        async with FakeCluster(
+            etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,), plans=plans
+        ) as cluster:
+            await cluster.stop_rank("prefill-0/0")
+            cluster.base = replace(cluster.base, page_size=2)
+            await cluster.start_rank("prefill", "odd", 0)
+            refusing.clear()
+            refusing[cluster.ranks["odd/0"].address.id.generation] = 0
+            for number in range(3):
+                tokens, finish = await cluster.generate([number, *PROMPT])
+                assert tokens == continuation([number, *PROMPT], 8)
+                assert finish.placement.plan == common_pb2.PLAN_LOCAL
+            assert sum(refusing.values()) == 0
+            await cluster.assert_nothing_held()
 
 
 async def test_a_delta_that_must_start_earlier_costs_no_attempt(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 
+import pytest
 from rich.console import Console
 
 from cluster.harness import FakeCluster
@@ -64,6 +65,7 @@ async def stopped(router, config, capsys):
     assert figures["cut"] == 3 and "stopped, with 3 still running" in text
 
 
+@pytest.mark.long
 async def test_a_bar_at_a_terminal():
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=80)

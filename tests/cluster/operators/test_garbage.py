@@ -38,7 +38,7 @@ def garbage():
             gc.enable()
 
 
-@pytest.mark.parametrize("plan", ["local", "remote"])
+@pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.long)])
 async def test_requests_leave_no_circles_of_ours(etcd_endpoint, model_dir, cluster_name, plan):
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=(plan,)) as cluster:
         await cluster.generate(prompt_of(0))  # what is made once

@@ -94,15 +94,28 @@ async def test_two_turns_are_accounted_for_on_every_side(etcd_endpoint, model_di
         assert value(rank, "isthmus_transfer_failures_total") == 0
 
 
-async def test_the_tokens_of_a_stream_that_runs_are_counted(etcd_endpoint, model_dir, cluster_name):
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_step_s=0.02)
-    async with cluster:
-        call = cluster.stubs[0].Generate(ids_request(PROMPT, 400))
-        read = sum([len((await call.read()).token_ids) for _ in range(5)])
-        router = await samples(cluster.routers[0], cluster)
-        call.cancel()
-    assert read and value(router, "isthmus_completion_tokens_total") >= read
-    assert value(router, "isthmus_request_seconds_count") == 0
+async def test_tokens_so_far_and_refusals_are_counted(etcd_endpoint, model_dir, cluster_name, subtests):
+    with subtests.test("the tokens of a stream that runs are counted"):
+        cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_step_s=0.02)
+        async with cluster:
+            call = cluster.stubs[0].Generate(ids_request(PROMPT, 400))
+            read = sum([len((await call.read()).token_ids) for _ in range(5)])
+            router = await samples(cluster.routers[0], cluster)
+            call.cancel()
+        assert read and value(router, "isthmus_completion_tokens_total") >= read
+        assert value(router, "isthmus_request_seconds_count") == 0
+    with subtests.test("a refusal at the door is counted and not timed"):
+        async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,)) as cluster:
+            for fields in ({"model": "gpt-9"}, {"request_id": "x" * 999}):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await cluster.generate(PROMPT, **fields)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await cluster.generate([10**6])
+            router = await samples(cluster.routers[0], cluster)
+        assert value(router, "isthmus_rejections_total", reason="NotFound") == 1
+        assert value(router, "isthmus_rejections_total", reason="InvalidRequest") == 2
+        assert value(router, "isthmus_ttft_seconds_count") == 0
+        assert value(router, "isthmus_requests_received_total") == 3
 
 
 def test_histograms_reach_as_far_as_a_request_may_wait():
@@ -127,45 +140,45 @@ def test_histograms_reach_as_far_as_a_request_may_wait():
     assert len(edges) == 8 and min(edges.values()) >= config.max_wait_s
 
 
-async def test_a_refusal_at_the_door_is_counted_and_not_timed(etcd_endpoint, model_dir, cluster_name):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
-        for fields in ({"model": "gpt-9"}, {"request_id": "x" * 999}):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await cluster.generate(PROMPT, **fields)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await cluster.generate([10**6])
-        router = await samples(cluster.routers[0], cluster)
-    assert value(router, "isthmus_rejections_total", reason="NotFound") == 1
-    assert value(router, "isthmus_rejections_total", reason="InvalidRequest") == 2
-    assert value(router, "isthmus_ttft_seconds_count") == 0
-    assert value(router, "isthmus_requests_received_total") == 3
-
-
-async def test_a_request_that_waits_is_counted_and_one_that_is_given_up_is_timed(
-    etcd_endpoint, model_dir, cluster_name
-):
-    """So that goals for the first token can count those that never get one."""
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_prompt_token_s=0.01)
-    async with cluster:
-        call = cluster.stubs[0].Generate(ids_request([3] * 1000))  # ten seconds of prefill
-        router = await until(cluster, "isthmus_requests_received_total")
-        assert value(router, "isthmus_abandoned_seconds_count") == 0
-        assert value(router, "isthmus_ttft_seconds_count") == 0
-        call.cancel()
-        await until(cluster, "isthmus_abandoned_seconds_count")
-        stopped = asyncio.create_task(cluster.generate([4] * 1000, request_id="mine"))
-        await until(cluster, "isthmus_router_running_requests", unless=stopped)
-        await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
-        await stopped
-        router = await until(cluster, "isthmus_abandoned_seconds_count", 2)
-    assert value(router, "isthmus_requests_received_total") == 2
-    for mistake in (
-        "InvalidRequest",
-        "NotFound",
-        "AlreadyRunning",
-        "Forbidden",
-    ):  # series from the start: rates are right
-        assert value(router, "isthmus_rejections_total", reason=mistake) == 0
+async def test_requests_that_wait_and_that_move_are_counted(etcd_endpoint, model_dir, cluster_name, subtests):
+    with subtests.test("a request that waits is counted and one that is given up is timed"):
+        # So that goals for the first token can count those that never get one.
+        cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), fake_prompt_token_s=0.01)
+        async with cluster:
+            call = cluster.stubs[0].Generate(ids_request([3] * 1000))  # ten seconds of prefill
+            router = await until(cluster, "isthmus_requests_received_total")
+            assert value(router, "isthmus_abandoned_seconds_count") == 0
+            assert value(router, "isthmus_ttft_seconds_count") == 0
+            call.cancel()
+            await until(cluster, "isthmus_abandoned_seconds_count")
+            stopped = asyncio.create_task(cluster.generate([4] * 1000, request_id="mine"))
+            await until(cluster, "isthmus_router_running_requests", unless=stopped)
+            await cluster.stubs[0].Abort(generation_pb2.AbortRequest(request_id="mine"))
+            await stopped
+            router = await until(cluster, "isthmus_abandoned_seconds_count", 2)
+        assert value(router, "isthmus_requests_received_total") == 2
+        for mistake in (
+            "InvalidRequest",
+            "NotFound",
+            "AlreadyRunning",
+            "Forbidden",
+        ):  # series from the start: rates are right
+            assert value(router, "isthmus_rejections_total", reason=mistake) == 0
+    with subtests.test("a lost rank shows as a move and as down"):
+        cluster = FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1, 1), fake_step_s=0.02)
+        async with cluster:
+            call = cluster.stubs[0].Generate(ids_request(PROMPT, 60))
+            assert (await call.read()).token_ids  # it has its first token
+            where = [name for name, rank in cluster.ranks.items() if name.startswith("decode") and busy(rank)]
+            await cluster.ranks[where[0]].server.stop(0)  # still registered
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            router = await samples(cluster.routers[0], cluster)
+        assert value(router, "isthmus_request_moves_total", kind="migration") == 1
+        assert value(router, "isthmus_request_moves_total", kind="retry") == 0
+        assert value(router, "isthmus_rank_up", worker=where[0].split("/")[0]) == 0
+        assert value(router, "isthmus_rank_up", role="decode") == 1
+        assert value(router, "isthmus_prompt_tokens_total") == len(PROMPT)  # billed once
 
 
 async def until(cluster, name, least=1, unless=None):
@@ -175,23 +188,6 @@ async def until(cluster, name, least=1, unless=None):
             assert unless is None or not unless.done(), unless
             await asyncio.sleep(0.01)
     return router
-
-
-async def test_a_lost_rank_shows_as_a_move_and_as_down(etcd_endpoint, model_dir, cluster_name):
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.02)
-    async with cluster:
-        call = cluster.stubs[0].Generate(ids_request(PROMPT, 60))
-        assert (await call.read()).token_ids  # it has its first token
-        where = [name for name, rank in cluster.ranks.items() if name.startswith("decode") and busy(rank)]
-        await cluster.ranks[where[0]].server.stop(0)  # still registered
-        while await call.read() is not grpc.aio.EOF:
-            pass
-        router = await samples(cluster.routers[0], cluster)
-    assert value(router, "isthmus_request_moves_total", kind="migration") == 1
-    assert value(router, "isthmus_request_moves_total", kind="retry") == 0
-    assert value(router, "isthmus_rank_up", worker=where[0].split("/")[0]) == 0
-    assert value(router, "isthmus_rank_up", role="decode") == 1
-    assert value(router, "isthmus_prompt_tokens_total") == len(PROMPT)  # billed once
 
 
 def busy(rank):

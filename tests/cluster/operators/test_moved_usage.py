@@ -26,7 +26,13 @@ def check(usage, plan):
         assert usage.delta_tokens == usage.kv_bytes_moved == 0
 
 
-@pytest.mark.parametrize("plans", [(Plan.LOCAL, Plan.REMOTE), (Plan.REMOTE, Plan.LOCAL), (Plan.REMOTE,) * 2])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (Plan.LOCAL, Plan.REMOTE),
+        *(pytest.param((Plan.REMOTE, plan), marks=pytest.mark.long) for plan in Plan),
+    ],
+)
 async def test_a_request_that_moves_is_accounted_for(
     etcd_endpoint, model_dir, cluster_name, monkeypatch, plans
 ):

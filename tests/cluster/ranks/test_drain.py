@@ -78,7 +78,7 @@ def placed_on(finish, role):
     return f"{rank.worker}/{rank.rank}"
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
 async def test_a_rank_is_drained_while_it_serves_and_put_back(
     etcd_endpoint, model_dir, cluster_name, hold, capsys, role
 ):
@@ -122,7 +122,7 @@ async def test_a_rank_is_drained_while_it_serves_and_put_back(
         await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
 async def test_who_waits_does_not_undo_an_undo(
     etcd_endpoint, model_dir, cluster_name, hold, capsys, monkeypatch, role
 ):
@@ -146,37 +146,34 @@ async def test_who_waits_does_not_undo_an_undo(
         assert tokens == continuation(prompt_of(1), 8)
 
 
-async def test_a_whole_worker_and_nobody_left(etcd_endpoint, model_dir, cluster_name, capsys):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
-        assert await command(cluster, "decode-0") == 0
-        said = capsys.readouterr()
-        assert "no other decode rank of model fake takes requests" in said.err
-        assert "decode-0/0: drained" in said.out and "decode-0/1: drained" in said.out
-        for number in range(2):
-            await until_excluded(cluster, f"decode-0/{number}", "draining")
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await cluster.generate(prompt_of(1))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "2 draining" in refused.value.details()
-        assert await command(cluster, "--undo", "decode-0", through=through_etcd) == 0
-        await cluster.until_placeable()
-        tokens, _ = await cluster.generate(prompt_of(1))
-        assert tokens == continuation(prompt_of(1), 8)
-
-
-async def test_a_restart_ends_it_and_is_not_drained_by_who_meant_the_life_before(
-    etcd_endpoint, model_dir, cluster_name, capsys
-):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
-        assert await command(cluster, "decode-0/0") == 0
-        await until_excluded(cluster, "decode-0/0", "draining")
-        before = (await cluster.stop_rank("decode-0/0")).address.id
-        await cluster.start_rank("decode", "decode-0", 0)
-        await cluster.until_placeable()
-        now = cluster.ranks["decode-0/0"].address
-        listed = drain.ListedRank(Role.DECODE, "fake", RankAddress(before, now.endpoint), draining=False)
-        config = drain.DrainConfig(targets=("decode-0/0",))
-        assert not await drain._answered(drain._drain, config, listed)
-        assert "restarted" in capsys.readouterr().err
-        tokens, _ = await cluster.generate(prompt_of(1))
-        assert tokens == continuation(prompt_of(1), 8)
+async def test_a_whole_worker_and_one_that_restarts(etcd_endpoint, model_dir, cluster_name, capsys, subtests):
+    with subtests.test("a whole worker and nobody left"):
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
+            assert await command(cluster, "decode-0") == 0
+            said = capsys.readouterr()
+            assert "no other decode rank of model fake takes requests" in said.err
+            assert "decode-0/0: drained" in said.out and "decode-0/1: drained" in said.out
+            for number in range(2):
+                await until_excluded(cluster, f"decode-0/{number}", "draining")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await cluster.generate(prompt_of(1))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "2 draining" in refused.value.details()
+            assert await command(cluster, "--undo", "decode-0", through=through_etcd) == 0
+            await cluster.until_placeable()
+            tokens, _ = await cluster.generate(prompt_of(1))
+            assert tokens == continuation(prompt_of(1), 8)
+    with subtests.test("a restart ends it and is not drained by who meant the life before"):
+        async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,)) as cluster:
+            assert await command(cluster, "decode-0/0") == 0
+            await until_excluded(cluster, "decode-0/0", "draining")
+            before = (await cluster.stop_rank("decode-0/0")).address.id
+            await cluster.start_rank("decode", "decode-0", 0)
+            await cluster.until_placeable()
+            now = cluster.ranks["decode-0/0"].address
+            listed = drain.ListedRank(Role.DECODE, "fake", RankAddress(before, now.endpoint), draining=False)
+            config = drain.DrainConfig(targets=("decode-0/0",))
+            assert not await drain._answered(drain._drain, config, listed)
+            assert "restarted" in capsys.readouterr().err
+            tokens, _ = await cluster.generate(prompt_of(1))
+            assert tokens == continuation(prompt_of(1), 8)

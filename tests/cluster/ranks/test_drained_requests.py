@@ -66,7 +66,7 @@ async def test_what_runs_on_a_decode_rank_that_drains_ends_there_though_its_leas
     ):
         router, leaving = cluster.routers[0], cluster.ranks["decode-0/0"]
         key, prompt = leaving.address.id.key, prompt_of(1)
-        request = asyncio.create_task(cluster.generate(prompt, 300))
+        request = asyncio.create_task(cluster.generate(prompt, 200))
         forgotten = []
         async with asyncio.timeout(20):
             while not router.mirror.index.num_blocks(key):
@@ -81,7 +81,7 @@ async def test_what_runs_on_a_decode_rank_that_drains_ends_there_though_its_leas
                 await asyncio.sleep(0.005)
         assert not request.done()
         tokens, _ = await request
-        assert tokens == continuation(prompt, 300)
+        assert tokens == continuation(prompt, 200)
         assert await moves(cluster, "retry", "migration") == 0
         await draining
         await cluster.assert_nothing_held()

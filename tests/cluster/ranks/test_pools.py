@@ -24,7 +24,10 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 LENGTH, CAPACITY = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY
 PROMPT = [(7 + i * 5) % 500 for i in range(60)]
 HOLDS = (100, 200, 400)  # tokens, of decode-0, decode-1 and decode-2
-PLANS = [("remote",), ("remote", "local"), ("local",)]
+PLANS = [
+    ("remote", "local"),
+    *(pytest.param((plan,), marks=pytest.mark.long) for plan in ("remote", "local")),
+]
 MODEL_TOKENS = 600
 
 
@@ -132,16 +135,33 @@ async def test_at_the_end_of_a_pool_a_request_goes_on_in_a_larger_one(
         await cluster.assert_nothing_held()
 
 
-async def test_the_models_context_is_no_lack_of_room(etcd_endpoint, model_dir, cluster_name):
-    """One rank holds all of it, the other one nearly."""
-    pools = pools_of(MODEL_TOKENS - BLOCK, 2 * MODEL_TOKENS)
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools) as cluster:
-        for max_tokens in (None, 5_000):
-            tokens, finish = await generate(cluster, max_tokens)
-            assert tokens == continuation(PROMPT, MODEL_TOKENS - len(PROMPT))
-            assert finish.reason == LENGTH
-        # What goes beyond it does not make the smaller pool fit, nor the larger one too small.
-        assert await explained(cluster, 5_000) == ({"decode-1"}, {"decode-0": TOO_SMALL})
+async def test_the_models_context_is_no_lack_of_room_and_http_has_a_word_for_one(
+    etcd_endpoint, model_dir, cluster_name, subtests
+):
+    with subtests.test("the models context is no lack of room"):
+        # One rank holds all of it, the other one nearly.
+        pools = pools_of(MODEL_TOKENS - BLOCK, 2 * MODEL_TOKENS)
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools) as cluster:
+            for max_tokens in (None, 5_000):
+                tokens, finish = await generate(cluster, max_tokens)
+                assert tokens == continuation(PROMPT, MODEL_TOKENS - len(PROMPT))
+                assert finish.reason == LENGTH
+            # What goes beyond it does not make the smaller pool fit, nor the larger one too small.
+            assert await explained(cluster, 5_000) == ({"decode-1"}, {"decode-0": TOO_SMALL})
+    with subtests.test("over http an answer that was cut off has openais word and ours"):
+        async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", **pools_of(100)) as cluster:
+            url = f"http://127.0.0.1:{cluster.routers[0].http_port}"
+            async with httpx.AsyncClient(base_url=url) as http:
+                (model,) = (await http.get("/v1/models")).json()["data"]
+                assert model["max_model_len"] == 100
+                body = {"prompt": PROMPT, "ignore_eos": True}
+                for max_tokens, word in ((5_000, "capacity"), (40, "length")):
+                    answer = (
+                        await http.post("/v1/completions", json=body | {"max_tokens": max_tokens})
+                    ).json()
+                    assert answer["usage"]["completion_tokens"] == 40
+                    assert answer["choices"][0]["finish_reason"] == "length"
+                    assert answer["isthmus"]["finish_reason"] == word
 
 
 async def test_a_rank_that_ends_leaves_what_the_others_hold(etcd_endpoint, model_dir, cluster_name):
@@ -194,23 +214,8 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
             assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_over_http_an_answer_that_was_cut_off_has_openais_word_and_ours(
-    etcd_endpoint, model_dir, cluster_name
-):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100)) as cluster:
-        url = f"http://127.0.0.1:{cluster.routers[0].http_port}"
-        async with httpx.AsyncClient(base_url=url) as http:
-            (model,) = (await http.get("/v1/models")).json()["data"]
-            assert model["max_model_len"] == 100
-            body = {"prompt": PROMPT, "ignore_eos": True}
-            for max_tokens, word in ((5_000, "capacity"), (40, "length")):
-                answer = (await http.post("/v1/completions", json=body | {"max_tokens": max_tokens})).json()
-                assert answer["usage"]["completion_tokens"] == 40
-                assert answer["choices"][0]["finish_reason"] == "length"
-                assert answer["isthmus"]["finish_reason"] == word
-
-
-@pytest.mark.parametrize("plans", [pytest.param(PLANS[0], marks=pytest.mark.exact), *PLANS[2:]], ids=",".join)
+@pytest.mark.exact
+@pytest.mark.parametrize("plans", [("remote",), ("local",)], ids=",".join)
 async def test_a_real_answer_that_moves_is_the_references(etcd_endpoint, cluster_name, smallest_first, plans):
     directory = tiny_checkpoint("qwen3")
     settings = {"engine": "torch", "model": str(directory), "num_threads": 1, "plans": plans}

@@ -10,7 +10,7 @@ from cluster.harness import FakeCluster, ids_request
 from services.engine.fake import continuation
 from services.wire.isthmus.v1 import generation_pb2
 
-NUM_REQUESTS = 48
+NUM_REQUESTS = 24
 
 
 async def until_it_is_known_how_long_they_wait(cluster) -> float:
@@ -24,7 +24,7 @@ async def until_it_is_known_how_long_they_wait(cluster) -> float:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("plan", ["local", "remote"])
+@pytest.mark.parametrize("plan", ["local", pytest.param("remote", marks=pytest.mark.long)])
 async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
     etcd_endpoint, model_dir, cluster_name, plan
 ):

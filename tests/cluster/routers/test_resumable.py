@@ -42,38 +42,33 @@ async def generated(cluster, ids, **fields):
     return tokens, finish
 
 
-async def test_who_holds_a_branch_and_kept_no_state_there_is_believed_to_compute_it_all(
-    etcd_endpoint, model_dir, cluster_name
-):
-    async with hybrid(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
-        await generated(cluster, PROMPT)
-        await until_indexed(cluster, "prefill", PROMPT, (40, 40))
-        await until_indexed(cluster, "prefill", BRANCH, (20, 0))
-        await until_indexed(cluster, "decode", BRANCH, (20, 0))
-        _, finish = await generated(cluster, BRANCH)
-        assert (finish.usage.decode_prefix_len, finish.usage.prefill_prefix_len) == (20, 0)
-        assert finish.placement.predicted_prefix_len == 20
-        # Now it has, where the two part.
-        third = [*PROMPT[:22], *prompt_of(3, 19)]
-        await until_indexed(cluster, "prefill", third, (20, 20))
-        _, finish = await generated(cluster, third)
-        assert (finish.usage.decode_prefix_len, finish.usage.prefill_prefix_len) == (20, 20)
-        ranks = await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())
-        assert all(rank.resume_trust == rank.trust == 1.0 for rank in ranks.ranks)
-        assert "resumable" in format_answer(ranks)
-        await cluster.assert_nothing_held()
-
-
-async def test_under_plan_local_a_turn_is_gone_on_from_where_the_answer_ended(
-    etcd_endpoint, model_dir, cluster_name
-):
-    async with hybrid(
-        etcd_endpoint, model_dir, cluster_name, decode=(1,), prefill=(), plans=("local",)
-    ) as cluster:
-        tokens, _ = await generated(cluster, PROMPT, conversation_id="c")
-        turn = [*PROMPT, *tokens, 7, 8, 9]
-        border = (len(turn) - 4) // BLOCK * BLOCK  # of what was computed: the answer's last token was not
-        await until_indexed(cluster, "decode", turn, (border, border))
-        _, finish = await generated(cluster, turn, conversation_id="c")
-        assert finish.usage.reused_tokens == border
-        await cluster.assert_nothing_held()
+async def test_where_one_can_go_on_is_believed(etcd_endpoint, model_dir, cluster_name, subtests):
+    with subtests.test("who holds a branch and kept no state there is believed to compute it all"):
+        async with hybrid(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
+            await generated(cluster, PROMPT)
+            await until_indexed(cluster, "prefill", PROMPT, (40, 40))
+            await until_indexed(cluster, "prefill", BRANCH, (20, 0))
+            await until_indexed(cluster, "decode", BRANCH, (20, 0))
+            _, finish = await generated(cluster, BRANCH)
+            assert (finish.usage.decode_prefix_len, finish.usage.prefill_prefix_len) == (20, 0)
+            assert finish.placement.predicted_prefix_len == 20
+            # Now it has, where the two part.
+            third = [*PROMPT[:22], *prompt_of(3, 19)]
+            await until_indexed(cluster, "prefill", third, (20, 20))
+            _, finish = await generated(cluster, third)
+            assert (finish.usage.decode_prefix_len, finish.usage.prefill_prefix_len) == (20, 20)
+            ranks = await cluster.stubs[0].ListRanks(generation_pb2.ListRanksRequest())
+            assert all(rank.resume_trust == rank.trust == 1.0 for rank in ranks.ranks)
+            assert "resumable" in format_answer(ranks)
+            await cluster.assert_nothing_held()
+    with subtests.test("under plan local a turn is gone on from where the answer ended"):
+        async with hybrid(
+            etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1,), prefill=(), plans=("local",)
+        ) as cluster:
+            tokens, _ = await generated(cluster, PROMPT, conversation_id="c")
+            turn = [*PROMPT, *tokens, 7, 8, 9]
+            border = (len(turn) - 4) // BLOCK * BLOCK  # of what was computed: the answer's last token was not
+            await until_indexed(cluster, "decode", turn, (border, border))
+            _, finish = await generated(cluster, turn, conversation_id="c")
+            assert finish.usage.reused_tokens == border
+            await cluster.assert_nothing_held()

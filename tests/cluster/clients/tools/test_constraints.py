@@ -59,7 +59,7 @@ def running_on(cluster):
     return [name for name in ("decode-0/0", "decode-1/0") if cluster.ranks[name].engine.load().running]
 
 
-@pytest.mark.parametrize("speculation", ["off", "tree"])
+@pytest.mark.parametrize("speculation", ["tree", pytest.param("off", marks=pytest.mark.long)])
 async def test_answers_are_whole_also_where_their_rank_dies(etcd_endpoint, cluster_name, speculation, caplog):
     cluster = with_model(
         etcd_endpoint, cluster_name, decode=(1, 1), fake_step_s=0.01, speculation=speculation
@@ -79,7 +79,7 @@ async def test_answers_are_whole_also_where_their_rank_dies(etcd_endpoint, clust
         await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize("plan", ["remote", "local"])
+@pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.long)])
 async def test_what_the_torch_engine_says_is_whole(etcd_endpoint, cluster_name, plan, spans, caplog):
     caplog.set_level(logging.INFO)
     cluster = with_model(etcd_endpoint, cluster_name, "torch", plans=(plan,), decode=(1,), speculation="tree")

@@ -1,7 +1,6 @@
 """A tool loop over each HTTP API, as its clients play it, keeps its prefix on the decode rank."""
 
 import httpx
-import pytest
 
 from cluster.harness import BLOCK, FakeCluster
 from cluster.metrics_page import samples, value
@@ -83,21 +82,26 @@ class Responses:
         return answer["usage"]["input_tokens"]
 
 
-@pytest.mark.parametrize("client_type", [Chat, Messages, Responses])
-async def test_a_loop_keeps_its_prefix(client_type, etcd_endpoint, tmp_path, cluster_name, monkeypatch):
-    format_, script, client, held, had = FORMATS["qwen3"], Script(), client_type(), 0, 0
-    script.install(monkeypatch.setattr)
-    tokenizer = Tokenizer(str(format_.save(tmp_path)))
-    cluster = FakeCluster(etcd_endpoint, tmp_path, cluster_name, decode=(1,), kv_pages=8192)
-    async with cluster, httpx.AsyncClient(timeout=30) as http:
-        base = f"http://127.0.0.1:{cluster.routers[0].http_port}"
-        for said in answers(format_, 3):
-            ids = tokenizer.encode(format_.written(said))
-            script.says(ids)
-            answer = await http.post(base + client.path, json=client.body() | {"temperature": 0, "model": ""})
-            assert answer.status_code == 200, answer.text
-            prompt_tokens = client.take(answer.json())
-            found = await samples(cluster.routers[0], cluster)
-            delivered = value(found, "isthmus_delivered_hit_tokens_total", role="decode")
-            assert held - BLOCK < delivered - had <= held or not held
-            held, had = prompt_tokens + len(ids) - 1, delivered
+async def test_a_loop_keeps_its_prefix(etcd_endpoint, tmp_path, cluster_name, monkeypatch, subtests):
+    for number, client_type in enumerate([Chat, Messages, Responses]):
+        with subtests.test(client_type=client_type):
+            format_, script, client, held, had = FORMATS["qwen3"], Script(), client_type(), 0, 0
+            script.install(monkeypatch.setattr)
+            tokenizer = Tokenizer(str(format_.save(tmp_path)))
+            cluster = FakeCluster(
+                etcd_endpoint, tmp_path, f"{cluster_name}-{number}", decode=(1,), kv_pages=8192
+            )
+            async with cluster, httpx.AsyncClient(timeout=30) as http:
+                base = f"http://127.0.0.1:{cluster.routers[0].http_port}"
+                for said in answers(format_, 3):
+                    ids = tokenizer.encode(format_.written(said))
+                    script.says(ids)
+                    answer = await http.post(
+                        base + client.path, json=client.body() | {"temperature": 0, "model": ""}
+                    )
+                    assert answer.status_code == 200, answer.text
+                    prompt_tokens = client.take(answer.json())
+                    found = await samples(cluster.routers[0], cluster)
+                    delivered = value(found, "isthmus_delivered_hit_tokens_total", role="decode")
+                    assert held - BLOCK < delivered - had <= held or not held
+                    held, had = prompt_tokens + len(ids) - 1, delivered
