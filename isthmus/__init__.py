@@ -1,11 +1,7 @@
 """Isthmus from Python: a client of a router's gRPC API, blocking and asynchronous."""
 
-from isthmus.aio.client import AsyncClient
-from isthmus.aio.conversation import AsyncConversation
-from isthmus.aio.stream import AsyncStream
-from isthmus.blocking.client import Client
-from isthmus.blocking.conversation import Conversation
-from isthmus.blocking.stream import Stream
+from isthmus.aio import AsyncClient, AsyncConversation, AsyncStream
+from isthmus.blocking import Client, Conversation, Stream
 from isthmus.channel import Tls
 from isthmus.errors import (
     AlreadyRunning,

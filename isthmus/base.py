@@ -1,25 +1,163 @@
-"""What the blocking and the asynchronous client have in common: all but waiting."""
+"""What the blocking and the asynchronous client have in common: all but waiting.
+
+The blocking one is none over the other: once grpc.aio has run in a process, a child that is forked from it
+crashes in gRPC (its poller keeps gRPC's fork handlers from running), and with the blocking API it does not.
+"""
 
 import random
+import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, Unpack
+
+import grpc
 
 from isthmus.channel import Router, Tls
 from isthmus.errors import Cancelled
-from isthmus.request import Call, Prompt, call_of
+from isthmus.functions import text_of, tool_of
+from isthmus.history import History, check_options
+from isthmus.request import Call, Messages, Options, Prompt, call_of
 from isthmus.retries import Attempts, Retries
+from isthmus.values.answer import Answer, GrowingAnswers
+from isthmus.values.message import Message, ToolCall
+from services.wire.isthmus.v1 import generation_pb2 as pb
+from services.wire.isthmus.v1 import generation_pb2_grpc
 
 _TIMEOUT_S = 600.0
+Ended = Callable[[Answer], None]
+Metadata = tuple[tuple[str, str], ...]
+# `sleep` of a client and of its streams: time.sleep or asyncio.sleep.
+Sleep = Callable[[float], Any]
 
 
-class BaseClient:
-    """`target`: HOST:PORT of a router's gRPC API.
+class BaseStream:
+    """An answer as it comes.
 
-    `tls`: True trusts the system's authorities; a Tls names files. `api_key` goes with every call, in the
-    clear where there is no TLS. `model` and `tenant` are of every request that names no other. `timeout`
-    bounds a call with all its attempts, in seconds; None leaves that to the router. `clock` and `chance` are
-    for tests.
+    made --(first iteration)--> sent --> pieces ... --> ended: `answer` is there
+              ^ pause |                    | left, closed, failed: the call is cancelled, the router stops
+              +-- nothing had come, and it may be tried again (retries.py)
+    """
+
+    def __init__(
+        self,
+        stub: generation_pb2_grpc.GenerationStub,
+        call: Call,
+        make_attempts: Callable[[], Attempts],
+        metadata: Metadata,
+        sleep: Sleep,
+        ended: Ended | None = None,
+    ) -> None:
+        self.request_id = call.request.request_id  # of the attempt that runs
+        self._stub = stub
+        self._call = call
+        self._make_attempts = make_attempts
+        self._metadata = metadata
+        self._sleep = sleep
+        self._ended = ended
+        self._growing = GrowingAnswers(call.parse)
+        self._running: grpc.RpcContext | None = None
+        self._closed = self._begun = False
+
+    @property
+    def answer(self) -> Answer:
+        """The first answer. Raises IncompleteAnswer before the end."""
+        return self.answers[0]
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All answers, where `n` asked for several. Raises IncompleteAnswer before the end."""
+        return self._growing.answers()
+
+    def close(self) -> None:
+        """Stop the answer: whoever iterates gets Cancelled. After the end it does nothing."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+
+    def _begin(self) -> None:
+        if self._begun:
+            raise RuntimeError("a stream is read once")
+        self._begun = True
+
+    def _send(self, attempts: Attempts) -> Any:
+        """Return the call of the next attempt."""
+        request = self._call.attempt(attempts.failed)
+        self.request_id = request.request_id
+        call = self._stub.Generate(request, timeout=attempts.left_s(), metadata=self._metadata)
+        self._running = call
+        if self._closed:
+            call.cancel()
+        return call
+
+    def _end(self) -> None:
+        if self._ended is not None:
+            self._ended(self.answer)
+
+
+StreamT_co = TypeVar("StreamT_co", bound=BaseStream, covariant=True)
+
+
+class Asks(Protocol[StreamT_co]):
+    def ask(self, messages: Sequence[Message], ended: Ended, options: Options) -> StreamT_co: ...
+
+
+class BaseConversation(Generic[StreamT_co]):
+    """A conversation whose turns find the KV of those before; made by a client's `conversation`.
+
+    Past answers go back as the ids that were generated, under one conversation id: the rank that holds the KV
+    of the turns before gets the next one. There is one turn at a time. A turn that fails, or is left before
+    its end, is as if it had not been: `messages` is as it was.
+    """
+
+    def __init__(self, client: Asks[StreamT_co], messages: Sequence[Message], options: Options) -> None:
+        check_options(options)
+        self.id = options.get("conversation_id") or secrets.token_hex(8)
+        self.tools = [tool_of(tool) for tool in options.get("tools") or ()]
+        self._client = client
+        self._history = History(messages)
+        self._options: Options = {**options, "tools": self.tools, "conversation_id": self.id}
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that was said so far."""
+        return list(self._history.messages)
+
+    def stream(self, text: str | None = None, **options: Unpack[Options]) -> StreamT_co:
+        """Return the answer as it comes: to a text, or without one to the results of tools since.
+
+        Raises:
+            InvalidRequest: there is nothing to answer, or one of the options is none of a turn's.
+        """
+        check_options(options)
+        asked = self._history.asked(text)
+        merged: Options = {**self._options, **options}
+        return self._client.ask(asked, lambda answer: self._history.keep(asked, answer, merged), merged)
+
+    def tool_result(self, call: ToolCall | str, result: Any) -> None:
+        """Say what a call came to; what is no text is sent as JSON.
+
+        Raises:
+            InvalidRequest: no such call waits.
+        """
+        self._history.add_result(call, text_of(result))
+
+
+class BaseClient(Generic[StreamT_co]):
+    """Talks to a router.
+
+    Unavailable and Overloaded are tried again, as `retries` says, while nothing of an answer has come. Every
+    call raises an IsthmusError.
+
+    Args:
+        target: HOST:PORT of a router's gRPC API.
+        api_key: The key that goes with every call, in the clear where there is no TLS.
+        tls: True trusts the system's authorities; a Tls names files.
+        model: The model of every request that names no other.
+        tenant: The tenant of every request that names no other.
+        timeout: The seconds that a call with all its attempts may take; None leaves that to the router.
+        retries: When a call that failed is tried again.
+        clock: The tests' clock.
+        chance: The tests' dice.
     """
 
     def __init__(
@@ -47,6 +185,27 @@ class BaseClient:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._router.target!r})"
 
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> StreamT_co:
+        """Return the answer as it comes: to a text as it is, to a chat, or to token ids.
+
+        Nothing is sent before it is read.
+        """
+        return self._stream(Prompt(prompt, messages, token_ids), options)
+
+    def ask(self, messages: Sequence[Message], ended: Ended, options: Options) -> StreamT_co:
+        """Return a conversation's next answer; `ended` gets it."""
+        return self._stream(Prompt(messages=messages), options, ended)
+
+    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> StreamT_co:
+        raise NotImplementedError
+
     def _check_open(self) -> None:
         if self._closed:
             raise Cancelled("the client is closed")
@@ -55,7 +214,18 @@ class BaseClient:
         return Attempts(self._retries, timeout_s, self._clock, self._chance, self._check_open)
 
     def _prepared(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Call, float | None]:
-        """The call, and the seconds that it has."""
+        """Return the call, and the seconds that it has."""
         given = {**self._defaults, **options}
         timeout_s = given.pop("timeout", self._timeout_s)
         return call_of(prompt, given), timeout_s
+
+    def _watch_request(
+        self, interval_s: float, tenant: str | None, all_tenants: bool
+    ) -> pb.WatchClusterRequest:
+        whose = "" if all_tenants else self._defaults["tenant"] if tenant is None else tenant
+        return pb.WatchClusterRequest(interval_s=interval_s, tenant=whose, all_tenants=all_tenants)
+
+
+def turns_of(system: str, messages: Sequence[Message]) -> list[Message]:
+    """Return what was said before a conversation begins; there is no system's message where it is empty."""
+    return [*([Message("system", system)] if system else ()), *messages]

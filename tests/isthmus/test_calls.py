@@ -1,6 +1,7 @@
 """Both clients against a router that answers as it is told: retries, deadlines, leaving, closing."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -305,3 +306,23 @@ def test_what_no_channel_can_be_opened_to(subtests):
         pytest.raises(isthmus.InvalidRequest, match="ASCII"),
     ):
         Client(api_key="schlüssel\n")
+
+
+# A child of a process that has used a client is given one of its own, and goes on with its parent's.
+FORKED = """
+import os, sys
+from isthmus import Client
+
+client = Client(sys.argv[1])
+assert client.generate("Hi").text == "Hello"
+if (child := os.fork()) == 0:
+    os._exit(Client(sys.argv[1]).generate("Hi").text + client.generate("Hi").text != "HelloHello")
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+async def test_the_blocking_client_survives_a_fork():
+    async with serving(ScriptedRouter(HELLO, HELLO, HELLO)) as target:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKED, target, stderr=-1)
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, said.decode()[-2000:]

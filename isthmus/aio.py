@@ -1,0 +1,324 @@
+"""The client for asyncio."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc.aio
+
+from isthmus.base import BaseClient, BaseConversation, BaseStream, Ended, turns_of
+from isthmus.errors import Cancelled, IncompleteAnswer, error_from
+from isthmus.functions import result_of, text_of
+from isthmus.request import Messages, Options, Prompt
+from isthmus.values.answer import Answer, Piece
+from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
+from isthmus.values.message import Message, ToolCall
+from isthmus.values.reading import read
+from isthmus.values.watch import ClusterNews
+from services.wire.isthmus.v1 import generation_pb2 as pb
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+
+def _is_cancelled() -> bool:
+    """Return whether it is the task that is cancelled, and not a call of it alone: grpc.aio raises
+    CancelledError for both, and loses it where a cancellation of the task meets the failure of a call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _heed_cancellation() -> None:
+    """Raise CancelledError where the task was cancelled while its call failed."""
+    if _is_cancelled():
+        raise asyncio.CancelledError
+
+
+class AsyncStream(BaseStream):
+    """An answer as it comes. Iterate over it once: nothing is sent before. Leaving the `async with` stops the
+    answer at once; leaving the loop alone does when the loop of events comes to it."""
+
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+        """Yield the answer's pieces. Raises what the call failed with."""
+        self._begin()
+        async with aclosing(self._responses()) as responses:
+            async for response in responses:
+                yield self._growing.add(response)
+        self._end()
+
+    async def texts(self) -> AsyncGenerator[str, None]:
+        """Yield what the answer says, without thinking and calls."""
+        async with aclosing(aiter(self)) as pieces:
+            async for piece in pieces:
+                if piece.text:
+                    yield piece.text
+
+    async def read(self) -> Answer:
+        """Return the whole answer, when it has ended."""
+        async for _ in self:
+            pass
+        return self.answer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        attempts, begun = self._make_attempts(), False
+        while True:
+            call = self._send(attempts)
+            try:
+                async for response in call:
+                    begun = True
+                    yield response
+                return
+            except grpc.aio.AioRpcError as failure:
+                _heed_cancellation()
+                error = error_from(failure)
+                if begun:
+                    raise error from failure
+            except asyncio.CancelledError as cancelled:
+                if _is_cancelled():
+                    raise
+                raise Cancelled("the stream was closed") from cancelled
+            finally:
+                call.cancel()
+            await self._sleep(attempts.pause_s(error))
+
+
+class AsyncConversation(BaseConversation[AsyncStream]):
+    """A conversation over an AsyncClient, made by its `conversation`."""
+
+    async def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
+        """Return the answer to the text, or without one to the results of tools that were given since.
+
+        Raises as a client's `generate`.
+        """
+        return await self.stream(text, **options).read()
+
+    async def run(
+        self,
+        text: str | None = None,
+        *,
+        most_turns: int = 10,
+        called: Callable[[ToolCall, str], None] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Say it, call the functions that the model calls, and go on until it answers without a call.
+
+        The functions may be plain or `async`. A call that no function takes goes back to the model as an error;
+        what a function raises is raised.
+
+        Args:
+            text: What is said first, as for `say`.
+            most_turns: The turns after which the model must not call any more.
+            called: Is told each call and its result.
+            options: The options of each turn, as for `say`.
+
+        Raises:
+            IncompleteAnswer: the model still calls after `most_turns`.
+        """
+        for _ in range(most_turns):
+            answer = await self.say(text, **options)
+            if not answer.tool_calls:
+                return answer
+            text = None
+            for call in answer.tool_calls:
+                call_it, result = result_of(self.tools, call)
+                if call_it is not None:
+                    returned = call_it()
+                    result = text_of(await returned if inspect.isawaitable(returned) else returned)
+                self.tool_result(call, result)
+                if called is not None:
+                    called(call, result)
+        raise IncompleteAnswer(f"the model still calls tools after {most_turns} turns")
+
+
+class AsyncClient(BaseClient[AsyncStream]):
+    """Talks to a router; BaseClient says by what settings. Tasks may share one; `close` it, or use it in an
+    `async with`."""
+
+    def __init__(
+        self, *args: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._sleep = sleep
+        self._channel: grpc.aio.Channel | None = None
+        self._open_stub: generation_pb2_grpc.GenerationStub | None = None
+
+    @property
+    def _stub(self) -> generation_pb2_grpc.GenerationStub:
+        """Opened at its first use: a channel belongs to the loop that runs then."""
+        self._check_open()
+        if self._channel is None or self._open_stub is None:
+            self._channel = self._router.open_aio()
+            self._open_stub = generation_pb2_grpc.GenerationStub(self._channel)
+        return self._open_stub
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Return the answer to a text as it is, to a chat, or to token ids."""
+        return await self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
+
+    async def answers(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Answer]:
+        """Return the `n` answers; the prompt is computed once."""
+        stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
+        await stream.read()
+        return stream.answers
+
+    def conversation(
+        self,
+        system: str = "",
+        *,
+        messages: Sequence[Message] = (),
+        **options: Unpack[Options],
+    ) -> AsyncConversation:
+        """Return a conversation that begins with a system's message and with what was said before.
+
+        Args:
+            system: The system's message; there is none where it is empty.
+            messages: What was said before.
+            options: The options of each turn. `tools` may be Tools, or functions with type hints.
+        """
+        return AsyncConversation(self, turns_of(system, messages), options)
+
+    async def explain(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Explanation:
+        """Return where such a request would go, and why; it is not run."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = await self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
+        return read(Explanation, answered)
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> TokenizedPrompt:
+        """Return the prompt that such a request would have."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = await self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
+        return read(TokenizedPrompt, answered)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None
+    ) -> str:
+        """Return the tokens' text; special tokens are written out."""
+        request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
+        return str((await self._ask(self._stub.Detokenize, request, timeout or self._timeout_s)).text)
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        """Return the models that the router serves."""
+        answered = await self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout or self._timeout_s)
+        return [read(Model, model) for model in answered.models]
+
+    async def ranks(self, *, timeout: float | None = None) -> Ranks:
+        """Return what the router knows of every rank."""
+        return read(
+            Ranks, await self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s)
+        )
+
+    async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """Stop a request, of the client's tenant if it has one: its stream ends with finish_reason aborted.
+
+        Returns:
+            False where no such request runs there.
+        """
+        request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
+        return bool((await self._ask(self._stub.Abort, request, timeout or self._timeout_s)).found)
+
+    async def watch(
+        self,
+        *,
+        interval_s: float = 1.0,
+        tenant: str | None = None,
+        all_tenants: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[ClusterNews, None]:
+        """Yield ranks as they change, and requests as they run and end, until the loop is left.
+
+        Args:
+            interval_s: The seconds between two of them, at most.
+            tenant: Whose requests are told; None is the client's own tenant.
+            all_tenants: Whether everybody's are told, which needs an operator's key where keys are asked for.
+            timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
+        """
+        request = self._watch_request(interval_s, tenant, all_tenants)
+        call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
+        try:
+            async for response in call:
+                yield read(ClusterNews, response)
+        except grpc.aio.AioRpcError as failure:
+            _heed_cancellation()
+            raise error_from(failure) from failure
+        except asyncio.CancelledError as cancelled:
+            if _is_cancelled():
+                raise
+            raise Cancelled("the client was closed") from cancelled
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """End every call; whoever waits for one gets Cancelled."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> AsyncStream:
+        call, timeout_s = self._prepared(prompt, options)
+        return AsyncStream(
+            self._stub,
+            call,
+            lambda: self._attempts(timeout_s),
+            self._router.metadata,
+            self._sleep,
+            ended,
+        )
+
+    async def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.left_s(), metadata=self._router.metadata)
+            except grpc.aio.AioRpcError as failure:
+                _heed_cancellation()
+                error = error_from(failure)
+            except asyncio.CancelledError as cancelled:
+                if _is_cancelled():
+                    raise
+                raise Cancelled("the client was closed") from cancelled
+            await self._sleep(attempts.pause_s(error))

@@ -1,0 +1,281 @@
+"""The client whose calls wait; threads may share one."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from isthmus.base import BaseClient, BaseConversation, BaseStream, Ended, turns_of
+from isthmus.errors import IncompleteAnswer, error_from
+from isthmus.functions import result_of, text_of
+from isthmus.request import Messages, Options, Prompt
+from isthmus.values.answer import Answer, Piece
+from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
+from isthmus.values.message import Message, ToolCall
+from isthmus.values.reading import read
+from isthmus.values.watch import ClusterNews
+from services.wire.isthmus.v1 import generation_pb2 as pb
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+
+class Stream(BaseStream):
+    """An answer as it comes. Iterate over it once: nothing is sent before. Leaving the loop, or the `with`,
+    stops the answer. Any thread may close it."""
+
+    def __iter__(self) -> Generator[Piece, None, None]:
+        """Yield the answer's pieces. Raises what the call failed with."""
+        self._begin()
+        with closing(self._responses()) as responses:
+            for response in responses:
+                yield self._growing.add(response)
+        self._end()
+
+    def texts(self) -> Iterator[str]:
+        """Yield what the answer says, without thinking and calls."""
+        with closing(iter(self)) as pieces:
+            for piece in pieces:
+                if piece.text:
+                    yield piece.text
+
+    def read(self) -> Answer:
+        """Return the whole answer, when it has ended."""
+        for _ in self:
+            pass
+        return self.answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _responses(self) -> Generator[pb.GenerateResponse, None, None]:
+        attempts, begun = self._make_attempts(), False
+        while True:
+            call = self._send(attempts)
+            try:
+                for response in call:
+                    begun = True
+                    yield response
+                return
+            except grpc.RpcError as failure:
+                error = error_from(failure)
+                if begun:
+                    raise error from failure
+            finally:
+                call.cancel()
+            self._sleep(attempts.pause_s(error))
+
+
+class Conversation(BaseConversation[Stream]):
+    """A conversation over a Client, made by its `conversation`."""
+
+    def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
+        """Return the answer to the text, or without one to the results of tools that were given since.
+
+        Raises as a client's `generate`.
+        """
+        return self.stream(text, **options).read()
+
+    def run(
+        self,
+        text: str | None = None,
+        *,
+        most_turns: int = 10,
+        called: Callable[[ToolCall, str], None] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Say it, call the functions that the model calls, and go on until it answers without a call.
+
+        A call that no function takes goes back to the model as an error; what a function raises is raised.
+
+        Args:
+            text: What is said first, as for `say`.
+            most_turns: The turns after which the model must not call any more.
+            called: Is told each call and its result.
+            options: The options of each turn, as for `say`.
+
+        Raises:
+            IncompleteAnswer: the model still calls after `most_turns`.
+        """
+        for _ in range(most_turns):
+            answer = self.say(text, **options)
+            if not answer.tool_calls:
+                return answer
+            text = None
+            for call in answer.tool_calls:
+                call_it, result = result_of(self.tools, call)
+                result = result if call_it is None else text_of(call_it())
+                self.tool_result(call, result)
+                if called is not None:
+                    called(call, result)
+        raise IncompleteAnswer(f"the model still calls tools after {most_turns} turns")
+
+
+class Client(BaseClient[Stream]):
+    """Talks to a router; BaseClient says by what settings. Threads may share one; `close` it, or use it in a
+    `with`."""
+
+    def __init__(self, *args: Any, sleep: Callable[[float], None] = time.sleep, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sleep = sleep
+        self._channel = self._router.open()
+        self._open_stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    @property
+    def _stub(self) -> generation_pb2_grpc.GenerationStub:
+        self._check_open()
+        return self._open_stub
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Return the answer to a text as it is, to a chat, or to token ids."""
+        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
+
+    def answers(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Answer]:
+        """Return the `n` answers; the prompt is computed once."""
+        stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
+        stream.read()
+        return stream.answers
+
+    def conversation(
+        self,
+        system: str = "",
+        *,
+        messages: Sequence[Message] = (),
+        **options: Unpack[Options],
+    ) -> Conversation:
+        """Return a conversation that begins with a system's message and with what was said before.
+
+        Args:
+            system: The system's message; there is none where it is empty.
+            messages: What was said before.
+            options: The options of each turn. `tools` may be Tools, or functions with type hints.
+        """
+        return Conversation(self, turns_of(system, messages), options)
+
+    def explain(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Explanation:
+        """Return where such a request would go, and why; it is not run."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
+        return read(Explanation, answered)
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> TokenizedPrompt:
+        """Return the prompt that such a request would have."""
+        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        answered = self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
+        return read(TokenizedPrompt, answered)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """Return the tokens' text; special tokens are written out."""
+        request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
+        return str(self._ask(self._stub.Detokenize, request, timeout or self._timeout_s).text)
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        """Return the models that the router serves."""
+        answered = self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout or self._timeout_s)
+        return [read(Model, model) for model in answered.models]
+
+    def ranks(self, *, timeout: float | None = None) -> Ranks:
+        """Return what the router knows of every rank."""
+        return read(Ranks, self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s))
+
+    def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """Stop a request, of the client's tenant if it has one: its stream ends with finish_reason aborted.
+
+        Returns:
+            False where no such request runs there.
+        """
+        request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
+        return bool(self._ask(self._stub.Abort, request, timeout or self._timeout_s).found)
+
+    def watch(
+        self,
+        *,
+        interval_s: float = 1.0,
+        tenant: str | None = None,
+        all_tenants: bool = False,
+        timeout: float | None = None,
+    ) -> Generator[ClusterNews, None, None]:
+        """Yield ranks as they change, and requests as they run and end, until the loop is left.
+
+        Args:
+            interval_s: The seconds between two of them, at most.
+            tenant: Whose requests are told; None is the client's own tenant.
+            all_tenants: Whether everybody's are told, which needs an operator's key where keys are asked for.
+            timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
+        """
+        request = self._watch_request(interval_s, tenant, all_tenants)
+        call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
+        try:
+            for response in call:
+                yield read(ClusterNews, response)
+        except grpc.RpcError as failure:
+            raise error_from(failure) from failure
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        """End every call; whoever waits for one gets Cancelled."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> Stream:
+        call, timeout_s = self._prepared(prompt, options)
+        return Stream(
+            self._stub,
+            call,
+            lambda: self._attempts(timeout_s),
+            self._router.metadata,
+            self._sleep,
+            ended,
+        )
+
+    def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return method(request, timeout=attempts.left_s(), metadata=self._router.metadata)
+            except grpc.RpcError as failure:
+                error = error_from(failure)
+            self._sleep(attempts.pause_s(error))

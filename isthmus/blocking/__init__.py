@@ -1,1 +1,0 @@
-"""The client whose calls wait; threads may share one."""
