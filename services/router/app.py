@@ -156,7 +156,7 @@ async def open_router(
             WatchMetrics(registry),
             config.max_watchers,
         )
-        service = GenerationService(config.served_name, tokenizer, generator, cluster, watch, defaults)
+        service = GenerationService(generator, cluster, watch, defaults)
         metrics.running.set_function(lambda: generator.num_running)
         metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
         registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
@@ -181,7 +181,8 @@ async def open_router(
         shown = metrics_page.MetricsPage(registry, labels)
         http_metrics = HttpMetrics(registry)
         front = http_app(
-            service,
+            generator,
+            watch,
             defaults=defaults,
             model_path=config.model,
             page=_page(config),

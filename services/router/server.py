@@ -1,9 +1,7 @@
-"""The Generation service: gRPC in front of the Generator."""
+"""The gRPC door: the Generation service in front of the Generator."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
 
 import grpc
 
@@ -12,15 +10,11 @@ from services.observe import traces
 from services.router.cluster import Cluster
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, fill_in
 from services.router.keys import callers
-from services.router.keys.refusals import WRONG_KEY
 from services.router.request.generation import Explanation, Generator
 from services.router.shown.candidates import all_candidates
 from services.router.shown.ranks import ranks_of
-from services.router.text.tokenizer import Tokenizer
-from services.router.watch.asked import read_asked
 from services.router.watch.watch import Watch
-from services.values.errors import Forbidden, InvalidRequest, IsthmusError, Unauthenticated
-from services.values.rank import Role
+from services.values.errors import Forbidden, InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.packed_ids import PackedIds
 from services.wire.read_request import ReadRequest, read_request
@@ -43,19 +37,13 @@ def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """Also the backend of the OpenAI front, so that both go one way."""
-
     def __init__(
         self,
-        model_name: str,
-        tokenizer: Tokenizer,
         generator: Generator,
         cluster: Cluster,
         watch: Watch,
         defaults: SamplingDefaults = OPENAI,
     ) -> None:
-        self._model_name = model_name
-        self._tokenizer = tokenizer
         self._generator = generator
         self._cluster = cluster
         self._watch = watch
@@ -66,7 +54,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         traceparent = traces.traceparent_in(context.invocation_metadata())
         timeout_s = servers.remaining_s(context)
         try:
-            request = _callers_own(read.request)
+            request = callers.own(read.request)
         except Forbidden as error:
             self._generator.rejected(error)
             raise
@@ -76,7 +64,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             request, timeout_s, traceparent, ids=read.ids, tell_prompt=prompts.append
         )
         # A client may have stopped reading.
-        async with asyncio.timeout(self.time_limit_s(timeout_s)):
+        async with asyncio.timeout(self._generator.time_limit_s(timeout_s)):
             async with aclosing(generated) as responses:
                 async for response in responses:
                     prompt = prompts.pop().field(_PROMPT_TOKEN_IDS) if prompts else b""
@@ -95,23 +83,23 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Explain(
         self, request: generation_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ExplainResponse:
-        return _explanation(await self._generator.explain(_callers_own(request.request)))
+        return _explanation(await self._generator.explain(callers.own(request.request)))
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
-        return await self.tokenize(request.request)
+        return await self._generator.tokenize(callers.own(request.request))
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeResponse:
-        text = await self.detokenize(request.model, request.token_ids)
+        text = await self._generator.detokenize(request.model, request.token_ids)
         return generation_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
-        return await self.list_models()
+        return self._generator.list_models()
 
     async def ListRanks(
         self, request: generation_pb2.ListRanksRequest, context: grpc.aio.ServicerContext
@@ -121,109 +109,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def WatchCluster(
         self, request: generation_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        async with aclosing(self.watch(request)) as responses:
+        async with aclosing(self._watch.follow(request)) as responses:
             async for response in responses:
                 # Who has stopped reading must not keep another from watching.
                 async with asyncio.timeout(_UNREAD_S):
                     await context.write(response)
-
-    # -- services.router.http.backend.GenerationBackend -------------------------------------------------
-
-    def generate(
-        self,
-        request: generation_pb2.GenerateRequest,
-        timeout_s: float | None,
-        traceparent: str,
-        *,
-        tells_prompt: bool,
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        own = _callers_own(request)
-        generate = partial(self._generator.generate, own, timeout_s, traceparent)
-        scores = own.sampling.HasField("prompt_logprobs")  # which name no ids
-        return _with_prompt(generate) if tells_prompt or scores else generate()
-
-    async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
-        ids, context_tokens = await self._generator.tokenize(_callers_own(request))
-        return generation_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=context_tokens)
-
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        return await self._generator.detokenize(model, token_ids)
-
-    def time_limit_s(self, timeout_s: float | None) -> float:
-        return self._generator.time_limit_s(timeout_s)
-
-    def rejected(self, error: IsthmusError) -> None:
-        self._generator.rejected(error)
-
-    def check_usable(self) -> None:
-        self._cluster.check_usable()
-
-    def context_tokens(self) -> int | None:
-        return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
-
-    def is_running(self, tenant: str, request_id: str) -> bool:
-        return self._generator.is_running(tenant, request_id)
-
-    def token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        return self._tokenizer.token_bytes(token_id)
-
-    def watch(
-        self, request: generation_pb2.WatchClusterRequest
-    ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-        responses = self._watch.responses(read_asked(request, callers.current()))
-        return _while_good(callers.still_good(), responses)
-
-    async def list_models(self) -> generation_pb2.ListModelsResponse:
-        """With the ranks that are up; the context does not change while they come and go."""
-        model = generation_pb2.Model(
-            id=self._model_name,
-            max_context_tokens=self.context_tokens() or 0,
-            prefill_ranks=self._num_up(Role.PREFILL),
-            decode_ranks=self._num_up(Role.DECODE),
-        )
-        return generation_pb2.ListModelsResponse(models=[model])
-
-    def _num_up(self, role: Role) -> int:
-        return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
-
-
-async def _with_prompt(
-    generate: Callable[..., AsyncGenerator[generation_pb2.GenerateResponse, None]],
-) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-    """The first response has its ids. `generate` is Generator's."""
-    prompts: list[PackedIds] = []
-    async with aclosing(generate(tell_prompt=prompts.append)) as responses:
-        async for response in responses:
-            if prompts:
-                response.MergeFromString(prompts.pop().field(_PROMPT_TOKEN_IDS))
-            yield response
-
-
-async def _while_good(
-    is_good: Callable[[], bool], responses: AsyncGenerator[generation_pb2.WatchClusterResponse, None]
-) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-    """Ends as where the router stops: who connects again is told why. Closes `responses`.
-
-    Raises Unauthenticated before the first of them.
-    """
-    has_begun = False
-    async with aclosing(responses):
-        async for response in responses:
-            if not is_good():
-                if has_begun:
-                    return
-                raise Unauthenticated(WRONG_KEY)
-            has_begun = True
-            yield response
-
-
-def _callers_own(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
-    """With the tenant of the key that was shown, if it has one. Raises Forbidden where it names another."""
-    request.tenant = callers.current().tenant_of(request.tenant)
-    return request
 
 
 def _explanation(told: Explanation) -> generation_pb2.ExplainResponse:

@@ -10,7 +10,6 @@ import pytest
 from services.net import channels, servers
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.router.server import GenerationService, add_to_server
-from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.packed_ids import PackedIds
 
@@ -53,7 +52,7 @@ async def serving(service):
 
 @pytest.fixture
 async def stub(talker):
-    async with serving(GenerationService("m", SimpleNamespace(), talker, SimpleNamespace(), None)) as stub:
+    async with serving(GenerationService(talker, SimpleNamespace(), None)) as stub:
         yield stub
 
 
@@ -89,7 +88,7 @@ async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(num_ids, a
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=prompt), conversation_id="c"
     )
-    async with serving(GenerationService("m", SimpleNamespace(), reader, SimpleNamespace(), None)) as stub:
+    async with serving(GenerationService(reader, SimpleNamespace(), None)) as stub:
         responses = [response async for response in stub.Generate(request, timeout=DEADLINE_S)]
     assert [response.text for response in responses] == ["a", "b"]
     assert [list(response.prompt_token_ids) for response in responses] == [prompt, []]
@@ -99,7 +98,7 @@ async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(num_ids, a
 
 async def test_what_is_unset_is_the_models_own():
     reader, defaults = Reader(), SamplingDefaults(temperature=0.5, top_k=7)
-    service = GenerationService("m", SimpleNamespace(), reader, SimpleNamespace(), None, defaults)
+    service = GenerationService(reader, SimpleNamespace(), None, defaults)
     request = generation_pb2.GenerateRequest(text="Hi", sampling={"temperature": 0, "min_p": 0.25})
     async with serving(service) as stub:
         assert [response.text async for response in stub.Generate(request, timeout=DEADLINE_S)] == ["a", "b"]
@@ -115,32 +114,18 @@ async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):
     monkeypatch.setattr("services.router.server._UNREAD_S", 0.2)
     closed = asyncio.Event()
 
-    async def responses(asked):
+    async def follow(request):
         try:
             while True:
                 yield generation_pb2.WatchClusterResponse(degraded="x" * (8 << 20))
         finally:
             closed.set()
 
-    watch = SimpleNamespace(responses=responses)
-    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), watch)
+    watch = SimpleNamespace(follow=follow)
+    service = GenerationService(SimpleNamespace(), SimpleNamespace(), watch)
     async with serving(service) as stub:
         call = stub.WatchCluster(generation_pb2.WatchClusterRequest())
         await call.read()
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
         assert not call.done()
         call.cancel()
-
-
-async def test_the_ranks_of_a_model_are_those_that_are_up():
-    ranks = {Role.DECODE: ["d0", "d1"], Role.PREFILL: ["p0"]}
-    up = ["d0", "p0"]
-    cluster = SimpleNamespace(
-        ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9
-    )
-    service = GenerationService("m", SimpleNamespace(), SimpleNamespace(), cluster, None)
-    for decode_ranks, prefill_ranks in ((1, 1), (0, 1), (0, 0)):
-        (model,) = (await service.list_models()).models
-        assert (model.decode_ranks, model.prefill_ranks) == (decode_ranks, prefill_ranks)
-        assert model.max_context_tokens == 9
-        del up[:1]

@@ -1,6 +1,6 @@
 """One call for a generation, whichever API it is made by.
 
-    body -> Call -> backend.generate() ---> JSON, or server-sent events
+    body -> Call -> Generator.generate() ---> JSON, or server-sent events
                            |
                            +-- closed at the end, on an error, and when the client leaves
 
@@ -22,13 +22,16 @@ from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import Call
 from services.router.dialects.dialect import CallT, Dialect, Envelope
 from services.router.http.answering import events, whole
-from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, read_timeout_s
 from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
 from services.router.http.prompt_lists import generate_all
 from services.router.keys import callers
+from services.router.request.generation import Generator
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.wire.packed_ids import PackedIds
+
+_PROMPT_TOKEN_IDS = GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ class Generating(Generic[CallT]):
     def __init__(
         self,
         dialect: Dialect[CallT],
-        generation: GenerationBackend,
+        generation: Generator,
         bodies: BodyReader,
         clock: Callable[[], float],
         count: Callable[[str], None],
@@ -79,24 +82,38 @@ class Generating(Generic[CallT]):
     def _responses(
         self, call: CallT, first: GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[GenerateResponse, None]:
-        generate = partial(
-            self._generation.generate,
-            timeout_s=timeout_s,
-            traceparent=call.traceparent,
-            tells_prompt=call.tells_prompt,
-        )
+        generate = partial(self._generate, call, timeout_s=timeout_s)
         if not call.more:
             return generate(first)
         return generate_all(generate, (first, *call.more), call.answers_each)
 
+    def _generate(
+        self, call: CallT, request: GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        generate = partial(self._generation.generate, callers.own(request), timeout_s, call.traceparent)
+        scores = request.sampling.HasField("prompt_logprobs")  # which name no ids
+        return _with_prompt(generate) if call.tells_prompt or scores else generate()
+
     async def _envelope(self, call: Call) -> Envelope:
-        model = call.request.model or await only_model(self._generation)
+        model = call.request.model or only_model(self._generation)
         return Envelope(secrets.token_hex(16), model, int(self._clock()))
 
 
-async def only_model(generation: GenerationBackend) -> str:
-    models = (await generation.list_models()).models
+def only_model(generation: Generator) -> str:
+    models = generation.list_models().models
     return models[0].id if models else ""
+
+
+async def _with_prompt(
+    generate: Callable[..., AsyncGenerator[GenerateResponse, None]],
+) -> AsyncGenerator[GenerateResponse, None]:
+    """Put the prompt's ids in the first response. `generate` is Generator's."""
+    prompts: list[PackedIds] = []
+    async with aclosing(generate(tell_prompt=prompts.append)) as responses:
+        async for response in responses:
+            if prompts:
+                response.MergeFromString(prompts.pop().field(_PROMPT_TOKEN_IDS))
+            yield response
 
 
 async def _naming_constraint(

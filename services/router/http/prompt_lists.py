@@ -14,7 +14,7 @@ async def generate_all(
     requests: Sequence[GenerateRequest],
     answers_each: int,
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """As `generate`, GenerationBackend's, of one request that has all their answers, prompt by prompt. An
+    """As `generate`, Generator's, of one request that has all their answers, prompt by prompt. An
     error of one is raised, and the others are given up; Aborted where somebody stopped one."""
     sources = [generate(request) for request in requests]
     async with aclosing(merged(sources)) as responses:

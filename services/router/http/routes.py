@@ -25,7 +25,6 @@ from services.router.dialects.responses.dialect import ResponsesDialect
 from services.router.dialects.responses.store import ResponseStore
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
 from services.router.dialects.sglang.generate import SglangDialect
-from services.router.http.backend import GenerationBackend
 from services.router.http.body import BodyReader, CountedBodies
 from services.router.http.door.framing import OneLength
 from services.router.http.door.key_door import HttpDoor, tenant_of
@@ -41,6 +40,8 @@ from services.router.http.stored import StoredResponses
 from services.router.http.tokenizing import Tokenizing
 from services.router.keys.api_keys import ApiKeys
 from services.router.page.serving import Page
+from services.router.request.generation import Generator
+from services.router.watch.watch import Watch
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000
@@ -48,7 +49,8 @@ _STORED_BYTES = 64 << 20
 
 
 def http_app(
-    generation: GenerationBackend,
+    generation: Generator,
+    watch: Watch,
     *,
     defaults: SamplingDefaults = OPENAI,
     model_path: str = "",
@@ -80,7 +82,7 @@ def http_app(
         *_stored_routes(StoredResponses(store)),
         *_tokens_routes(Tokenizing(generation, bodies)),
         *_models_routes(Models(generation, int(clock()))),
-        Route("/v1/cluster/watch", Watching(generation).stream, methods=["GET"]),
+        Route("/v1/cluster/watch", Watching(watch).stream, methods=["GET"]),
         *_about_routes(About(generation, model_path)),
         *(page.routes() if page is not None else ()),
         *([Route("/metrics", Metrics(metrics).show, methods=["GET"])] if metrics is not None else ()),
@@ -120,7 +122,7 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
 
 
 def _dialects(
-    generation: GenerationBackend, defaults: SamplingDefaults, store: ResponseStore
+    generation: Generator, defaults: SamplingDefaults, store: ResponseStore
 ) -> dict[str, Dialect[Any]]:
     """By path."""
     words = generation.token_text, generation.token_bytes

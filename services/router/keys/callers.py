@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from services.values.errors import Forbidden
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ _IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda:
 def current() -> Caller:
     """Of the call that is being served."""
     return _CALLER.get()
+
+
+def own(request: GenerateRequest) -> GenerateRequest:
+    """Give the request the tenant of the key that was shown, if the key has one, and return it.
+
+    Raises Forbidden where it names another.
+    """
+    request.tenant = current().tenant_of(request.tenant)
+    return request
 
 
 def tenant_by_key() -> str | None:

@@ -10,7 +10,6 @@ import asyncio
 import math
 import secrets
 import time
-from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -47,6 +46,7 @@ from services.values.errors import (
     IsthmusError,
     NotFound,
 )
+from services.values.rank import Role
 from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id, reusable_of, scored_of
 from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
@@ -73,7 +73,7 @@ class Explanation:
 
 
 class Generator:
-    """Runs requests; shared by the gRPC and the HTTP front."""
+    """What both doors of a router ask of it, gRPC and HTTP."""
 
     def __init__(
         self,
@@ -168,15 +168,16 @@ class Generator:
         constraint = "" if sampling.constraint is None else sampling.constraint.kind.value
         return Explanation(len(ids), explained, constraint, past.outcomes if past is not None else {})
 
-    async def tokenize(self, request: generation_pb2.GenerateRequest) -> tuple["array[int]", int]:
-        """The prompt's ids, though they may be too many, and what the context holds.
+    async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
+        """Return the prompt's ids, though they may be too many, and what the context holds.
 
         Raises as `explain`; ContextExceeded where the prompt is many times too long.
         """
         await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
         encoder = self._encoder(_MOST_CONTEXTS * context_tokens)
-        return (await encoder.encode(request, self._past(request))).ids, context_tokens
+        prompt = await encoder.encode(request, self._past(request))
+        return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """With special tokens written out. Raises InvalidRequest, NotFound."""
@@ -242,9 +243,40 @@ class Generator:
         yield response
 
     def rejected(self, error: IsthmusError) -> None:
-        """Count a request that a front could not read."""
+        """Count a request that a door could not read."""
         self._metrics.received()
         self._metrics.rejected(error)
+
+    # -- the model and the ranks ------------------------------------------------------------------
+
+    def list_models(self) -> generation_pb2.ListModelsResponse:
+        """Return the model with the ranks that are up; its context does not change while they come and go."""
+        model = generation_pb2.Model(
+            id=self._model_name,
+            max_context_tokens=self.context_tokens() or 0,
+            prefill_ranks=self._num_up(Role.PREFILL),
+            decode_ranks=self._num_up(Role.DECODE),
+        )
+        return generation_pb2.ListModelsResponse(models=[model])
+
+    def _num_up(self, role: Role) -> int:
+        return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
+
+    def context_tokens(self) -> int | None:
+        """Return how many tokens prompt and answer may have together; None while no rank is known."""
+        return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
+
+    def check_usable(self) -> None:
+        """Raise Unavailable, saying why, while no rank could take any request."""
+        self._cluster.check_usable()
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token that is a part of a character, which its text cannot tell; None where
+        they are not known."""
+        return self._tokenizer.token_bytes(token_id)
 
     # -- the door ---------------------------------------------------------------------------------
 

@@ -14,15 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from services.router.keys import callers
+from services.router.keys.refusals import WRONG_KEY
 from services.router.request.generation import Generator
 from services.router.request.progress import Progress
-from services.router.watch.asked import Asked
+from services.router.watch.asked import Asked, read_asked
 from services.router.watch.changes import Changes, RankName, Shown
 from services.router.watch.metrics import WatchMetrics
 from services.router.watch.pace import Pace
 from services.router.watch.requests import finished_request, running_request
 from services.router.watch.ring import Ring
-from services.values.errors import NoCapacity, Unavailable
+from services.values.errors import NoCapacity, Unauthenticated, Unavailable
 from services.wire.isthmus.v1 import generation_pb2
 
 _KEPT = 256  # finished requests that a watcher may be behind
@@ -75,6 +77,17 @@ class Watch:
         self._picture: _Picture | None = None
         self._pace = Pace()
         self._closed = False
+
+    def follow(
+        self, request: generation_pb2.WatchClusterRequest
+    ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
+        """Return responses as in generation.proto, until they are closed, the router stops, or the key that
+        was shown is good no more.
+
+        Raises InvalidRequest, Forbidden; at the first response NoCapacity, Unavailable, Unauthenticated.
+        """
+        responses = self.responses(read_asked(request, callers.current()))
+        return _while_good(callers.still_good(), responses)
 
     async def responses(self, asked: Asked) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
         """Until it is closed, or all is. Raises NoCapacity where too many watch, and Unavailable."""
@@ -178,3 +191,21 @@ class Watch:
             ranks = {(each.rank.worker, each.rank.rank): Shown.of(each) for each in told.ranks}
             picture = self._picture = _Picture(now, told, ranks)
         return picture
+
+
+async def _while_good(
+    is_good: Callable[[], bool], responses: AsyncGenerator[generation_pb2.WatchClusterResponse, None]
+) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
+    """End as where the router stops: who connects again is told why. Closes `responses`.
+
+    Raises Unauthenticated before the first of them.
+    """
+    has_begun = False
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            if not is_good():
+                if has_begun:
+                    return
+                raise Unauthenticated(WRONG_KEY)
+            has_begun = True
+            yield response

@@ -21,5 +21,5 @@ async def test_the_second_chain_is_hashed_where_a_rank_has_pairs_and_nowhere_els
     mirror.index.apply_snapshot(mirror.ranks[D0_KEY].registration.id, prompt.chains.pairs[:5])
     chosen = two_decodes.place(prompt, "", frozenset()).decision.chosen
     assert (chosen.decode.id.key, chosen.decode.matched_tokens) == (D0_KEY, 5 * 16)
-    told = (await GenerationService("m", None, None, two_decodes, None).ListRanks(None, None)).ranks
+    told = (await GenerationService(None, two_decodes, None).ListRanks(None, None)).ranks
     assert [(rank.index_blocks, rank.pair_blocks) for rank in told] == [(5, True), (0, False), (0, False)]

@@ -53,7 +53,7 @@ class FakeBackend:
         self.closed = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
+        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tell_prompt: Any = None
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)
@@ -64,7 +64,7 @@ class FakeBackend:
     def context_tokens(self) -> int | None:
         return self.context
 
-    def watch(self, request: WatchClusterRequest) -> AsyncGenerator[WatchClusterResponse, None]:
+    def follow(self, request: WatchClusterRequest) -> AsyncGenerator[WatchClusterResponse, None]:
         self.watches.append(request)
         self.playing = self.play(self.watch_script)
         return self.playing
@@ -95,7 +95,7 @@ class FakeBackend:
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         return "".join(map(self.token_text, token_ids))
 
-    async def list_models(self) -> ListModelsResponse:
+    def list_models(self) -> ListModelsResponse:
         models = [Model(id=name, max_context_tokens=512, decode_ranks=1) for name in self.model_ids]
         return ListModelsResponse(models=models)
 
@@ -150,8 +150,8 @@ def logprobs_of(token_id: int, *others: int) -> TokenLogprobs:
     return TokenLogprobs(chosen=TokenLogprob(token_id=token_id, logprob=-0.25), top=top)
 
 
-def client(backend: FakeBackend, **options: Any) -> httpx.AsyncClient:
-    app = http_app(backend, clock=lambda: 1234.5, **options)
+def client(backend: FakeBackend, watch: Any = None, **options: Any) -> httpx.AsyncClient:
+    app = http_app(backend, watch or backend, clock=lambda: 1234.5, **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 

@@ -207,7 +207,7 @@ async def test_what_nobody_keeps_of_a_body_is_not_counted() -> None:
 
     scope = {"type": "http", "method": "GET", "path": "/v1/cluster/watch", "headers": [], "query_string": b""}
     async with asyncio.timeout(10):
-        await http_app(backend, in_flight=in_flight)(scope, receive, send)
+        await http_app(backend, backend, in_flight=in_flight)(scope, receive, send)
     assert held == [0] * 6
 
 

@@ -39,7 +39,7 @@ class Stream:
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         method = "GET" if is_watch else "POST"
         scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
-        await asyncio.wait_for(http_app(backend)(scope, self._receive, self._send), DEADLINE_S)
+        await asyncio.wait_for(http_app(backend, backend)(scope, self._receive, self._send), DEADLINE_S)
         return self.sent
 
     async def _receive(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
 from services.router.request.telemetry.metrics import RouterMetrics
 from services.router.server import GENERATE, GenerationService, add_to_server, generate_handler
+from services.router.watch.watch import Watch
 from services.values.errors import ConfigError, Forbidden, Unauthenticated
-from services.values.rank import Role
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -325,7 +325,10 @@ class Player:
         yield generation_pb2.GenerateResponse(text=f"Hi {request.tenant}")
 
     async def tokenize(self, request):
-        return [len(request.tenant)], 9
+        return generation_pb2.TokenizeResponse(token_ids=[len(request.tenant)], max_context_tokens=9)
+
+    def list_models(self):
+        return generation_pb2.ListModelsResponse(models=[generation_pb2.Model(id="m")])
 
     def abort(self, request_id, tenant):
         return tenant in (None, "acme")
@@ -348,10 +351,13 @@ async def told_for_ever(asked):
         await asyncio.sleep(0.01)
 
 
+class ToldWatch(Watch):
+    def __init__(self, told):
+        self.responses = told
+
+
 def service_of(player, told):
-    ranks = {Role.DECODE: [], Role.PREFILL: []}
-    watch = SimpleNamespace(responses=told)
-    return GenerationService("m", None, player, SimpleNamespace(ranks=ranks.__getitem__, is_up=None), watch)
+    return GenerationService(player, SimpleNamespace(), ToldWatch(told))
 
 
 @asynccontextmanager
@@ -506,9 +512,19 @@ async def test_a_key_that_goes_before_the_first_response_is_refused(of_tenants, 
         file.write_text("bare-key\n")
         yield generation_pb2.WatchClusterResponse()
 
-    async with client(service_of(Player(), told_late), keys=of_tenants) as http:
+    async with client(FakeBackend(), ToldWatch(told_late), keys=of_tenants) as http:
         answer = await http.get("/v1/cluster/watch", headers=bearer("acme"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_over_http_a_request_has_the_tenant_of_its_key(of_tenants):
+    backend, body = FakeBackend(), {"prompt": "Hi"}
+    async with client(backend, keys=of_tenants) as http:
+        for path in ("/v1/completions", "/tokenize"):
+            assert (await http.post(path, json=body, headers=bearer("acme"))).status_code == 200
+            other = {**bearer("acme"), "x-isthmus-tenant": "b"}
+            assert (await http.post(path, json=body, headers=other)).status_code == 403
+    assert [request.tenant for request in backend.requests] == ["acme", "acme"]
 
 
 async def test_a_watch_over_http_ends_with_its_key(of_tenants, file):
@@ -531,7 +547,7 @@ async def test_a_watch_over_http_ends_with_its_key(of_tenants, file):
         "headers": headers,
         "query_string": b"",
     }
-    app = http_app(service_of(Player(), told_for_ever), keys=of_tenants)
+    app = http_app(FakeBackend(), ToldWatch(told_for_ever), keys=of_tenants)
     await asyncio.wait_for(app(scope, receive, send), 20)
     assert sent[0]["status"] == 200 and not sent[-1]["body"] and len(sent) == 5
 

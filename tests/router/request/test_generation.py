@@ -21,7 +21,7 @@ from services.values.errors import (
     NotFound,
     Unavailable,
 )
-from services.values.rank import Generation, Plan, RankId
+from services.values.rank import Generation, Plan, RankId, Role
 from services.values.request import Admitted, FinishReason, Output, SamplingParams, TokenLogprobs
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -411,11 +411,9 @@ async def test_a_prompt_is_counted_though_no_context_holds_it(character_tokenize
     for length in [3, 99, 100, 1600 - 1]:
         with subtests.test(length=length):
             text = "a" * length
-            ids, context = await reading(character_tokenizer).tokenize(
-                generation_pb2.GenerateRequest(text=text)
-            )
-            assert list(ids) == character_tokenizer.encode(text)
-            assert context == 100
+            told = await reading(character_tokenizer).tokenize(generation_pb2.GenerateRequest(text=text))
+            assert list(told.token_ids) == character_tokenizer.encode(text)
+            assert told.max_context_tokens == 100
     for request_, error in UNCOUNTABLE:
         with subtests.test(request_=request_, error=error), pytest.raises(error):
             await reading(character_tokenizer).tokenize(request_)
@@ -432,3 +430,18 @@ async def test_the_text_of_ids_has_its_special_tokens(character_tokenizer):
     ):
         with pytest.raises(error):
             await generator.detokenize(model, wrong)
+
+
+def test_the_ranks_of_a_model_are_those_that_are_up():
+    ranks = {Role.DECODE: ["d0", "d1"], Role.PREFILL: ["p0"]}
+    up = ["d0", "p0"]
+    cluster = SimpleNamespace(
+        ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9
+    )
+    limits = {"max_attempts": 1, "max_wait_s": 1.0, "request_timeout_s": 9.0}
+    generator = Generator("m", None, cluster, Outcomes(), **limits)
+    for decode_ranks, prefill_ranks in ((1, 1), (0, 1), (0, 0)):
+        (model,) = generator.list_models().models
+        assert (model.decode_ranks, model.prefill_ranks) == (decode_ranks, prefill_ranks)
+        assert model.max_context_tokens == 9
+        del up[:1]

@@ -5,8 +5,8 @@ from starlette.responses import JSONResponse, Response
 
 from services.observe import build_info
 from services.router.dialects.openai.errors import error_object
-from services.router.http.backend import GenerationBackend
 from services.router.keys import callers
+from services.router.request.generation import Generator
 
 _NO_FLUSH = (
     "this router empties no cache: ranks serve other routers, too. Give each run a cache_salt of its own, or "
@@ -18,7 +18,7 @@ class About:
     """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine. An operator
     is told it, and where no keys are asked for everybody is; others are told the model's name instead."""
 
-    def __init__(self, generation: GenerationBackend, model_path: str) -> None:
+    def __init__(self, generation: Generator, model_path: str) -> None:
         self._generation = generation
         self._model_path = model_path
         self._version = build_info.versions()["version"]
@@ -37,7 +37,7 @@ class About:
         return JSONResponse({"version": self._version, **names, "internal_states": []})
 
     async def _name(self) -> str:
-        models = (await self._generation.list_models()).models
+        models = self._generation.list_models().models
         return models[0].id if models else ""
 
     def _told_path(self, name: str) -> str:

@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.router.dialects.answer import Json
 from services.router.dialects.anthropic import models as anthropic
-from services.router.http.backend import GenerationBackend
+from services.router.request.generation import Generator
 from services.values.errors import NotFound
 from services.wire.isthmus.v1.generation_pb2 import Model
 
@@ -13,7 +13,7 @@ from services.wire.isthmus.v1.generation_pb2 import Model
 class Models:
     """Endpoints. `created`: seconds since the epoch, when this router came up."""
 
-    def __init__(self, generation: GenerationBackend, created: int) -> None:
+    def __init__(self, generation: Generator, created: int) -> None:
         self._generation = generation
         self._created = created
 
@@ -38,7 +38,7 @@ class Models:
         raise NotFound(f"model {name!r} is not served here")
 
     async def _models(self, request: Request) -> list[Json]:
-        models = (await self._generation.list_models()).models
+        models = self._generation.list_models().models
         if anthropic.asks(request.headers):
             return [anthropic.model_json(model.id, self._created) for model in models]
         return [self._model(model) for model in models]

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from services.router.dialects.answer import Event
 from services.router.dialects.body import InvalidParameter
 from services.router.dialects.call import TENANT
-from services.router.http.backend import GenerationBackend
 from services.router.http.event_stream import EventStream, sse
 from services.router.watch.pace import Pace
+from services.router.watch.watch import Watch
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
 
@@ -24,14 +24,14 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 class Watching:
     """An endpoint."""
 
-    def __init__(self, generation: GenerationBackend) -> None:
-        self._generation = generation
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._pace = Pace()  # of all streams
 
     async def stream(self, request: Request) -> Response:
-        watch = read_watch(request.query_params, request.headers)
+        asked = read_watch(request.query_params, request.headers)
         try:
-            responses = self._generation.watch(watch)
+            responses = self._watch.follow(asked)
         except InvalidRequest as error:
             if not error.field:
                 raise

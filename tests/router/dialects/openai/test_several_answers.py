@@ -33,7 +33,12 @@ class EachItsOwn(FakeBackend):
     """Answers each prompt with its own text, twice where two answers are asked for."""
 
     async def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        traceparent: str,
+        *,
+        tell_prompt: object = None,
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         if request.text == "fail":
@@ -48,7 +53,12 @@ class AbortingOne(FakeBackend):
     """Somebody stops the first prompt; the second goes on until it is given up."""
 
     async def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tells_prompt: bool
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        traceparent: str,
+        *,
+        tell_prompt: object = None,
     ) -> AsyncGenerator[GenerateResponse, None]:
         if request.text == "a":
             yield finished("", reason=common_pb2.FINISH_REASON_ABORTED)

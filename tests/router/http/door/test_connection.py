@@ -82,7 +82,7 @@ async def serving(
 ):
     backend, told = FakeBackend(), []
     config = uvicorn.Config(
-        http_app(backend, **app),
+        http_app(backend, backend, **app),
         http=partial(BoundedConnection, HttpBounds(header_s, body_s, max_connections, surplus), told.append),
         port=0,
         log_config=None,

@@ -18,7 +18,7 @@ def page():
 
 
 def client(page, keys=None):
-    app = http_app(FakeBackend(), metrics=page, keys=keys)
+    app = http_app(FakeBackend(), FakeBackend(), metrics=page, keys=keys)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router")
 
 

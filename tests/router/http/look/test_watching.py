@@ -99,7 +99,7 @@ async def test_what_is_refused_before_the_first_event(subtests):
     with subtests.test("what cannot be is named as well"):
 
         class Strict(FakeBackend):
-            def watch(self, request):
+            def follow(self, request):
                 raise InvalidRequest("interval_s", "must be less")
 
         async with client(Strict()) as http:
@@ -127,7 +127,7 @@ async def test_who_only_looks_or_leaves_does_not_watch(subtests):
 
         scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b""}
         before = asyncio.all_tasks()
-        await asyncio.wait_for(http_app(backend)(scope, receive, send), DEADLINE_S)
+        await asyncio.wait_for(http_app(backend, backend)(scope, receive, send), DEADLINE_S)
         assert backend.closed.is_set() and asyncio.all_tasks() == before
 
 
@@ -144,7 +144,7 @@ async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monk
     async def read():
         backend = FakeBackend()
         backend.watch_script = [WatchClusterResponse()] * 2
-        return [event async for event in _events(backend.watch(WatchClusterRequest()), pace)]
+        return [event async for event in _events(backend.follow(WatchClusterRequest()), pace)]
 
     told = await asyncio.wait_for(asyncio.gather(read(), read()), DEADLINE_S)
     assert told == [[b"data: {}\n\n"] * 2] * 2
