@@ -111,8 +111,8 @@ class AsyncConversation(BaseConversation[AsyncStream]):
     ) -> Answer:
         """Say it, call the functions that the model calls, and go on until it answers without a call.
 
-        The functions may be plain or `async`. A call that no function takes goes back to the model as an error;
-        what a function raises is raised.
+        The functions may be plain or `async`. A call that no function takes goes back to the model as an
+        error; what a function raises is raised.
 
         Args:
             text: What is said first, as for `say`.
