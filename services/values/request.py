@@ -322,7 +322,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """What a router tells a decode rank: the request, and who prefills it under plan remote."""
+    """What a decode rank was told by a router: the request, and who prefills it under plan remote."""
 
     request: GenerationRequest
     prefill: RankAddress | None = None

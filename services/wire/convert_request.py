@@ -11,7 +11,7 @@ from typing import Any
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Generation, Plan, Rendezvous
+from services.values.rank import Plan, Rendezvous
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -35,9 +35,6 @@ _FINISH_TO_PROTO = {
     FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
-
-# On the wire 0 seconds means "no deadline"; a deadline that has just passed must not become none.
-_LEAST_TIMEOUT_S = 1e-9
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -149,21 +146,6 @@ def prompt_logprobs_from_proto(
         return value_of(PromptLogprobs, pb.prompt_logprobs)
     except ValueError as error:
         raise ProtocolError(f"prompt_logprobs: {error}") from error
-
-
-def start_to_proto(command: StartCommand, decode_generation: Generation) -> decode_pb2.Start:
-    """`decode_generation` is the life of the decode rank that the command is meant for."""
-    request = command.request
-    return message_of(
-        decode_pb2.Start,
-        request,
-        sampling=sampling_to_proto(request.sampling),
-        plan=convert.plan_to_proto(request.plan),
-        prefill=None if command.prefill is None else convert.address_to_proto(command.prefill),
-        decode_generation=decode_generation,
-        timeout_s=0.0 if command.timeout_s is None else max(command.timeout_s, _LEAST_TIMEOUT_S),
-        traceparent=command.traceparent,
-    )
 
 
 def start_from_proto(pb: decode_pb2.Start) -> StartCommand:

@@ -28,7 +28,8 @@ from services.values.request import (
     StartCommand,
     TokenLogprobs,
 )
-from services.wire import convert_request
+from services.wire import convert, convert_request
+from services.wire.fields import message_of
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, prefill_pb2
 from wire.wire_values import (
     addresses,
@@ -171,9 +172,23 @@ def test_finish_reasons_round_trip_and_no_others(subtests):
             convert_request.finish_reason_from_proto(number)
 
 
+def start_of(command, generation):
+    """A router's message that says the same."""
+    return message_of(
+        decode_pb2.Start,
+        command.request,
+        sampling=convert_request.sampling_to_proto(command.request.sampling),
+        plan=convert.plan_to_proto(command.request.plan),
+        prefill=None if command.prefill is None else convert.address_to_proto(command.prefill),
+        decode_generation=generation,
+        timeout_s=command.timeout_s or 0.0,
+        traceparent=command.traceparent,
+    )
+
+
 @given(commands, uint64)
 def test_start_round_trips(command, generation):
-    pb = over_the_wire(convert_request.start_to_proto(command, Generation(generation)))
+    pb = over_the_wire(start_of(command, Generation(generation)))
     assert pb.decode_generation == generation
     assert convert_request.start_from_proto(pb) == command
 
@@ -280,17 +295,12 @@ def test_sampling_out_of_range_is_refused_by_name(subtests):
             convert_request.sampling_to_proto(SamplingParams(**{field_name: value}))
 
 
-def test_a_rank_is_given_no_more_time_than_grpc_can_tell_and_some(subtests):
+def test_a_rank_is_given_no_more_time_than_grpc_can_tell(subtests):
     for timeout_s, bounded_s in [(60.0, 60.0), (9e9, MAX_TIMEOUT_S), (1e300, MAX_TIMEOUT_S)]:
         with subtests.test(timeout_s=timeout_s):
             request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
-            pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
+            pb = start_of(StartCommand(request, timeout_s=timeout_s), Generation(1))
             assert convert_request.start_from_proto(pb).timeout_s == bounded_s
-    for timeout_s in [0.0, -3.0]:
-        with subtests.test(timeout_s=timeout_s):
-            request = GenerationRequest("r", (1,), SamplingParams(), plan=Plan.LOCAL)
-            pb = convert_request.start_to_proto(StartCommand(request, timeout_s=timeout_s), Generation(1))
-            assert 0 < convert_request.start_from_proto(pb).timeout_s < 1e-6
 
 
 def test_a_constraint_that_is_none_or_not_alone_is_refused_by_name(subtests):

@@ -25,7 +25,7 @@ from services.router.links.silence import SilenceLimit
 from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
-from services.values.request import Output, StartCommand
+from services.values.request import Output
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2
 from services.wire.packed_ids import PackedIds, length_delimited
@@ -72,20 +72,21 @@ class DecodeClient:
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 
-    def start(self, command: StartCommand, prompt: PackedIds = _NO_IDS) -> OutputStream:
-        """Send a request to the rank. `prompt` is its prompt, where the command's request has none.
+    def start(self, start: decode_pb2.Start, prompt: PackedIds = _NO_IDS) -> OutputStream:
+        """Send a request to the rank, with what is the connection's own: the life that it is for, and a name
+        and a number there. `prompt` is its prompt, where `start` has none.
 
         Raises:
             DecodeRankLost: the rank is not connected.
-            InvalidRequest: the command is larger than a message may be. Its write would break the stream.
+            InvalidRequest: the request is larger than a message may be. Its write would break the stream.
         """
         if not self.connected.is_set():
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
         # Not the client's id alone: a request of that name, of this router or another, may not have ended
         # there yet, and what is still said of it must not be taken for this one's.
         number = next(self._next_number)
-        request_id = f"{command.request.request_id}#{self._suffix}{number:x}"
-        start = convert_request.start_to_proto(command, self.address.id.generation)
+        request_id = f"{start.request_id}#{self._suffix}{number:x}"
+        start.decode_generation = self.address.id.generation
         start.request_id, start.number = request_id, number
         message = length_delimited(_START, start.SerializeToString() + prompt.field(_PROMPT_IDS))
         if len(message) > channels.MAX_MESSAGE_BYTES:
@@ -93,7 +94,7 @@ class DecodeClient:
                 f"the request is too large: {len(message)} bytes, "
                 f"and a message holds {channels.MAX_MESSAGE_BYTES}"
             )
-        stream = OutputStream(self, request_id, command.timeout_s, self._gathering)
+        stream = OutputStream(self, request_id, start.timeout_s or None, self._gathering)
         self._streams[number], self._numbers[request_id] = stream, number
         self._idle.clear()
         self._commands.put(message)

@@ -34,14 +34,9 @@ from services.values.errors import (
     StaleGeneration,
     Unavailable,
 )
-from services.values.request import (
-    FinishReason,
-    GenerationRequest,
-    Output,
-    SamplingParams,
-    StartCommand,
-    reusable_of,
-)
+from services.values.request import FinishReason, Output, SamplingParams, reusable_of
+from services.wire import convert, convert_request
+from services.wire.isthmus.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +180,7 @@ class FailoverStream:
     def _send(self, placed: Placed, began: float) -> None:
         progress, request = self._progress, self._request
         progress.place(placed)
-        stream = placed.client.start(self._command(placed), request.prompt)
+        stream = placed.client.start(self._message(placed), request.prompt)
         self._cluster.sent(request.answer_key, request.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
@@ -220,20 +215,21 @@ class FailoverStream:
                 return placed
         return None
 
-    def _command(self, placed: Placed) -> StartCommand:
-        asked = self._request
-        request = GenerationRequest(
-            request_id=asked.answer_name,
-            prompt_ids=(),  # they go as they came
-            sampling=self._sampling,
-            output_ids_so_far=tuple(self._progress.output_ids),
-            cache_salt=asked.tenant,
-            priority=asked.priority,
-            plan=placed.plan,
+    def _message(self, placed: Placed) -> decode_pb2.Start:
+        """The request for the rank of that place; its prompt goes beside it, as it came."""
+        request, prefill = self._request, placed.prefill
+        return decode_pb2.Start(
+            request_id=request.answer_name,
+            output_ids_so_far=self._progress.output_ids,
+            sampling=convert_request.sampling_to_proto(self._sampling),
+            cache_salt=request.tenant,
+            priority=request.priority,
+            plan=convert.plan_to_proto(placed.plan),
+            prefill=None if prefill is None else convert.address_to_proto(prefill),
+            timeout_s=self._remaining_s(),
             eos_token_ids=self._eos_token_ids,
+            traceparent=traces.traceparent(self._progress.span),
         )
-        traceparent = traces.traceparent(self._progress.span)
-        return StartCommand(request, placed.prefill, self._remaining_s(), traceparent)
 
     def _withdraw(self) -> Placed | None:
         """Leave the ranks that it is with."""

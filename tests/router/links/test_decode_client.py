@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,17 +11,15 @@ from services.net import channels, servers
 from services.router.links import decode_client, silence
 from services.router.links.decode_client import DecodeClient, DecodeRankLost
 from services.values.errors import InvalidRequest
-from services.values.rank import Generation, Plan, RankAddress, RankId
-from services.values.request import (
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    StartCommand,
-)
+from services.values.rank import Generation, RankAddress, RankId
+from services.values.request import FinishReason
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 RANK = RankId("decode", 0, Generation(1))
-COMMAND = StartCommand(GenerationRequest("mine", (1, 2), SamplingParams(), plan=Plan.LOCAL))
+
+
+def start(name="mine", prompt_ids=(1, 2)):
+    return decode_pb2.Start(request_id=name, prompt_ids=prompt_ids, plan=common_pb2.PLAN_LOCAL)
 
 
 class Rank(decode_pb2_grpc.DecodeServicer):
@@ -85,7 +82,7 @@ def soon_silent(monkeypatch):
 async def test_a_silent_rank_is_lost(soon_silent):
     rank = Reporter()
     async with client_of(rank) as (client, losses):
-        stream = client.start(COMMAND)
+        stream = client.start(start())
         rank.silent = True
         with pytest.raises(DecodeRankLost, match="silent"):
             await stream.next()
@@ -107,7 +104,7 @@ async def test_what_cannot_be_read_loses_the_stream_and_not_the_client():
     rank = Rank(lambda request_id: decode_pb2.RequestOutput(request_id=request_id, finished=99))
     async with client_of(rank) as (client, losses):
         with pytest.raises(DecodeRankLost, match="finish_reason"):
-            await client.start(COMMAND).next()
+            await client.start(start()).next()
         assert losses == [1]
         while rank.streams < 2:
             await asyncio.sleep(0.01)
@@ -119,7 +116,7 @@ async def test_who_is_retired_lets_what_runs_end(soon_silent, subtests):
         with subtests.test(lost=lost):
             rank = Reporter()
             async with client_of(rank) as (client, _):
-                streams = [client.start(COMMAND) for _ in range(2)]
+                streams = [client.start(start()) for _ in range(2)]
                 retiring = asyncio.create_task(client.retire())
                 if lost:
                     rank.silent = True
@@ -143,8 +140,8 @@ async def test_a_request_that_no_message_holds_fails_alone(monkeypatch):
     monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 1_000)
     ended = partial(decode_pb2.RequestOutput, finished=common_pb2.FINISH_REASON_STOP)
     async with client_of(Rank(lambda request_id: ended(request_id=request_id))) as (client, losses):
-        stream = client.start(COMMAND)
-        large = replace(COMMAND, request=replace(COMMAND.request, prompt_ids=(500,) * 500))
+        stream = client.start(start())
+        large = start(prompt_ids=(500,) * 500)
         with pytest.raises(InvalidRequest, match=r"too large: 1[0-9]{3} bytes, and a message holds 1000"):
             client.start(large)
         assert (await stream.next()).finished is FinishReason.STOP
@@ -175,7 +172,7 @@ def numbered_step(request_id, number):
 async def test_tokens_come_under_the_number_of_their_request_and_before_its_outputs():
     async with client_of(Numbered(numbered_step)) as (client, losses):
         numbers = []
-        for stream in [client.start(COMMAND) for _ in range(2)]:
+        for stream in [client.start(start()) for _ in range(2)]:
             assert (await stream.next()).token_ids == (5, 7)
             last = await stream.next()
             assert last.finished is FinishReason.STOP
@@ -189,7 +186,7 @@ async def test_tokens_without_as_many_numbers_lose_the_stream():
     rank = Numbered(lambda _, number: decode_pb2.StepOutputs(numbers=[number], token_ids=[5, 6]))
     async with client_of(rank) as (client, losses):
         with pytest.raises(DecodeRankLost, match="1 numbers of requests for 2 tokens"):
-            await client.start(COMMAND).next()
+            await client.start(start()).next()
         assert losses == [1]
 
 
@@ -215,7 +212,7 @@ async def test_requests_of_a_moment_go_in_a_message_if_the_rank_reads_them(subte
             async with client_of(rank) as (client, _):
                 names = [f"request-{number}" for number in range(20)]
                 for name in names:
-                    client.start(replace(COMMAND, request=replace(COMMAND.request, request_id=name)))
+                    client.start(start(name))
                 rank.release.set()
                 while sum(map(len, rank.starts)) < len(names):
                     await asyncio.sleep(0.01)

@@ -181,7 +181,7 @@ class LosingCluster:
         placed.client.start = self._start
         return placed
 
-    def _start(self, command, prompt):
+    def _start(self, start, prompt):
         stream = OutputStream(MagicMock(), "r")
         admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
         for token_id in range(self._num_tokens):
@@ -310,7 +310,7 @@ class OutgrownCluster(LosingCluster):
         assert num_tokens - output_tokens == 1 and output_tokens == self._num_tokens * len(self.excluded)
         return FinishReason.CAPACITY if len(self.excluded) == 3 else None
 
-    def _start(self, command, prompt):
+    def _start(self, start, prompt):
         stream = OutputStream(MagicMock(), "r")
         admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
         for token_id in range(self._num_tokens):
@@ -365,7 +365,7 @@ async def test_a_stop_string_or_an_abort_at_the_end_of_a_pool_ends_the_request(c
 class AtOnceCluster(LosingCluster):
     """Its rank sends all tokens of a request together, with logprobs."""
 
-    def _start(self, command, prompt):
+    def _start(self, start, prompt):
         stream = OutputStream(MagicMock(), "r")
         admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
         ids = tuple(range(self._num_tokens))

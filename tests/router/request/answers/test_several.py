@@ -57,10 +57,10 @@ class HeldCluster(LosingCluster):
     def _starting(self, placed):
         worker = placed.decision.chosen.decode.id.worker
 
-        def start(command, prompt):
-            name = command.request.request_id
+        def start(start, prompt):
+            name = start.request_id
             self.starts.append((name, worker))
-            self.seeds[name] = command.request.sampling.seed
+            self.seeds[name] = start.sampling.seed
             self.streams[name] = OutputStream(MagicMock(), name)
             return self.streams[name]
 

@@ -53,8 +53,8 @@ class TalkingCluster(LosingCluster):
     def max_context_tokens(self):
         return 1000
 
-    def _start(self, command, prompt):
-        self.eos = command.request.eos_token_ids
+    def _start(self, start, prompt):
+        self.eos = start.eos_token_ids
         stream = OutputStream(MagicMock(), "r")
         admitted = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
         for begin in range(0, len(self.ids), 3):
