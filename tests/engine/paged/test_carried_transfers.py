@@ -39,17 +39,37 @@ def spoiling(monkeypatch):
 # -- digests --------------------------------------------------------------------------------------------
 
 
-async def test_every_unit_that_moves_is_compared():
-    async with Pair(HYBRID) as pair:
-        assert (await pair.generate(PROMPT)).admitted.digested_pages == UNITS
-        assert (await pair.generate(PROMPT[:20])).admitted.digested_pages == 3  # a full hit
-        assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
-        await pair.assert_nothing_held()
+async def test_what_moves_is_counted_and_compared(subtests):
+    with subtests.test("every unit that moves is compared"):
+        async with Pair(HYBRID) as pair:
+            assert (await pair.generate(PROMPT)).admitted.digested_pages == UNITS
+            assert (await pair.generate(PROMPT[:20])).admitted.digested_pages == 3  # a full hit
+            assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
+            await pair.assert_nothing_held()
+
+    with subtests.test("what a cold prompt would have moved is told under either plan"):
+        async with Pair(HYBRID) as pair:
+            cold = moved_bytes(0, len(PROMPT), pair.decode.layout)
+            first = (await pair.generate(PROMPT)).admitted
+            assert first.kv_bytes_moved == first.kv_bytes_prompt == sum(cold)
+            assert first.carried_bytes == {"sliding_window": cold[1], "recurrent": cold[2]}
+            second = (await pair.generate(PROMPT)).admitted
+            assert second.decode_prefix_len == 20
+            assert second.kv_bytes_saved == 20 // 4 * pair.decode.layout.page_bytes
+            local = (await pair.generate(PROMPT, plan=Plan.LOCAL)).admitted
+            assert (local.kv_bytes_moved, local.carried_bytes) == (0, {})
+            assert local.kv_bytes_saved == sum(cold)
 
 
-@pytest.mark.parametrize("group", [0, 1, 2])
-async def test_a_unit_that_comes_changed_fails_the_transfer(spoiling, monkeypatch, caplog, group):
-    monkeypatch.setattr(spoiling, "group", group)
+async def test_a_unit_that_comes_changed_fails_the_transfer(subtests, spoiling, monkeypatch, caplog):
+    for group in (0, 1, 2):
+        with subtests.test(group=group):
+            caplog.clear()
+            monkeypatch.setattr(spoiling, "group", group)
+            await check_a_changed_unit(spoiling, caplog, group)
+
+
+async def check_a_changed_unit(spoiling, caplog, group):
     async with Pair(HYBRID) as pair:
         spoiling.spoils = 1
         with caplog.at_level(logging.ERROR), pytest.raises(KvCorrupt, match="1 of 9 pages"):
@@ -63,10 +83,15 @@ async def test_a_unit_that_comes_changed_fails_the_transfer(spoiling, monkeypatc
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("group", [1, 2])
-async def test_unchecked_a_changed_unit_changes_the_answer(spoiling, monkeypatch, group):
+async def test_unchecked_a_changed_unit_changes_the_answer(subtests, spoiling, monkeypatch):
     """So that what the others prove is not for nothing."""
-    monkeypatch.setattr(spoiling, "group", group)
+    for group in (1, 2):
+        with subtests.test(group=group):
+            monkeypatch.setattr(spoiling, "group", group)
+            await check_an_unseen_change(spoiling)
+
+
+async def check_an_unseen_change(spoiling):
     async with Pair(replace(HYBRID, kv_digest_share=0.0)) as pair:
         spoiling.spoils = 1
         prompt = [*PROMPT, 1, 2]  # the window's first page is seen from its first token on
@@ -78,45 +103,29 @@ async def test_unchecked_a_changed_unit_changes_the_answer(spoiling, monkeypatch
 # -- bytes ----------------------------------------------------------------------------------------------
 
 
-async def test_what_a_cold_prompt_would_have_moved_is_told_under_either_plan():
-    async with Pair(HYBRID) as pair:
-        cold = moved_bytes(0, len(PROMPT), pair.decode.layout)
-        first = (await pair.generate(PROMPT)).admitted
-        assert first.kv_bytes_moved == first.kv_bytes_prompt == sum(cold)
-        assert first.carried_bytes == {"sliding_window": cold[1], "recurrent": cold[2]}
-        second = (await pair.generate(PROMPT)).admitted
-        assert second.decode_prefix_len == 20
-        assert second.kv_bytes_saved == 20 // 4 * pair.decode.layout.page_bytes
-        local = (await pair.generate(PROMPT, plan=Plan.LOCAL)).admitted
-        assert (local.kv_bytes_moved, local.carried_bytes) == (0, {})
-        assert local.kv_bytes_saved == sum(cold)
-
-
-@pytest.mark.parametrize(
-    ("told", "sentence"),
-    [
+async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
+    for told, sentence in [
         ([192, 56, 16], r"192 \+ 56 \+ 16 bytes landed where 192 \+ 64 \+ 8 were due"),  # the sum is right
         ([192, 64], "256 bytes landed where"),
         ([1] * 1000, " 1000 bytes landed where"),  # however many there are
         ([], "264 bytes landed where"),  # as from who knows of no groups
-    ],
-)
-async def test_other_bytes_than_are_due_are_a_failed_peer(monkeypatch, told, sentence):
-    say = PrefillRoom._say
+    ]:
+        with subtests.test(told=told, sentence=sentence), pytest.MonkeyPatch.context() as monkeypatch:
+            say = PrefillRoom._say
 
-    def lie(room, message):
-        if message.status.group_bytes:
-            message.status.group_bytes[:] = told
-        say(room, message)
+            def lie(room, message, told=told, say=say):
+                if message.status.group_bytes:
+                    message.status.group_bytes[:] = told
+                say(room, message)
 
-    async with Pair(HYBRID) as pair:
-        assert moved_bytes(0, len(PROMPT), pair.decode.layout) == (192, 64, 8)
-        with monkeypatch.context() as patch:
-            patch.setattr(PrefillRoom, "_say", lie)
-            with pytest.raises(PeerFailed, match=sentence):
-                await pair.generate(PROMPT)
-        await pair.assert_nothing_held()
-        assert (await pair.generate(PROMPT)).tokens == right(PROMPT, 8)
+            async with Pair(HYBRID) as pair:
+                assert moved_bytes(0, len(PROMPT), pair.decode.layout) == (192, 64, 8)
+                with monkeypatch.context() as patch:
+                    patch.setattr(PrefillRoom, "_say", lie)
+                    with pytest.raises(PeerFailed, match=sentence):
+                        await pair.generate(PROMPT)
+                await pair.assert_nothing_held()
+                assert (await pair.generate(PROMPT)).tokens == right(PROMPT, 8)
 
 
 # -- another ticket -------------------------------------------------------------------------------------

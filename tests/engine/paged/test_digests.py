@@ -26,14 +26,32 @@ def spoiling(monkeypatch):
     return SpoilingTransport
 
 
-async def test_every_page_that_moves_is_compared():
-    async with Pair() as pair:
-        assert (await pair.generate(PROMPT)).admitted.digested_pages == PAGES
-        assert (await pair.generate([*PROMPT, 9, 9, 9])).admitted.digested_pages == 2
-        full_hit = await pair.generate(PROMPT[:20])
-        assert full_hit.admitted.kv_bytes_moved == full_hit.admitted.digested_pages == 0
-        assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
-        await pair.assert_nothing_held()
+async def test_which_pages_are_digested(subtests):
+    with subtests.test("every page that moves is compared"):
+        async with Pair() as pair:
+            assert (await pair.generate(PROMPT)).admitted.digested_pages == PAGES
+            assert (await pair.generate([*PROMPT, 9, 9, 9])).admitted.digested_pages == 2
+            full_hit = await pair.generate(PROMPT[:20])
+            assert full_hit.admitted.kv_bytes_moved == full_hit.admitted.digested_pages == 0
+            assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
+            await pair.assert_nothing_held()
+
+    with subtests.test("the share is kept"), pytest.MonkeyPatch.context() as monkeypatch:
+        rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
+        async with Pair(replace(FAKE, kv_digest_share=0.25, decode_cache="off", prefill_cache="off")) as pair:
+            monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(rooms))
+            pages = [(await pair.generate(PROMPT)).admitted.digested_pages for _ in range(5)]
+        assert pages == [PAGES, PAGES, 0, 0, 0]
+
+    with (
+        subtests.test("a writer that knows no digests is believed"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        read = convert.ticket_from_proto
+        monkeypatch.setattr(convert, "ticket_from_proto", lambda pb: replace(read(pb), want_digests=False))
+        async with Pair() as pair:
+            answer = await pair.generate(PROMPT)
+            assert (answer.tokens, answer.admitted.digested_pages) == (continuation(PROMPT, 8), 0)
 
 
 @pytest.mark.nixl
@@ -68,22 +86,6 @@ async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
         assert answer.admitted.digested_pages == 0
         assert answer.tokens[1:] != continuation(PROMPT, 8)[1:]
         await pair.assert_nothing_held()
-
-
-async def test_the_share_is_kept(monkeypatch):
-    rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
-    async with Pair(replace(FAKE, kv_digest_share=0.25, decode_cache="off", prefill_cache="off")) as pair:
-        monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(rooms))
-        pages = [(await pair.generate(PROMPT)).admitted.digested_pages for _ in range(5)]
-    assert pages == [PAGES, PAGES, 0, 0, 0]
-
-
-async def test_a_writer_that_knows_no_digests_is_believed(monkeypatch):
-    read = convert.ticket_from_proto
-    monkeypatch.setattr(convert, "ticket_from_proto", lambda pb: replace(read(pb), want_digests=False))
-    async with Pair() as pair:
-        answer = await pair.generate(PROMPT)
-        assert (answer.tokens, answer.admitted.digested_pages) == (continuation(PROMPT, 8), 0)
 
 
 async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):

@@ -15,6 +15,7 @@ from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan
 
 PROMPT = range(100, 130)
+SHORT_LEASE = {"write_lease_s": 1.0, "fence_margin_s": 0.2}
 WITHIN_S = 60.0  # a deadline for conditions, never waited out
 
 
@@ -136,7 +137,7 @@ async def test_a_prefill_rank_whose_sender_hangs_fails_what_it_has_and_ends(bloc
 async def test_nobody_waits_at_the_end_for_a_sender_that_hangs(limit_s, block, monkeypatch, caplog):
     """Nor is the pool freed, which it may read for as long as the process lives."""
     monkeypatch.setattr(sender, "_END_LIMIT_S", 0.1)
-    async with asyncio.timeout(WITHIN_S), Pair(limited(limit_s)) as pair:
+    async with asyncio.timeout(WITHIN_S), Pair(limited(limit_s, **SHORT_LEASE)) as pair:
         blocked = block()
         remote = asyncio.create_task(pair.generate(PROMPT, 5))
         await until(lambda: blocked)
@@ -149,7 +150,7 @@ async def test_nobody_waits_at_the_end_for_a_sender_that_hangs(limit_s, block, m
 
 
 async def test_who_only_receives_keeps_nobody_from_running(block):
-    async with asyncio.timeout(WITHIN_S), Pair(limited(0.0)) as pair:
+    async with asyncio.timeout(WITHIN_S), Pair(limited(0.0, **SHORT_LEASE)) as pair:
         blocked = block()
         count = FAKE.max_running_requests
         remote = [asyncio.create_task(pair.generate(range(i, 8 + i), 4)) for i in range(count + 1)]
@@ -166,12 +167,12 @@ async def test_who_only_receives_keeps_nobody_from_running(block):
         await pair.server.stop()
 
 
-async def test_who_computes_slowly_does_not_hang():
-    """A step takes twice its limit here, as the warm-up has shown."""
-    async with Pair(limited(0.1, fake_step_s=0.2)) as pair:
-        assert (await pair.generate(PROMPT, 5, Plan.LOCAL)).tokens == continuation(PROMPT, 5)
+async def test_who_computes_slowly_does_not_hang_and_without_a_limit_nobody_looks(subtests):
+    with subtests.test("who computes slowly does not hang"):
+        # A step takes twice its limit here, as the warm-up has shown.
+        async with Pair(limited(0.1, fake_step_s=0.2)) as pair:
+            assert (await pair.generate(PROMPT, 5, Plan.LOCAL)).tokens == continuation(PROMPT, 5)
 
-
-async def test_without_a_limit_nobody_looks():
-    async with Pair(limited(0.0)) as pair:
-        assert pair.decode._watching == []
+    with subtests.test("without a limit nobody looks"):
+        async with Pair(limited(0.0)) as pair:
+            assert pair.decode._watching == []

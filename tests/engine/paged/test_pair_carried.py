@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -23,34 +24,50 @@ def expected(carried, prompt, count):
     return continuation(prompt, count, parse_carried(carried))
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-async def test_a_conversation_moves_its_delta_and_what_is_carried(carried):
-    async with Pair(hybrid(carried)) as pair:
-        history = list(range(10, 23))
-        for turn in range(5):
-            answer = await pair.generate(history, 6)
-            assert answer.tokens == expected(carried, history, 6)
-            admitted, layout = answer.admitted, pair.decode.layout
-            pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
-            due = carried_bytes(layout, len(history))
-            assert admitted.kv_bytes_moved == pages * PAGE_BYTES + due
-            assert sum(admitted.carried_bytes.values()) == due > 0
-            if turn:
-                assert admitted.decode_prefix_len >= previous_len - 1 - 4  # noqa: F821
-                assert admitted.prefill_prefix_len == previous_prompt // 4 * 4  # noqa: F821
-            previous_prompt = len(history)  # noqa: F841
-            history += answer.tokens
-            previous_len = len(history)  # noqa: F841
-            history += [400 + turn, 3, 5]
-        await pair.assert_nothing_held()
+async def test_a_conversation_moves_its_delta_and_what_is_carried(subtests):
+    for carried in CARRIED:
+        with subtests.test("a conversation moves its delta and what is carried", carried=carried):
+            async with Pair(hybrid(carried)) as pair:
+                history = list(range(10, 23))
+                previous_prompt = previous_len = 0
+                for turn in range(5):
+                    answer = await pair.generate(history, 6)
+                    assert answer.tokens == expected(carried, history, 6)
+                    admitted, layout = answer.admitted, pair.decode.layout
+                    pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
+                    due = carried_bytes(layout, len(history))
+                    assert admitted.kv_bytes_moved == pages * PAGE_BYTES + due
+                    assert sum(admitted.carried_bytes.values()) == due > 0
+                    if turn:
+                        assert admitted.decode_prefix_len >= previous_len - 1 - 4
+                        assert admitted.prefill_prefix_len == previous_prompt // 4 * 4
+                    previous_prompt = len(history)
+                    history += answer.tokens
+                    previous_len = len(history)
+                    history += [400 + turn, 3, 5]
+                await pair.assert_nothing_held()
+
+    with subtests.test("a full hit still moves what is carried"):
+        async with Pair(hybrid("window:6,state")) as pair:
+            prompt = list(range(16))
+            await pair.generate(prompt, 6)
+            admitted = (answer := await pair.generate(prompt, 6)).admitted
+            assert admitted.decode_prefix_len == 16
+            assert admitted.kv_bytes_moved == carried_bytes(pair.decode.layout, 16) == 2 * PAGE_BYTES + 8
+            assert answer.tokens == expected("window:6,state", prompt, 6)
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-@pytest.mark.parametrize("plan", list(Plan))
-@pytest.mark.parametrize("cache", ["on", "off"])
-@pytest.mark.parametrize("shape", [(1, 16, 1), (4, 16, 16), (16, 16, 17), (16, 32, 40), (4, 8, 33)])
-async def test_every_shape_is_exact(carried, plan, cache, shape):
-    page_size, index_block, prompt_len = shape
+POOLS = [(1, 16, 1), (4, 16, 16), (16, 16, 17), (16, 32, 40), (4, 8, 33)]  # page, index block, prompt
+CACHES, PLANS = ["on", "off"], list(Plan)
+# Every two values of every two factors meet in one of these.
+SHAPES = [
+    (carried, PLANS[i // 2 % 2], CACHES[i % 2], pool)
+    for i, (carried, pool) in enumerate(product(CARRIED, POOLS))
+]
+
+
+async def check_shape(carried, plan, cache, pool):
+    page_size, index_block, prompt_len = pool
     settings = hybrid(
         carried,
         page_size=page_size,
@@ -69,57 +86,63 @@ async def test_every_shape_is_exact(carried, plan, cache, shape):
         await pair.assert_nothing_held()
 
 
-async def test_a_full_hit_still_moves_what_is_carried():
-    async with Pair(hybrid("window:6,state")) as pair:
-        prompt = list(range(16))
-        await pair.generate(prompt, 6)
-        admitted = (answer := await pair.generate(prompt, 6)).admitted
-        assert admitted.decode_prefix_len == 16
-        assert admitted.kv_bytes_moved == carried_bytes(pair.decode.layout, 16) == 2 * PAGE_BYTES + 8
-        assert answer.tokens == expected("window:6,state", prompt, 6)
+async def test_shapes_are_exact(subtests):
+    for shape in SHAPES:
+        with subtests.test(shape=shape):
+            await check_shape(*shape)
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-async def test_turns_under_either_plan_go_on_from_each_other(carried):
+@pytest.mark.exact
+@pytest.mark.parametrize("shape", list(product(CARRIED, PLANS, CACHES, POOLS)), ids=str)
+async def test_every_shape_is_exact(shape):
+    await check_shape(*shape)
+
+
+async def test_turns_under_either_plan_go_on_from_each_other(subtests):
     """Under local decode goes on where its own answer ended."""
-    async with Pair(hybrid(carried)) as pair:
-        history = list(range(10, 23))
-        for turn, plan in enumerate([Plan.REMOTE, Plan.LOCAL, Plan.LOCAL, Plan.REMOTE, Plan.LOCAL]):
-            answer = await pair.generate(history, 7, plan)
-            assert answer.tokens == expected(carried, history, 7)
-            if plan is Plan.LOCAL:
-                assert answer.admitted.decode_prefix_len >= previous_len - 1 - 4  # noqa: F821
-            history += answer.tokens
-            previous_len = len(history)  # noqa: F841
-            history += [400 + turn, 3, 5]
-        await pair.assert_nothing_held()
+    for carried in CARRIED:
+        with subtests.test(carried=carried):
+            async with Pair(hybrid(carried)) as pair:
+                history = list(range(10, 23))
+                previous_len = 0
+                for turn, plan in enumerate([Plan.REMOTE, Plan.LOCAL, Plan.LOCAL, Plan.REMOTE, Plan.LOCAL]):
+                    answer = await pair.generate(history, 7, plan)
+                    assert answer.tokens == expected(carried, history, 7)
+                    if plan is Plan.LOCAL:
+                        assert answer.admitted.decode_prefix_len >= previous_len - 1 - 4
+                    history += answer.tokens
+                    previous_len = len(history)
+                    history += [400 + turn, 3, 5]
+                await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-async def test_resume_points_that_were_evicted_cost_time_and_no_token(carried):
-    async with Pair(hybrid(carried)) as pair:
-        prompt = list(range(40))
-        await pair.generate(prompt, 4)
-        for engine in (pair.decode, pair.prefill):
-            while core_of(engine).carried.points.evict():
-                pass
-        for plan in (Plan.REMOTE, Plan.LOCAL):
-            answer = await pair.generate([*prompt, 77], 4, plan)
-            assert answer.tokens == expected(carried, [*prompt, 77], 4)
-        await pair.assert_nothing_held()
+async def test_resume_points_that_were_evicted_cost_time_and_no_token(subtests):
+    for carried in CARRIED:
+        with subtests.test(carried=carried):
+            async with Pair(hybrid(carried)) as pair:
+                prompt = list(range(40))
+                await pair.generate(prompt, 4)
+                for engine in (pair.decode, pair.prefill):
+                    while core_of(engine).carried.points.evict():
+                        pass
+                for plan in (Plan.REMOTE, Plan.LOCAL):
+                    answer = await pair.generate([*prompt, 77], 4, plan)
+                    assert answer.tokens == expected(carried, [*prompt, 77], 4)
+                await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-async def test_a_batch_on_a_small_pool_is_exact(carried):
+async def test_a_batch_on_a_small_pool_is_exact(subtests):
     """With retractions, and with fewer states and windows than sequences."""
-    settings = hybrid(carried, kv_pages=24, max_running_requests=3)
-    async with Pair(settings) as pair:
-        prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
-        answers = await asyncio.gather(
-            *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
-        )
-        assert [a.tokens for a in answers] == [expected(carried, p, 24) for p in prompts]
-        await pair.assert_nothing_held()
+    for carried in CARRIED:
+        with subtests.test(carried=carried):
+            settings = hybrid(carried, kv_pages=24, max_running_requests=3)
+            async with Pair(settings) as pair:
+                prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
+                answers = await asyncio.gather(
+                    *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
+                )
+                assert [a.tokens for a in answers] == [expected(carried, p, 24) for p in prompts]
+                await pair.assert_nothing_held()
 
 
 async def test_an_aborted_transfer_leaks_no_state():
@@ -135,19 +158,20 @@ async def test_an_aborted_transfer_leaks_no_state():
         await pair.assert_nothing_held()
 
 
-async def test_ranks_of_other_groups_do_not_pair():
-    async with Pair(hybrid("state"), prefill_settings=hybrid("window:6")) as pair:
-        with pytest.raises(Exception, match="the KV layouts differ in groups"):
-            await pair.generate(range(9), 2)
+async def test_groups_as_they_are_set(subtests):
+    with subtests.test("ranks of other groups do not pair"):
+        async with Pair(hybrid("state"), prefill_settings=hybrid("window:6")) as pair:
+            with pytest.raises(Exception, match="the KV layouts differ in groups"):
+                await pair.generate(range(9), 2)
 
+    with subtests.test("pools are as large as they are set"):
+        async with Pair(hybrid("state:3,window:6", state_slots=21, window_pages=40)) as pair:
+            assert [memory.num_pages for memory in pair.decode.memories] == [FAKE.kv_pages, 21, 40]
+            assert pair.decode.layout.unit_bytes == (PAGE_BYTES, 24, PAGE_BYTES)
 
-async def test_pools_are_as_large_as_they_are_set():
-    async with Pair(hybrid("state:3,window:6", state_slots=21, window_pages=40)) as pair:
-        assert [memory.num_pages for memory in pair.decode.memories] == [FAKE.kv_pages, 21, 40]
-        assert pair.decode.layout.unit_bytes == (PAGE_BYTES, 24, PAGE_BYTES)
-
-
-@pytest.mark.parametrize("text", ["state:0", "state:x", "window", "window:0", "latent:4"])
-def test_groups_that_are_none_are_refused(text):
-    with pytest.raises(ConfigError, match="--fake-carried takes"):
-        parse_carried(text)
+    for text in ["state:0", "state:x", "window", "window:0", "latent:4"]:
+        with (
+            subtests.test("groups that are none are refused", text=text),
+            pytest.raises(ConfigError, match="--fake-carried takes"),
+        ):
+            parse_carried(text)

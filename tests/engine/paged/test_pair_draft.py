@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -27,110 +28,125 @@ def right(prompt, count, carried=""):
     return continuation(prompt, count, parse_carried(carried))
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-async def test_a_conversation_moves_the_drafts_delta_too(carried):
-    settings = replace(ALWAYS, fake_carried=carried, index_block=8)
-    async with Pair(settings) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        history = PROMPT[:13]
-        for turn in range(5):
-            answer = await pair.generate(history, 7)
-            assert answer.tokens == right(history, 7, carried)
-            admitted, layout = answer.admitted, pair.decode.layout
-            delta_pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
-            assert admitted.carried_bytes["draft"] == delta_pages * PAGE_BYTES
-            moved = moved_bytes(admitted.decode_prefix_len, len(history), layout)
-            assert admitted.kv_bytes_moved == sum(moved)
-            assert admitted.kv_bytes_prompt == sum(moved_bytes(0, len(history), layout))
-            assert admitted.digested_pages >= 2 * delta_pages
-            history += [*answer.tokens, 400 + turn, 3, 5]
-        assert drafting.accepted == drafting.drafted > 10
-        draft = core_of(pair.decode).runner.draft
-        assert draft.computed_tokens <= 5 * 7 + 5  # the answers' tokens; those of the prompts came by wire
-        await pair.assert_nothing_held()
+async def test_a_conversation_moves_the_drafts_delta_too(subtests):
+    for carried in CARRIED:
+        with subtests.test(carried=carried):
+            settings = replace(ALWAYS, fake_carried=carried, index_block=8)
+            async with Pair(settings) as pair:
+                drafting = draft_with(core_of(pair.decode))
+                history = PROMPT[:13]
+                for turn in range(5):
+                    answer = await pair.generate(history, 7)
+                    assert answer.tokens == right(history, 7, carried)
+                    admitted, layout = answer.admitted, pair.decode.layout
+                    delta_pages = -(-len(history) // 4) - admitted.decode_prefix_len // 4
+                    assert admitted.carried_bytes["draft"] == delta_pages * PAGE_BYTES
+                    moved = moved_bytes(admitted.decode_prefix_len, len(history), layout)
+                    assert admitted.kv_bytes_moved == sum(moved)
+                    assert admitted.kv_bytes_prompt == sum(moved_bytes(0, len(history), layout))
+                    assert admitted.digested_pages >= 2 * delta_pages
+                    history += [*answer.tokens, 400 + turn, 3, 5]
+                assert drafting.accepted == drafting.drafted > 10
+                draft = core_of(pair.decode).runner.draft
+                assert (
+                    draft.computed_tokens <= 5 * 7 + 5
+                )  # the answers' tokens; those of the prompts came by wire
+                await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("plan", list(Plan), ids=lambda plan: plan.value)
-@pytest.mark.parametrize("carried", ["", "window:6,state"])
-async def test_what_is_told_of_a_prompt_is_the_same_with_drafts(plan, carried):
-    async with Pair(replace(ALWAYS, fake_carried=carried, index_block=8)) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        for start in (0, 9, 22):
-            sampling = SamplingParams(temperature=0, prompt_logprobs=1, prompt_logprobs_start=start)
-            answer = await pair.generate(PROMPT, 12, plan, sampling=sampling)
-            assert answer.tokens == right(PROMPT, 12, carried)
-            groups = parse_carried(carried)
-            assert answer.prompt_logprobs == prompt_scores(PROMPT, max(1, start), 1, groups)
-        assert drafting.accepted > 10
-        await pair.assert_nothing_held()
+async def test_what_is_told_of_a_prompt_is_the_same_with_drafts(subtests):
+    for carried, plan in product(["", "window:6,state"], list(Plan)):
+        with subtests.test(carried=carried, plan=plan):
+            async with Pair(replace(ALWAYS, fake_carried=carried, index_block=8)) as pair:
+                drafting = draft_with(core_of(pair.decode))
+                for start in (0, 9, 22):
+                    sampling = SamplingParams(temperature=0, prompt_logprobs=1, prompt_logprobs_start=start)
+                    answer = await pair.generate(PROMPT, 12, plan, sampling=sampling)
+                    assert answer.tokens == right(PROMPT, 12, carried)
+                    groups = parse_carried(carried)
+                    assert answer.prompt_logprobs == prompt_scores(PROMPT, max(1, start), 1, groups)
+                assert drafting.accepted > 10
+                await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-async def test_ranks_with_and_without_a_draft_pair(side):
-    decode, prefill = (ALWAYS, WITHOUT) if side == "decode" else (WITHOUT, ALWAYS)
-    async with Pair(decode, prefill_settings=prefill) as pair:
-        drafting = draft_with(core_of(pair.decode)) if side == "decode" else None
-        answer = await pair.generate(PROMPT, 12)
-        assert answer.tokens == right(PROMPT, 12)
-        assert answer.admitted.kv_bytes_moved == 6 * PAGE_BYTES
-        assert answer.admitted.carried_bytes == {}
-        if drafting is not None:
-            assert drafting.accepted == drafting.drafted > 5  # it caught up
-            assert core_of(pair.decode).runner.draft.computed_tokens >= len(PROMPT)
-        await pair.assert_nothing_held()
+async def test_ranks_that_differ_in_drafts(subtests):
+    for side in ["decode", "prefill"]:
+        with subtests.test("ranks with and without a draft pair", side=side):
+            decode, prefill = (ALWAYS, WITHOUT) if side == "decode" else (WITHOUT, ALWAYS)
+            async with Pair(decode, prefill_settings=prefill) as pair:
+                drafting = draft_with(core_of(pair.decode)) if side == "decode" else None
+                answer = await pair.generate(PROMPT, 12)
+                assert answer.tokens == right(PROMPT, 12)
+                assert answer.admitted.kv_bytes_moved == 6 * PAGE_BYTES
+                assert answer.admitted.carried_bytes == {}
+                if drafting is not None:
+                    assert drafting.accepted == drafting.drafted > 5  # it caught up
+                    assert core_of(pair.decode).runner.draft.computed_tokens >= len(PROMPT)
+                await pair.assert_nothing_held()
+
+    with subtests.test("drafts of other models do not cross"):
+        async with Pair(ALWAYS) as pair:
+            sender, layout = pair.prefill.sender, pair.prefill.layout
+            other = replace(layout, draft=replace(layout.draft, model_fingerprint=1))
+            sender._hello = replace(sender._hello, layout=other)
+            sender._rooms._layout = other
+            answer = await pair.generate(PROMPT, 5)
+            assert answer.tokens == right(PROMPT, 5)
+            assert answer.admitted.kv_bytes_moved == 6 * PAGE_BYTES
+            await pair.assert_nothing_held()
+
+    for text in ["0.8", "agree", "agree:2", "agree:x", "agree:1:-1", "agree:1:0:0"]:
+        with (
+            subtests.test("drafts that are none are refused", text=text),
+            pytest.raises(ConfigError, match="--fake-draft takes"),
+        ):
+            parse_draft(text)
 
 
-async def test_drafts_of_other_models_do_not_cross():
-    async with Pair(ALWAYS) as pair:
-        sender, layout = pair.prefill.sender, pair.prefill.layout
-        other = replace(layout, draft=replace(layout.draft, model_fingerprint=1))
-        sender._hello = replace(sender._hello, layout=other)
-        sender._rooms._layout = other
-        answer = await pair.generate(PROMPT, 5)
-        assert answer.tokens == right(PROMPT, 5)
-        assert answer.admitted.kv_bytes_moved == 6 * PAGE_BYTES
-        await pair.assert_nothing_held()
+async def test_who_computes_the_draft(subtests):
+    with subtests.test("decode catches up by slices"):
+        # Of a prompt that came without the draft's KV a chunk a step; no drafts meanwhile.
+        async with Pair(
+            replace(ALWAYS, kv_pages=128), prefill_settings=replace(WITHOUT, kv_pages=128)
+        ) as pair:
+            drafting = draft_with(core_of(pair.decode))
+            prompt = [i % 400 for i in range(100)]
+            answer = await pair.generate(prompt, 40)
+            assert answer.tokens == right(prompt, 40)
+            # 13 steps of 8 tokens beside 13 tokens; then 4 tokens a step
+            assert drafting.drafted == drafting.accepted
+            assert 15 <= drafting.accepted <= 21
+            await pair.assert_nothing_held()
+
+    with subtests.test("plan local computes the draft with the prompt"):
+        async with Pair(ALWAYS) as pair:
+            drafting = draft_with(core_of(pair.decode))
+            answer = await pair.generate(PROMPT, 9, Plan.LOCAL)
+            assert answer.tokens == right(PROMPT, 9)
+            assert answer.admitted.carried_bytes == {} and answer.admitted.kv_bytes_moved == 0
+            assert drafting.drafted == drafting.accepted == 6  # 1, 1 + 3, 1 + 3
+            again = await pair.generate([*PROMPT, *answer.tokens, 9], 9, Plan.LOCAL)
+            assert again.tokens == right([*PROMPT, *answer.tokens, 9], 9)
+            assert drafting.drafted == drafting.accepted == 12
+            await pair.assert_nothing_held()
 
 
-async def test_decode_catches_up_by_slices():
-    """Of a prompt that came without the draft's KV a chunk a step; no drafts meanwhile."""
-    async with Pair(replace(ALWAYS, kv_pages=128), prefill_settings=replace(WITHOUT, kv_pages=128)) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        prompt = [i % 400 for i in range(100)]
-        answer = await pair.generate(prompt, 40)
-        assert answer.tokens == right(prompt, 40)
-        # 13 steps of 8 tokens beside 13 tokens; then 4 tokens a step
-        assert drafting.drafted == drafting.accepted
-        assert 15 <= drafting.accepted <= 21
-        await pair.assert_nothing_held()
-
-
-async def test_plan_local_computes_the_draft_with_the_prompt():
-    async with Pair(ALWAYS) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        answer = await pair.generate(PROMPT, 9, Plan.LOCAL)
-        assert answer.tokens == right(PROMPT, 9)
-        assert answer.admitted.carried_bytes == {} and answer.admitted.kv_bytes_moved == 0
-        assert drafting.drafted == drafting.accepted == 6  # 1, 1 + 3, 1 + 3
-        again = await pair.generate([*PROMPT, *answer.tokens, 9], 9, Plan.LOCAL)
-        assert again.tokens == right([*PROMPT, *answer.tokens, 9], 9)
-        assert drafting.drafted == drafting.accepted == 12
-        await pair.assert_nothing_held()
-
-
-@pytest.mark.parametrize("carried", ["", "window:6,state"])
-async def test_a_batch_on_a_small_pool_is_exact(carried):
+async def test_a_batch_on_a_small_pool_is_exact(subtests):
     """With evictions and retractions: pages are lent anew all the time."""
-    settings = replace(ALWAYS, fake_carried=carried, kv_pages=24, max_running_requests=3)
-    async with Pair(settings) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
-        answers = await asyncio.gather(
-            *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
-        )
-        assert [a.tokens for a in answers] == [right(p, 24, carried) for p in prompts]
-        assert drafting.accepted == drafting.drafted > 20  # what it holds of a page is never another's
-        await pair.assert_nothing_held()
+    for carried in ["", "window:6,state"]:
+        with subtests.test(carried=carried):
+            settings = replace(ALWAYS, fake_carried=carried, kv_pages=24, max_running_requests=3)
+            async with Pair(settings) as pair:
+                drafting = draft_with(core_of(pair.decode))
+                prompts = [[5] * 9 + [i] * (i + 1) for i in range(8)]
+                answers = await asyncio.gather(
+                    *(pair.generate(p, 24, list(Plan)[i % 2]) for i, p in enumerate(prompts))
+                )
+                assert [a.tokens for a in answers] == [right(p, 24, carried) for p in prompts]
+                assert (
+                    drafting.accepted == drafting.drafted > 20
+                )  # what it holds of a page is never another's
+                await pair.assert_nothing_held()
 
 
 async def test_acceptance_is_that_of_one_process():
@@ -147,59 +163,55 @@ async def test_acceptance_is_that_of_one_process():
     assert 0.6 < shares[0][0] / shares[0][1] < 0.95
 
 
-async def test_a_renegotiated_delta_brings_the_drafts_pages_again(monkeypatch):
-    check = rooms.check_ticket
+async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):
+    with (
+        subtests.test("a renegotiated delta brings the drafts pages again"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        check = rooms.check_ticket
 
-    def in_larger_units(ticket, prompt_len, layout, memories, generation):
-        check(ticket, prompt_len, layout, memories, generation)
-        if ticket.decode_prefix_len == 16:
-            raise StartsWithinPage(8, 16)
+        def in_larger_units(ticket, prompt_len, layout, memories, generation):
+            check(ticket, prompt_len, layout, memories, generation)
+            if ticket.decode_prefix_len == 16:
+                raise StartsWithinPage(8, 16)
 
-    async with Pair(ALWAYS) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        first = await pair.generate(PROMPT[:17], 2)
-        monkeypatch.setattr(rooms, "check_ticket", in_larger_units)
-        answer = await pair.generate(PROMPT, 10)
-        assert (first.tokens, answer.tokens) == (right(PROMPT[:17], 2), right(PROMPT, 10))
-        assert answer.admitted.decode_prefix_len == 8
-        assert answer.admitted.carried_bytes == {"draft": 4 * PAGE_BYTES}
-        assert drafting.accepted == drafting.drafted > 5
-        await pair.assert_nothing_held()
+        async with Pair(ALWAYS) as pair:
+            drafting = draft_with(core_of(pair.decode))
+            first = await pair.generate(PROMPT[:17], 2)
+            monkeypatch.setattr(rooms, "check_ticket", in_larger_units)
+            answer = await pair.generate(PROMPT, 10)
+            assert (first.tokens, answer.tokens) == (right(PROMPT[:17], 2), right(PROMPT, 10))
+            assert answer.admitted.decode_prefix_len == 8
+            assert answer.admitted.carried_bytes == {"draft": 4 * PAGE_BYTES}
+            assert drafting.accepted == drafting.drafted > 5
+            await pair.assert_nothing_held()
 
+    with subtests.test("a page of the draft that comes changed fails the transfer"):
+        # All that lands is compared, and what failed is in nobody's pages.
+        async with Pair(ALWAYS) as pair:
+            runner = core_of(pair.prefill).runner
+            read = runner.read_pages
 
-async def test_a_page_of_the_draft_that_comes_changed_fails_the_transfer():
-    """All that lands is compared, and what failed is in nobody's pages."""
-    async with Pair(ALWAYS) as pair:
-        runner = core_of(pair.prefill).runner
-        read = runner.read_pages
+            def of_other_bytes(pages, group=0):
+                for index, page in enumerate(read(pages, group)):
+                    yield bytes(len(page)) if (group, index) == (1, 0) else page
 
-        def of_other_bytes(pages, group=0):
-            for index, page in enumerate(read(pages, group)):
-                yield bytes(len(page)) if (group, index) == (1, 0) else page
+            pair.prefill.sender._rooms._read_pages = of_other_bytes
+            with pytest.raises(KvCorrupt, match="1 of 12 pages"):
+                await pair.generate(PROMPT)
+            pair.prefill.sender._rooms._read_pages = read
+            assert (await pair.generate(PROMPT)).tokens == right(PROMPT, 8)
+            await pair.assert_nothing_held()
 
-        pair.prefill.sender._rooms._read_pages = of_other_bytes
-        with pytest.raises(KvCorrupt, match="1 of 12 pages"):
-            await pair.generate(PROMPT)
-        pair.prefill.sender._rooms._read_pages = read
-        assert (await pair.generate(PROMPT)).tokens == right(PROMPT, 8)
-        await pair.assert_nothing_held()
-
-
-async def test_an_aborted_transfer_leaks_nothing():
-    async with Pair(replace(ALWAYS, fake_prompt_token_s=0.002)) as pair:
-        drafting = draft_with(core_of(pair.decode))
-        for _ in range(2):
-            async with pair.outputs(pair.request(range(60), 8)) as outputs:
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.03):
-                        await anext(outputs)
-        answer = await pair.generate(range(60), 8)
-        assert answer.tokens == right(list(range(60)), 8)
-        assert drafting.accepted == drafting.drafted > 3
-        await pair.assert_nothing_held()
-
-
-@pytest.mark.parametrize("text", ["0.8", "agree", "agree:2", "agree:x", "agree:1:-1", "agree:1:0:0"])
-def test_drafts_that_are_none_are_refused(text):
-    with pytest.raises(ConfigError, match="--fake-draft takes"):
-        parse_draft(text)
+    with subtests.test("an aborted transfer leaks nothing"):
+        async with Pair(replace(ALWAYS, fake_prompt_token_s=0.002)) as pair:
+            drafting = draft_with(core_of(pair.decode))
+            for _ in range(2):
+                async with pair.outputs(pair.request(range(60), 8)) as outputs:
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0.03):
+                            await anext(outputs)
+            answer = await pair.generate(range(60), 8)
+            assert answer.tokens == right(list(range(60)), 8)
+            assert drafting.accepted == drafting.drafted > 3
+            await pair.assert_nothing_held()

@@ -29,6 +29,7 @@ async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypat
     assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
 
 
+@pytest.mark.exact
 async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(monkeypatch):
     ran = []
     run = TorchRunner.run
@@ -40,21 +41,71 @@ async def test_the_torch_engine_computes_a_first_step_and_keeps_nothing_of_it(mo
             assert core_of(engine).take_cache_events() == CacheEvents()
 
 
-@pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (1, 2), (2, 1), (3, 4)])
-def test_a_pool_of_hardly_anything_is_not_too_small(num_pages, page_size):
-    runner = FakeRunner(num_pages=num_pages, page_size=page_size)
-    cache = PrefixCache(num_pages, page_size, page_size, "m")
-    warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=512)
-    assert cache.check().free == num_pages
+def test_which_steps_are_tried(subtests):
+    for num_pages, page_size in [(1, 1), (1, 2), (2, 1), (3, 4)]:
+        with subtests.test(
+            "a pool of hardly anything is not too small", num_pages=num_pages, page_size=page_size
+        ):
+            runner = FakeRunner(num_pages=num_pages, page_size=page_size)
+            cache = PrefixCache(num_pages, page_size, page_size, "m")
+            warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=512)
+            assert cache.check().free == num_pages
 
+    for chunk_size, prompt_len in [(512, 512), (1023, 1023), (4096, 1023)]:
+        with (
+            subtests.test(
+                "the first step is as large as any prompt chunk can be",
+                chunk_size=chunk_size,
+                prompt_len=prompt_len,
+            ),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            runner = FakeRunner(num_pages=256, page_size=4)
+            ran = []
+            monkeypatch.setattr(runner, "run", ran.extend)
+            warm_up(runner, PrefixCache(256, 4, 4, "m"), CarriedCache(runner.layout, ()), chunk_size)
+            assert [(chunk.start, chunk.end) for chunk in ran] == [
+                (0, prompt_len),
+                (prompt_len, prompt_len + 1),
+            ]
 
-@pytest.mark.parametrize(("chunk_size", "prompt_len"), [(512, 512), (1023, 1023), (4096, 1023)])
-def test_the_first_step_is_as_large_as_any_prompt_chunk_can_be(chunk_size, prompt_len, monkeypatch):
-    runner = FakeRunner(num_pages=256, page_size=4)
-    ran = []
-    monkeypatch.setattr(runner, "run", ran.extend)
-    warm_up(runner, PrefixCache(256, 4, 4, "m"), CarriedCache(runner.layout, ()), chunk_size)
-    assert [(chunk.start, chunk.end) for chunk in ran] == [(0, prompt_len), (prompt_len, prompt_len + 1)]
+    for num_pages, context, chunk_size, expected in [
+        (64, 4096, 8, [(0, 8), (8, 9), (247, 255)]),  # the pool's, of 256
+        (64, 100, 8, [(0, 8), (8, 9), (91, 99)]),  # the model's
+        (64, 4096, 200, [(0, 200), (200, 201), (55, 255)]),
+        (64, 4096, 255, [(0, 255), (255, 256)]),  # no prompt has a second chunk
+        (64, 4096, 512, [(0, 255), (255, 256)]),
+        (1, 4096, 1, [(0, 1), (1, 2), (2, 3)]),
+    ]:
+        with subtests.test(
+            "on a gpu the last chunk of the longest prompt is tried too",
+            num_pages=num_pages,
+            context=context,
+            chunk_size=chunk_size,
+            expected=expected,
+        ):
+            runner, ran = on_a_gpu(num_pages, 4, max_context_tokens=context)
+            cache = PrefixCache(num_pages, 4, 4, "m")
+            warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size)
+            assert [(chunk.start, chunk.end) for chunk in ran] == expected
+            assert all(len(set(chunk.pages)) == -(-chunk.end // 4) for chunk in ran)
+            assert cache.check() == PageBooks(num_pages, num_pages, 0, 0, 0, 0)
+            assert cache.take_events() == CacheEvents()
+
+    with subtests.test("a context that does not fit beside the pool fails the start with advice"):
+        runner, _ = on_a_gpu(64, 4)
+        run = runner.run
+
+        def out_of_memory(chunks):
+            if chunks[0].start > 8:
+                raise RuntimeError("out of memory")
+            return run(chunks)
+
+        runner.run = out_of_memory
+        cache = PrefixCache(64, 4, 4, "m")
+        with pytest.raises(Unavailable, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
+            warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=8)
+        assert cache.check().free == 64
 
 
 def on_a_gpu(num_pages, page_size, **settings):
@@ -66,57 +117,19 @@ def on_a_gpu(num_pages, page_size, **settings):
     return runner, ran
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "context", "chunk_size", "expected"),
-    [
-        (64, 4096, 8, [(0, 8), (8, 9), (247, 255)]),  # the pool's, of 256
-        (64, 100, 8, [(0, 8), (8, 9), (91, 99)]),  # the model's
-        (64, 4096, 200, [(0, 200), (200, 201), (55, 255)]),
-        (64, 4096, 255, [(0, 255), (255, 256)]),  # no prompt has a second chunk
-        (64, 4096, 512, [(0, 255), (255, 256)]),
-        (1, 4096, 1, [(0, 1), (1, 2), (2, 3)]),
-    ],
-)
-def test_on_a_gpu_the_last_chunk_of_the_longest_prompt_is_tried_too(num_pages, context, chunk_size, expected):
-    runner, ran = on_a_gpu(num_pages, 4, max_context_tokens=context)
-    cache = PrefixCache(num_pages, 4, 4, "m")
-    warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size)
-    assert [(chunk.start, chunk.end) for chunk in ran] == expected
-    assert all(len(set(chunk.pages)) == -(-chunk.end // 4) for chunk in ran)
-    assert cache.check() == PageBooks(num_pages, num_pages, 0, 0, 0, 0)
-    assert cache.take_events() == CacheEvents()
-
-
-def test_a_context_that_does_not_fit_beside_the_pool_fails_the_start_with_advice():
-    runner, _ = on_a_gpu(64, 4)
-    run = runner.run
-
-    def out_of_memory(chunks):
-        if chunks[0].start > 8:
-            raise RuntimeError("out of memory")
-        return run(chunks)
-
-    runner.run = out_of_memory
-    cache = PrefixCache(64, 4, 4, "m")
-    with pytest.raises(Unavailable, match=r"8 tokens after 247 others .* out of memory .* --kv-pages"):
-        warm_up(runner, cache, CarriedCache(runner.layout, ()), chunk_size=8)
-    assert cache.check().free == 64
-
-
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [
+async def test_what_cannot_compute_does_not_start(subtests):
+    for reason, error in [
         ("CUDA out of memory. Tried to allocate 2.00 GiB", Unavailable),
         ("CUDA error: uncorrectable ECC error encountered", Unavailable),
         ("CUDA error: no kernel image is available for execution on the device", ConfigError),
         ("mat1 and mat2 shapes cannot be multiplied", ConfigError),
-    ],
-)
-async def test_what_cannot_compute_does_not_start(reason, error, monkeypatch):
-    def fail(self, chunks):
-        raise RuntimeError(reason)
+    ]:
+        with subtests.test(reason=reason, error=error), pytest.MonkeyPatch.context() as monkeypatch:
 
-    monkeypatch.setattr(FakeRunner, "run", fail)
-    engine = decode_engine(replace(FAKE, kv_pages=4), RankId("d", 0, 1))
-    with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
-        await engine.start()
+            def fail(self, chunks, reason=reason):
+                raise RuntimeError(reason)
+
+            monkeypatch.setattr(FakeRunner, "run", fail)
+            engine = decode_engine(replace(FAKE, kv_pages=4), RankId("d", 0, 1))
+            with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
+                await engine.start()

@@ -58,15 +58,16 @@ async def test_asked_again_it_starts_earlier_again(wants_earlier):
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("start", [3, 24, 28])
-async def test_what_is_no_earlier_start_is_a_failed_peer(wants_earlier, start):
-    async with Pair() as pair:
-        await pair.generate(PROMPT, 2)
-        wants_earlier(start)
-        with pytest.raises(PeerFailed, match=f"start at token {start}"):
-            await pair.generate([*PROMPT, 1], 6)
-        await pair.assert_nothing_held()
-        assert (await pair.generate(PROMPT, 6)).tokens == continuation(PROMPT, 6)
+async def test_what_is_no_earlier_start_is_a_failed_peer(subtests, wants_earlier):
+    for start in (3, 24, 28):
+        async with Pair() as pair:
+            with subtests.test(start=start):
+                await pair.generate(PROMPT, 2)
+                wants_earlier(start).clear()
+                with pytest.raises(PeerFailed, match=f"start at token {start}"):
+                    await pair.generate([*PROMPT, 1], 6)
+                await pair.assert_nothing_held()
+                assert (await pair.generate(PROMPT, 6)).tokens == continuation(PROMPT, 6)
 
 
 async def test_renegotiated_in_a_pool_without_room_it_waits(wants_earlier):
@@ -106,31 +107,31 @@ async def test_cancelled_between_two_tickets_it_leaves_nothing(wants_earlier, mo
         assert (await pair.generate(PROMPT, 6)).tokens == continuation(PROMPT, 6)
 
 
-async def test_a_prefix_evicted_since_the_router_matched_it_is_moved_instead():
-    """The router's match is a hint: the ticket says what decode had when it locked."""
-    async with Pair(replace(FAKE, kv_pages=16)) as pair:
-        await pair.generate(PROMPT, 2)
-        assert (await pair.generate(PROMPT, 2)).admitted.decode_prefix_len == 24
-        await pair.generate(range(100, 158), 2, Plan.LOCAL)  # needs nearly every page
-        answer = await pair.generate(PROMPT, 6)
-        assert answer.admitted.decode_prefix_len < 24
-        assert answer.tokens == continuation(PROMPT, 6)
-        await pair.assert_nothing_held()
+async def test_what_decode_holds_when_it_locks_counts(subtests):
+    with subtests.test("a prefix evicted since the router matched it is moved instead"):
+        # The router's match is a hint: the ticket says what decode had when it locked.
+        async with Pair(replace(FAKE, kv_pages=16)) as pair:
+            await pair.generate(PROMPT, 2)
+            assert (await pair.generate(PROMPT, 2)).admitted.decode_prefix_len == 24
+            await pair.generate(range(100, 158), 2, Plan.LOCAL)  # needs nearly every page
+            answer = await pair.generate(PROMPT, 6)
+            assert answer.admitted.decode_prefix_len < 24
+            assert answer.tokens == continuation(PROMPT, 6)
+            await pair.assert_nothing_held()
 
-
-@pytest.mark.parametrize("plan", list(Plan))
-async def test_a_full_hit_is_answered_at_once(plan):
-    async with Pair() as pair:
-        await pair.generate(PROMPT[:24], 2)
-        answer = await pair.generate(PROMPT[:24], 6, plan)
-        assert answer.tokens == continuation(PROMPT[:24], 6)
-        assert answer.admitted.kv_bytes_moved == 0
-        await pair.assert_nothing_held()
+    for plan in list(Plan):
+        with subtests.test(plan=plan):
+            async with Pair() as pair:
+                await pair.generate(PROMPT[:24], 2)
+                answer = await pair.generate(PROMPT[:24], 6, plan)
+                assert answer.tokens == continuation(PROMPT[:24], 6)
+                assert answer.admitted.kv_bytes_moved == 0
+                await pair.assert_nothing_held()
 
 
 async def test_prefill_restarted_between_handshake_and_write():
     """Its next life refuses what was meant for the last one; with the new address it goes through."""
-    async with Pair(replace(FAKE, fake_step_s=0.02)) as pair:
+    async with Pair(replace(FAKE, fake_step_s=0.02, write_lease_s=1.0, fence_margin_s=0.2)) as pair:
         task = asyncio.create_task(pair.generate(range(60), 4))
         while not (pair.prefill.sender._rooms and pair.prefill.sender._rooms.open_rooms):
             await asyncio.sleep(0.001)

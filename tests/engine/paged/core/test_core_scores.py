@@ -1,5 +1,7 @@
 """What is told of a prompt's tokens is what one computes who caches nothing, and each is told once."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,28 +27,27 @@ def check(rank, seq, start, num_top=2):
     assert rank.told.pop(seq) == prompt_scores(prompt, max(1, start), num_top, rank.groups)
 
 
-@pytest.mark.parametrize("start", [0, 1, 2, 15, 16, 17, 39])
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_from_any_position_on_cached_or_not(start, is_cached):
-    rank, prompt = Rank(chunk_size=7), [*STEM, *range(16)]
-    if is_cached:
-        rank.run([rank.submit(prompt, 1)])
-    before = rank.computed_tokens
-    seq = rank.submit(prompt, 1, scored=asked(start))
-    rank.run([seq])
-    check(rank, seq, start)
-    # Whole pages of 4 may come from the cache, up to the row that tells of the first.
-    reused = max(0, start - 1) // 4 * 4 if is_cached else 0
-    assert (rank.computed_tokens - before, seq.reused_tokens) == (40 - reused, reused)
-    assert rank.core.check().private == 0
+def test_which_positions_are_scored(subtests):
+    for is_cached, start in product([False, True], [0, 1, 2, 15, 16, 17, 39]):
+        with subtests.test("from any position on cached or not", is_cached=is_cached, start=start):
+            rank, prompt = Rank(chunk_size=7), [*STEM, *range(16)]
+            if is_cached:
+                rank.run([rank.submit(prompt, 1)])
+            before = rank.computed_tokens
+            seq = rank.submit(prompt, 1, scored=asked(start))
+            rank.run([seq])
+            check(rank, seq, start)
+            # Whole pages of 4 may come from the cache, up to the row that tells of the first.
+            reused = max(0, start - 1) // 4 * 4 if is_cached else 0
+            assert (rank.computed_tokens - before, seq.reused_tokens) == (40 - reused, reused)
+            assert rank.core.check().private == 0
 
-
-def test_a_prompt_of_one_token_tells_of_none():
-    rank = Rank()
-    seq = rank.submit([5], 1, scored=asked(0, 3))
-    rank.run([seq])
-    check(rank, seq, 0, 3)
-    assert rank.tokens[seq] == rank.expected([5], 1)
+    with subtests.test("a prompt of one token tells of none"):
+        rank = Rank()
+        seq = rank.submit([5], 1, scored=asked(0, 3))
+        rank.run([seq])
+        check(rank, seq, 0, 3)
+        assert rank.tokens[seq] == rank.expected([5], 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,93 +96,91 @@ def _step(rank, seqs):
             rank.core.room_ended(seq)
 
 
-@pytest.mark.parametrize(
-    ("carried", "computed_again"), [(CARRIED[0], 0), (CARRIED[1], 16)], ids=["attention", "state"]
-)
-def test_who_was_retracted_in_its_prompt_goes_on_from_what_it_has_told(carried, computed_again):
-    """Where there is a state and no resume point yet, all is computed again, and told no second time."""
-    rank = Rank(num_pages=64, chunk_size=8, carried=carried)
-    seq = rank.submit(STEM, 1, scored=asked(4))
-    while seq.computed < 16:
-        rank.step()
-    rank.core._retract(seq)
-    assert seq.phase is Phase.WAITING
-    before, told = rank.computed_tokens, len(seq.scores.pieces)
-    rank.run([seq])
-    check(rank, seq, 4)
-    assert told == 2
-    assert rank.computed_tokens - before == len(STEM) - 16 + computed_again
+def test_after_a_retraction_nothing_is_reported_twice(subtests):
+    for carried, computed_again in [(CARRIED[0], 0), (CARRIED[1], 16)]:
+        with subtests.test(
+            "who was retracted in its prompt goes on from what it has told",
+            carried=carried,
+            computed_again=computed_again,
+        ):
+            # Where there is a state and no resume point yet, all is computed again, and told no second time.
+            rank = Rank(num_pages=64, chunk_size=8, carried=carried)
+            seq = rank.submit(STEM, 1, scored=asked(4))
+            while seq.computed < 16:
+                rank.step()
+            rank.core._retract(seq)
+            assert seq.phase is Phase.WAITING
+            before, told = rank.computed_tokens, len(seq.scores.pieces)
+            rank.run([seq])
+            check(rank, seq, 4)
+            assert told == 2
+            assert rank.computed_tokens - before == len(STEM) - 16 + computed_again
+
+    with subtests.test("what was told is not told again after a retraction"):
+        rank = Rank(num_pages=64)
+        seq = rank.submit(STEM, 9, scored=asked(0))
+        rank.submit(range(5), 40)
+        while len(rank.tokens.get(seq, ())) < 2:
+            rank.step()
+        check(rank, seq, 0)
+        rank.core._retract(seq)
+        rank.run([seq])
+        assert not rank.told
 
 
-def test_who_asks_of_its_prompt_does_not_wait_for_who_computes_the_same():
-    """And who follows it takes what it computes."""
-    rank, prompt = Rank(num_pages=64, chunk_size=8), STEM
-    plain, scored = rank.submit(prompt, 1), rank.submit(prompt, 1, scored=asked(9))
-    rank.run([plain, scored])
-    check(rank, scored, 9)
-    assert scored.reused_tokens == 8
+def test_who_scores_waits_for_others_only_where_it_may_take_over(subtests):
+    with subtests.test("who asks of its prompt does not wait for who computes the same"):
+        # And who follows it takes what it computes.
+        rank, prompt = Rank(num_pages=64, chunk_size=8), STEM
+        plain, scored = rank.submit(prompt, 1), rank.submit(prompt, 1, scored=asked(9))
+        rank.run([plain, scored])
+        check(rank, scored, 9)
+        assert scored.reused_tokens == 8
+
+    for start, carried in product([2, 23], CARRIED[:2]):
+        with subtests.test("it waits only for what it may take over", start=start, carried=carried):
+            # Of what another one computes in the same step: pages, or a resume point.
+            rank = Rank(num_pages=64, chunk_size=64, carried=carried)
+            rank.submit(STEM, 1)
+            scored = rank.submit(STEM, 1, scored=asked(start))
+            rank.step()
+            assert (scored.computed > 0) is (start == 2)
+            rank.run([scored])
+            check(rank, scored, start)
+            assert scored.reused_tokens == (0 if start == 2 else 20)
+
+    for start in [0, 17, 39]:
+        with subtests.test("while it waits what it will compute is reported", start=start):
+            rank, prompt = Rank(), [*STEM, *range(16)]
+            rank.run([rank.submit(prompt, 1)])
+            rank.submit(prompt, 1, scored=asked(start))
+            computed = 40 - max(0, start - 1) // 4 * 4
+            load = rank.core.load()
+            assert (load.pending_tokens, load.waiting_tokens) == (computed, computed)
 
 
-def test_what_was_told_is_not_told_again_after_a_retraction():
-    rank = Rank(num_pages=64)
-    seq = rank.submit(STEM, 9, scored=asked(0))
-    rank.submit(range(5), 40)
-    while len(rank.tokens.get(seq, ())) < 2:
-        rank.step()
-    check(rank, seq, 0)
-    rank.core._retract(seq)
-    rank.run([seq])
-    assert not rank.told
+def test_requests_and_rows_that_are_refused(subtests):
+    with subtests.test("a row that would be skipped is found out"):
+        scores = PromptScores((1, 2, 3, 4), 2, 0)
+        with pytest.raises(AssertionError, match="token 2"):
+            scores.asked_of(2, 4)
 
-
-def test_a_row_that_would_be_skipped_is_found_out():
-    scores = PromptScores((1, 2, 3, 4), 2, 0)
-    with pytest.raises(AssertionError, match="token 2"):
-        scores.asked_of(2, 4)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "problem"),
-    [
+    for sampling, problem in [
         (asked(4), "sampling.prompt_logprobs_start must be less than the prompt's 4 tokens, got 4"),
         (asked(2**31), "prompt_logprobs_start"),
-    ],
-)
-def test_what_is_not_in_the_prompt_is_refused(sampling, problem):
-    with pytest.raises(InvalidRequest, match=problem):
-        scores_of(GenerationRequest("r", (1, 2, 3, 4), SamplingParams(**sampling)))
+    ]:
+        with (
+            subtests.test("what is not in the prompt is refused", sampling=sampling, problem=problem),
+            pytest.raises(InvalidRequest, match=problem),
+        ):
+            scores_of(GenerationRequest("r", (1, 2, 3, 4), SamplingParams(**sampling)))
 
+    with subtests.test("more than a message holds is refused"):
+        prompt_len = 1 + MAX_BYTES // 8 // 21
 
-def test_more_than_a_message_holds_is_refused():
-    prompt_len = 1 + MAX_BYTES // 8 // 21
+        def ask(prompt_len):
+            return scores_of(GenerationRequest("r", (1,) * prompt_len, SamplingParams(prompt_logprobs=20)))
 
-    def ask(prompt_len):
-        return scores_of(GenerationRequest("r", (1,) * prompt_len, SamplingParams(prompt_logprobs=20)))
-
-    assert ask(prompt_len).next == 1
-    with pytest.raises(InvalidRequest, match="48 MiB, got 20"):
-        ask(prompt_len + 1)
-
-
-@pytest.mark.parametrize("carried", CARRIED[:2], ids=["attention", "state"])
-@pytest.mark.parametrize("start", [2, 23])
-def test_it_waits_only_for_what_it_may_take_over(carried, start):
-    """Of what another one computes in the same step: pages, or a resume point."""
-    rank = Rank(num_pages=64, chunk_size=64, carried=carried)
-    rank.submit(STEM, 1)
-    scored = rank.submit(STEM, 1, scored=asked(start))
-    rank.step()
-    assert (scored.computed > 0) is (start == 2)
-    rank.run([scored])
-    check(rank, scored, start)
-    assert scored.reused_tokens == (0 if start == 2 else 20)
-
-
-@pytest.mark.parametrize("start", [0, 17, 39])
-def test_while_it_waits_what_it_will_compute_is_reported(start):
-    rank, prompt = Rank(), [*STEM, *range(16)]
-    rank.run([rank.submit(prompt, 1)])
-    rank.submit(prompt, 1, scored=asked(start))
-    computed = 40 - max(0, start - 1) // 4 * 4
-    load = rank.core.load()
-    assert (load.pending_tokens, load.waiting_tokens) == (computed, computed)
+        assert ask(prompt_len).next == 1
+        with pytest.raises(InvalidRequest, match="48 MiB, got 20"):
+            ask(prompt_len + 1)

@@ -3,8 +3,6 @@
 import random
 from collections import Counter
 
-import pytest
-
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
 from services.engine.paged.queue import waiting_queue
@@ -23,46 +21,47 @@ def named(line: list[Sequence]) -> str:
     return " ".join(f"{seq.request.cache_salt}{seq.arrival}" for seq in line)
 
 
-@pytest.mark.parametrize(
-    ("had", "served_at", "wanted"),
-    [
+def test_tenants_take_turns(subtests):
+    for had, served_at, wanted in [
         ({}, {}, "c7 a1 b5 a2 b6 a3 a4"),
         ({"a": 1}, {}, "c7 b5 a1 b6 a2 a3 a4"),
         ({"a": 9, "b": 1}, {}, "c7 b5 b6 a1 a2 a3 a4"),
         ({}, {"a": 3, "b": 2}, "c7 b5 a1 b6 a2 a3 a4"),
         ({}, {"b": 3}, "c7 a1 b5 a2 b6 a3 a4"),
-    ],
-)
-def test_tenants_take_turns_and_each_ones_own_come_as_they_arrived(had, served_at, wanted):
-    sequences = [waiting(n, "a") for n in range(1, 5)] + [waiting(n, "b") for n in (5, 6)]
-    sequences.append(waiting(7, "c", priority=1))
-    assert named(in_turn(reversed(sequences), had, served_at)) == wanted
+    ]:
+        with subtests.test(
+            "tenants take turns and each ones own come as they arrived",
+            had=had,
+            served_at=served_at,
+            wanted=wanted,
+        ):
+            sequences = [waiting(n, "a") for n in range(1, 5)] + [waiting(n, "b") for n in (5, 6)]
+            sequences.append(waiting(7, "c", priority=1))
+            assert named(in_turn(reversed(sequences), had, served_at)) == wanted
 
+    with subtests.test("one tenants line is that of arrival"):
+        sequences = [waiting(n, "a", priority=n % 2) for n in range(8)]
+        assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
 
-def test_one_tenants_line_is_that_of_arrival():
-    sequences = [waiting(n, "a", priority=n % 2) for n in range(8)]
-    assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
-
-
-def test_the_line_is_in_turn_whoever_comes_and_goes():
-    chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience())
-    for number in range(2000):
-        queue.order(running)
-        line = list(queue)
-        assert line == in_turn(line, running)
-        match chance.randrange(6 if line else 2):
-            case 0 | 1:
-                # It becomes empty, or of one tenant, now and then.
-                if len(line) < 12 * (number // 100 % 2):
-                    queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1))))
-            case 2:
-                queue.remove(chance.choice(line))
-            case 3:
-                running = Counter(chance.choices("aab", k=chance.randrange(4)))
-            case choice:
-                seq = line[0] if choice == 4 else chance.choice(line)
-                queue.take(seq, 0.0)
-                running[seq.request.cache_salt] += 1
+    with subtests.test("the line is in turn whoever comes and goes"):
+        chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience())
+        for number in range(2000):
+            queue.order(running)
+            line = list(queue)
+            assert line == in_turn(line, running)
+            match chance.randrange(6 if line else 2):
+                case 0 | 1:
+                    # It becomes empty, or of one tenant, now and then.
+                    if len(line) < 12 * (number // 100 % 2):
+                        queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1))))
+                case 2:
+                    queue.remove(chance.choice(line))
+                case 3:
+                    running = Counter(chance.choices("aab", k=chance.randrange(4)))
+                case choice:
+                    seq = line[0] if choice == 4 else chance.choice(line)
+                    queue.take(seq, 0.0)
+                    running[seq.request.cache_salt] += 1
 
 
 def test_a_step_at_which_nothing_happens_sorts_no_line_and_weighs_nobody(monkeypatch):
@@ -86,97 +85,158 @@ def test_a_step_at_which_nothing_happens_sorts_no_line_and_weighs_nobody(monkeyp
     rank.run([*crowd, *others])
 
 
-def test_a_short_request_beside_a_crowd_comes_in_at_the_next_step_and_the_crowd_loses_nothing():
-    rank = Rank(num_pages=200, max_running=4)
-    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
-    for _ in range(10):
-        rank.step()
-    short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
-    steps = 0
-    while short not in rank.finished:
-        rank.step()
-        steps += 1
-    assert steps <= 3
-    assert not rank.finished.keys() & set(crowd)
-    rank.run(crowd)
-    for seq in (*crowd, short):
-        assert rank.tokens[seq] == continuation(list(seq.request.prompt_ids), seq.request.sampling.max_tokens)
-    assert rank.core.retractions == 0  # pages were not short
-    assert rank.core.check()
+def test_a_short_request_beside_a_crowd(subtests):
+    with subtests.test(
+        "a short request beside a crowd comes in at the next step and the crowd loses nothing"
+    ):
+        rank = Rank(num_pages=200, max_running=4)
+        crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+        for _ in range(10):
+            rank.step()
+        short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
+        steps = 0
+        while short not in rank.finished:
+            rank.step()
+            steps += 1
+        assert steps <= 3
+        assert not rank.finished.keys() & set(crowd)
+        rank.run(crowd)
+        for seq in (*crowd, short):
+            assert rank.tokens[seq] == continuation(
+                list(seq.request.prompt_ids), seq.request.sampling.max_tokens
+            )
+        assert rank.core.retractions == 0  # pages were not short
+        assert rank.core.check()
 
-
-def test_one_that_lands_in_a_full_batch_of_another_tenants_takes_a_place_there():
-    rank = Rank(num_pages=200, max_running=4)
-    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
-    for _ in range(10):
-        rank.step()
-    short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
-    for _ in range(3):  # meanwhile one of the crowd's runs in its place
-        rank.step()
-    assert short.phase is Phase.RECEIVING
-    assert sum(seq.phase is Phase.DECODING for seq in crowd) == 4
-    rank.land(short)
-    steps = 0
-    while short not in rank.finished:
-        rank.step()
-        steps += 1
-    assert steps <= 3
-    assert not rank.finished.keys() & set(crowd)
-    rank.run(crowd)
-    for seq in (*crowd, short):
-        assert rank.tokens[seq] == continuation(list(seq.request.prompt_ids), seq.request.sampling.max_tokens)
-
-
-@pytest.mark.parametrize("receives", [False, True])
-def test_a_crowd_that_has_landed_and_waits_for_places_keeps_nobody_out(receives):
-    rank = Rank(num_pages=200, max_running=4)
-    crowd = [rank.submit([number, 1, 2], 40, receives=True, cache_salt="crowd") for number in range(4)]
-    rank.step()
-    rank.limit(max_running_requests=2)
-    rank.land(*crowd)
-    rank.step()
-    assert [seq.phase for seq in crowd] == [Phase.DECODING] * 2 + [Phase.LANDED] * 2
-    short = rank.submit([9, 8, 7], 2, receives=receives, cache_salt="quiet")
-    rank.step()
-    if receives:
+    with subtests.test("one that lands in a full batch of another tenants takes a place there"):
+        rank = Rank(num_pages=200, max_running=4)
+        crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+        for _ in range(10):
+            rank.step()
+        short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
+        for _ in range(3):  # meanwhile one of the crowd's runs in its place
+            rank.step()
+        assert short.phase is Phase.RECEIVING
+        assert sum(seq.phase is Phase.DECODING for seq in crowd) == 4
         rank.land(short)
-    for _ in range(3):
+        steps = 0
+        while short not in rank.finished:
+            rank.step()
+            steps += 1
+        assert steps <= 3
+        assert not rank.finished.keys() & set(crowd)
+        rank.run(crowd)
+        for seq in (*crowd, short):
+            assert rank.tokens[seq] == continuation(
+                list(seq.request.prompt_ids), seq.request.sampling.max_tokens
+            )
+
+    for receives in [False, True]:
+        with subtests.test(
+            "a crowd that has landed and waits for places keeps nobody out", receives=receives
+        ):
+            rank = Rank(num_pages=200, max_running=4)
+            crowd = [
+                rank.submit([number, 1, 2], 40, receives=True, cache_salt="crowd") for number in range(4)
+            ]
+            rank.step()
+            rank.limit(max_running_requests=2)
+            rank.land(*crowd)
+            rank.step()
+            assert [seq.phase for seq in crowd] == [Phase.DECODING] * 2 + [Phase.LANDED] * 2
+            short = rank.submit([9, 8, 7], 2, receives=receives, cache_salt="quiet")
+            rank.step()
+            if receives:
+                rank.land(short)
+            for _ in range(3):
+                rank.step()
+            assert short in rank.finished
+            rank.land(*(seq for seq in crowd if seq.phase is Phase.RECEIVING))
+            rank.run(crowd)
+
+    with subtests.test("a short prompt is computed beside another tenants long one"):
+        # A chunk of each in turn; the long one goes on beside many short ones, too.
+        rank = Rank(num_pages=200, chunk_size=8, max_running=8)
+        long = rank.submit(range(200), 1, cache_salt="crowd")
         rank.step()
-    assert short in rank.finished
-    rank.land(*(seq for seq in crowd if seq.phase is Phase.RECEIVING))
-    rank.run(crowd)
+        short = [rank.submit([number, *range(100, 107)], 1, cache_salt="quiet") for number in range(4)]
+        steps = 0
+        while short[0] not in rank.finished:
+            rank.step()
+            steps += 1
+        assert steps <= 2
+        before = long.computed
+        for _ in range(4):
+            rank.step()
+        assert long.computed > before
+        rank.run([long, *short])
 
 
-def test_nobody_gives_way_to_one_that_has_landed_where_more_run_than_may_now():
-    rank = Rank(num_pages=200, max_running=9)
-    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(8)]
-    short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
-    for _ in range(3):
+def test_who_gives_way_and_who_does_not(subtests):
+    with subtests.test("nobody gives way to one that has landed where more run than may now"):
+        rank = Rank(num_pages=200, max_running=9)
+        crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(8)]
+        short = rank.submit([9, 8, 7], 2, receives=True, cache_salt="quiet")
+        for _ in range(3):
+            rank.step()
+        rank.let_run(3)
+        rank.land(short)
+        for _ in range(5):
+            rank.step()
+        assert [seq.phase for seq in (*crowd, short)] == [Phase.DECODING] * 8 + [Phase.LANDED]
+        rank.core.cancel(crowd[0])
+        rank.let_run(7)
         rank.step()
-    rank.let_run(3)
-    rank.land(short)
-    for _ in range(5):
-        rank.step()
-    assert [seq.phase for seq in (*crowd, short)] == [Phase.DECODING] * 8 + [Phase.LANDED]
-    rank.core.cancel(crowd[0])
-    rank.let_run(7)
-    rank.step()
-    assert [seq.retractions for seq in crowd] == [0] * 7 + [1]
-    rank.run([*crowd[1:], short])
+        assert [seq.retractions for seq in crowd] == [0] * 7 + [1]
+        rank.run([*crowd[1:], short])
 
-
-def test_tenants_run_as_many_as_each_other_and_then_none_gives_way():
-    rank = Rank(num_pages=200, max_running=4)
-    crowd = [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(8)]
-    rank.step()
-    others = [rank.submit([number, 8, 7], 60, cache_salt="other") for number in range(8)]
-    for _ in range(20):
+    with subtests.test("tenants run as many as each other and then none gives way"):
+        rank = Rank(num_pages=200, max_running=4)
+        crowd = [rank.submit([number, 1, 2], 60, cache_salt="crowd") for number in range(8)]
         rank.step()
-        running = [seq for seq in (*crowd, *others) if seq.phase is Phase.DECODING]
-        tenants = [seq.request.cache_salt for seq in running]
-    assert (tenants.count("crowd"), tenants.count("other")) == (2, 2)
-    assert sum(seq.retractions for seq in (*crowd, *others)) == 2
-    rank.run([*crowd, *others])
+        others = [rank.submit([number, 8, 7], 60, cache_salt="other") for number in range(8)]
+        for _ in range(20):
+            rank.step()
+            running = [seq for seq in (*crowd, *others) if seq.phase is Phase.DECODING]
+            tenants = [seq.request.cache_salt for seq in running]
+        assert (tenants.count("crowd"), tenants.count("other")) == (2, 2)
+        assert sum(seq.retractions for seq in (*crowd, *others)) == 2
+        rank.run([*crowd, *others])
+
+    with subtests.test("a third tenants request of a lower priority keeps nobody from giving way"):
+        # It is the last in turn, but its tenant runs no other; that of a higher priority is left alone, too.
+        rank = Rank(num_pages=200, max_running=6)
+        crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
+        rank.step()
+        rank.core.cancel(crowd[0])
+        rank.core.cancel(crowd[1])
+        third = rank.submit([50, 1, 2], 40, cache_salt="third", priority=-1)
+        first = rank.submit([51, 1, 2], 40, cache_salt="crowd", priority=1)
+        for seq in crowd[6:]:
+            rank.core.cancel(seq)
+        for _ in range(3):
+            rank.step()
+        running = [*crowd[2:6], third, first]
+        assert all(seq.phase is Phase.DECODING for seq in running)
+        short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
+        for _ in range(3):
+            rank.step()
+        assert short in rank.finished
+        assert [seq.retractions for seq in running] == [0, 0, 0, 1, 0, 0]
+        rank.run(running)
+
+    with subtests.test("nobody gives way to one of a lower priority or one that would not fit"):
+        rank = Rank(num_pages=16, page_size=4, max_running=8)
+        crowd = [rank.submit([number, 1, 2], 12, cache_salt="crowd", priority=1) for number in range(3)]
+        for _ in range(3):
+            rank.step()
+        low = rank.submit(range(40), 2, cache_salt="quiet")
+        high = rank.submit(range(100, 155), 2, cache_salt="quiet", priority=1)
+        for _ in range(3):
+            rank.step()
+        assert (low.phase, high.phase) == (Phase.WAITING, Phase.WAITING)
+        assert sum(seq.retractions for seq in crowd) == 0
+        rank.run([*crowd, low, high])
 
 
 def test_the_queue_gets_no_shorter_by_an_exchange_nor_by_one_that_was_retracted():
@@ -197,58 +257,3 @@ def test_the_queue_gets_no_shorter_by_an_exchange_nor_by_one_that_was_retracted(
     rank.run(crowd[:6])
     assert rank.core.load().admitted_per_s > 0
     rank.run([*crowd, *others])
-
-
-def test_a_third_tenants_request_of_a_lower_priority_keeps_nobody_from_giving_way():
-    """It is the last in turn, but its tenant runs no other; that of a higher priority is left alone, too."""
-    rank = Rank(num_pages=200, max_running=6)
-    crowd = [rank.submit([number, 1, 2], 40, cache_salt="crowd") for number in range(12)]
-    rank.step()
-    rank.core.cancel(crowd[0])
-    rank.core.cancel(crowd[1])
-    third = rank.submit([50, 1, 2], 40, cache_salt="third", priority=-1)
-    first = rank.submit([51, 1, 2], 40, cache_salt="crowd", priority=1)
-    for seq in crowd[6:]:
-        rank.core.cancel(seq)
-    for _ in range(3):
-        rank.step()
-    running = [*crowd[2:6], third, first]
-    assert all(seq.phase is Phase.DECODING for seq in running)
-    short = rank.submit([9, 8, 7], 2, cache_salt="quiet")
-    for _ in range(3):
-        rank.step()
-    assert short in rank.finished
-    assert [seq.retractions for seq in running] == [0, 0, 0, 1, 0, 0]
-    rank.run(running)
-
-
-def test_nobody_gives_way_to_one_of_a_lower_priority_or_one_that_would_not_fit():
-    rank = Rank(num_pages=16, page_size=4, max_running=8)
-    crowd = [rank.submit([number, 1, 2], 12, cache_salt="crowd", priority=1) for number in range(3)]
-    for _ in range(3):
-        rank.step()
-    low = rank.submit(range(40), 2, cache_salt="quiet")
-    high = rank.submit(range(100, 155), 2, cache_salt="quiet", priority=1)
-    for _ in range(3):
-        rank.step()
-    assert (low.phase, high.phase) == (Phase.WAITING, Phase.WAITING)
-    assert sum(seq.retractions for seq in crowd) == 0
-    rank.run([*crowd, low, high])
-
-
-def test_a_short_prompt_is_computed_beside_another_tenants_long_one():
-    """A chunk of each in turn; the long one goes on beside many short ones, too."""
-    rank = Rank(num_pages=200, chunk_size=8, max_running=8)
-    long = rank.submit(range(200), 1, cache_salt="crowd")
-    rank.step()
-    short = [rank.submit([number, *range(100, 107)], 1, cache_salt="quiet") for number in range(4)]
-    steps = 0
-    while short[0] not in rank.finished:
-        rank.step()
-        steps += 1
-    assert steps <= 2
-    before = long.computed
-    for _ in range(4):
-        rank.step()
-    assert long.computed > before
-    rank.run([long, *short])

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from engine.paged.core_rank import Rank
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 
@@ -72,39 +70,66 @@ def seconds(chance, batch=1, answer=60, num_pages=256, round_s=DRAFT_S):
     return rank.now - began, draft, drafter
 
 
-def test_steps_in_which_nobody_decodes_ask_for_no_drafts():
-    draft = ScriptedDraft(lambda: rank, 1.0)
-    rank = Rank(num_pages=256, chunk_size=4, drafting=ModelDrafter(draft, 4, 5))
-    seq = rank.submit(range(400), 2)
-    rank.run([seq])
-    assert rank.tokens[seq] == rank.expected(range(400), 2)
-    assert draft.calls == 0
+def test_when_a_draft_is_asked(subtests):
+    with subtests.test("steps in which nobody decodes ask for no drafts"):
+        draft = ScriptedDraft(lambda: rank, 1.0)
+        rank = Rank(num_pages=256, chunk_size=4, drafting=ModelDrafter(draft, 4, 5))
+        seq = rank.submit(range(400), 2)
+        rank.run([seq])
+        assert rank.tokens[seq] == rank.expected(range(400), 2)
+        assert draft.calls == 0
+
+    with subtests.test("a draft that agrees is asked for all it may"):
+        with_drafts, draft, drafter = seconds(1.0)
+        assert with_drafts < seconds(None)[0] / 2.5
+        assert draft.drafts > 4 * draft.calls
+        assert "sequences=0" in repr(drafter)
+
+    with subtests.test("a draft that never agrees is hardly asked any more"):
+        plain, (with_drafts, draft, _) = seconds(None, answer=400)[0], seconds(0.0, answer=400)
+        assert with_drafts < 1.03 * plain
+        assert draft.calls > 2
+
+    with subtests.test("a draft that comes to agree is found out"):
+        draft = ScriptedDraft(lambda: rank, 0.0)
+        rank = Rank(num_pages=1024, drafting=ModelDrafter(draft, 4, 5))
+        rank.core.runner = TimedRunner(rank)
+        seq = rank.submit([1, 2], 1500)
+        while len(seq.ids) < 400:
+            rank.step()
+        draft.chance, before, steps = 1.0, len(seq.ids), 0
+        while len(seq.ids) < before + 900:
+            rank.step()
+            steps += 1
+        assert steps < 600
 
 
-def test_a_draft_that_agrees_is_asked_for_all_it_may():
-    with_drafts, draft, drafter = seconds(1.0)
-    assert with_drafts < seconds(None)[0] / 2.5
-    assert draft.drafts > 4 * draft.calls
-    assert "sequences=0" in repr(drafter)
+def test_drafts_do_not_cost_more_than_they_give(subtests):
+    for batch in (1, 6):
+        plain = seconds(None, batch, 120)[0]
+        for chance in (0.3, 0.8):
+            with subtests.test("drafts do not cost more than they give", batch=batch, chance=chance):
+                assert seconds(chance, batch, 120)[0] < 1.03 * plain
 
+    with subtests.test("a round for one that agrees is not paid for by those that do not"):
+        plain = seconds(None, 8, 120, 512)[0]
+        of_one = seconds(lambda ids: 0.9 * (ids[0] == 0), 8, 120, 512, round_s=0.004)[0]
+        assert of_one < 1.03 * plain
+        assert seconds(0.9, 8, 120, 512, round_s=0.004)[0] < 0.9 * plain
 
-def test_a_draft_that_never_agrees_is_hardly_asked_any_more():
-    plain, (with_drafts, draft, _) = seconds(None, answer=400)[0], seconds(0.0, answer=400)
-    assert with_drafts < 1.03 * plain
-    assert draft.calls > 2
-
-
-@pytest.mark.parametrize("chance", [0.3, 0.8])
-@pytest.mark.parametrize("batch", [1, 6])
-def test_drafts_do_not_cost_more_than_they_give(batch, chance):
-    assert seconds(chance, batch, 120)[0] < 1.03 * seconds(None, batch, 120)[0]
-
-
-def test_a_round_for_one_that_agrees_is_not_paid_for_by_those_that_do_not():
-    plain = seconds(None, 8, 120, 512)[0]
-    of_one = seconds(lambda ids: 0.9 * (ids[0] == 0), 8, 120, 512, round_s=0.004)[0]
-    assert of_one < 1.03 * plain
-    assert seconds(0.9, 8, 120, 512, round_s=0.004)[0] < 0.9 * plain
+    with subtests.test("those that try again do so together"):
+        # However they came: a round for each of them would be one in most steps. Newcomers seldom, for
+        # nobody's drafts were right.
+        draft = ScriptedDraft(lambda: rank, 0.0, round_s=0.005)
+        rank = Rank(num_pages=1024, max_running=16, drafting=ModelDrafter(draft, 4, 5))
+        rank.core.runner = TimedRunner(rank)
+        seqs, steps = [], 0
+        while len(seqs) < 80:
+            if steps % 8 == 0:
+                seqs.append(rank.submit([len(seqs), 5], 120))
+            rank.step()
+            steps += 1
+        assert 2 < draft.calls <= steps / 64
 
 
 class FailingDraft(ScriptedDraft):
@@ -120,74 +145,52 @@ class FailingDraft(ScriptedDraft):
         return super().propose(chunks, counts)
 
 
-@pytest.mark.parametrize(("failures", "drafts_again"), [(4, True), (99, False)])
-def test_a_draft_that_fails_costs_drafts_and_no_request(failures, drafts_again, caplog):
+def failing_rank(failures):
     draft = FailingDraft(lambda: rank, failures)
     rank = Rank(num_pages=256, drafting=ModelDrafter(draft, 4, 5))
     rank.core.runner = TimedRunner(rank)
-    seqs = [rank.submit([i, 7], 60) for i in range(3)]
-    rank.run(seqs)
-    assert all(rank.tokens[seq] == rank.expected(seq.request.prompt_ids, 60) for seq in seqs)
-    assert (draft.proposed > 0) == drafts_again
-    said = [record.getMessage() for record in caplog.records if "draft_failed" in record.message]
-    assert len(said) == min(failures, 5) and ("gave_up=True" in said[-1]) != drafts_again
+    return draft, rank
 
 
-def test_a_target_bounds_drafts_and_prompts_together():
-    """Guessing takes its part of the step; what routers are told of one has it."""
-    draft = ScriptedDraft(lambda: rank, 1.0, round_s=0.003)
-    drafter = ModelDrafter(draft, 4, 5)
-    rank = Rank(num_pages=1024, chunk_size=256, drafting=drafter, itl_target_s=0.040)
-    rank.core.runner = TimedRunner(rank)
-    rank.run([rank.submit([400, 401], 20), rank.submit(range(200), 20)])  # steps have been measured
-    draft.calls = 0
-    decoding = rank.submit([1, 2], 400)
-    prompt, took_s = rank.submit([i % 500 for i in range(2000)], 1), []
-    while prompt not in rank.finished:
-        began = rank.now
-        rank.step()
-        took_s.append(rank.now - began)
-    assert decoding not in rank.finished
-    assert draft.calls > 10
-    assert 0.030 < max(took_s[2:]) < 0.045  # a look at its clock takes 1 ms
-    rank.run([decoding])
-    assert rank.core.load().step_s > FIXED_S + 6 * ROW_S + 3 * draft.step_s
+def test_a_draft_that_fails_costs_drafts_and_no_request(subtests, caplog):
+    for failures, drafts_again in [(4, True), (99, False)]:
+        with subtests.test(failures=failures, drafts_again=drafts_again):
+            caplog.clear()
+            draft, rank = failing_rank(failures)
+            seqs = [rank.submit([i, 7], 60) for i in range(3)]
+            rank.run(seqs)
+            assert all(rank.tokens[seq] == rank.expected(seq.request.prompt_ids, 60) for seq in seqs)
+            assert (draft.proposed > 0) == drafts_again
+            said = [record.getMessage() for record in caplog.records if "draft_failed" in record.message]
+            assert len(said) == min(failures, 5) and ("gave_up=True" in said[-1]) != drafts_again
 
 
-def test_those_that_try_again_do_so_together():
-    """However they came: a round for each of them would be one in most steps. Newcomers seldom, for nobody's
-    drafts were right."""
-    draft = ScriptedDraft(lambda: rank, 0.0, round_s=0.005)
-    rank = Rank(num_pages=1024, max_running=16, drafting=ModelDrafter(draft, 4, 5))
-    rank.core.runner = TimedRunner(rank)
-    seqs, steps = [], 0
-    while len(seqs) < 80:
-        if steps % 8 == 0:
-            seqs.append(rank.submit([len(seqs), 5], 120))
-        rank.step()
-        steps += 1
-    assert 2 < draft.calls <= steps / 64
+def test_bounds_of_a_step_hold(subtests):
+    with subtests.test("a target bounds drafts and prompts together"):
+        # Guessing takes its part of the step; what routers are told of one has it.
+        draft = ScriptedDraft(lambda: rank, 1.0, round_s=0.003)
+        drafter = ModelDrafter(draft, 4, 5)
+        rank = Rank(num_pages=1024, chunk_size=256, drafting=drafter, itl_target_s=0.040)
+        rank.core.runner = TimedRunner(rank)
+        rank.run([rank.submit([400, 401], 20), rank.submit(range(200), 20)])  # steps have been measured
+        draft.calls = 0
+        decoding = rank.submit([1, 2], 400)
+        prompt, took_s = rank.submit([i % 500 for i in range(2000)], 1), []
+        while prompt not in rank.finished:
+            began = rank.now
+            rank.step()
+            took_s.append(rank.now - began)
+        assert decoding not in rank.finished
+        assert draft.calls > 10
+        assert 0.030 < max(took_s[2:]) < 0.045  # a look at its clock takes 1 ms
+        rank.run([decoding])
+        assert rank.core.load().step_s > FIXED_S + 6 * ROW_S + 3 * draft.step_s
 
-
-def test_a_draft_that_comes_to_agree_is_found_out():
-    draft = ScriptedDraft(lambda: rank, 0.0)
-    rank = Rank(num_pages=1024, drafting=ModelDrafter(draft, 4, 5))
-    rank.core.runner = TimedRunner(rank)
-    seq = rank.submit([1, 2], 1500)
-    while len(seq.ids) < 400:
-        rank.step()
-    draft.chance, before, steps = 1.0, len(seq.ids), 0
-    while len(seq.ids) < before + 900:
-        rank.step()
-        steps += 1
-    assert steps < 600
-
-
-def test_no_more_drafts_than_a_step_may_have():
-    rank = Rank(max_step_drafts=3, drafting=ModelDrafter(ScriptedDraft(lambda: rank, 1.0), 4, 5))
-    rank.core.runner = runner = TimedRunner(rank)
-    most = []
-    run = runner.run
-    runner.run = lambda chunks: most.append(sum(c.num_drafts for c in chunks)) or run(chunks)
-    rank.run([rank.submit([i, 7], 12) for i in range(3)])
-    assert 0 < max(most) <= 3
+    with subtests.test("no more drafts than a step may have"):
+        rank = Rank(max_step_drafts=3, drafting=ModelDrafter(ScriptedDraft(lambda: rank, 1.0), 4, 5))
+        rank.core.runner = runner = TimedRunner(rank)
+        most = []
+        run = runner.run
+        runner.run = lambda chunks: most.append(sum(c.num_drafts for c in chunks)) or run(chunks)
+        rank.run([rank.submit([i, 7], 12) for i in range(3)])
+        assert 0 < max(most) <= 3

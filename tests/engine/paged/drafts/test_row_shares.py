@@ -65,30 +65,27 @@ def test_bounds_hold(candidates, max_drafts, plain_s, draft_s, limit_s, round_s)
     assert not any(counts) or plain_s + draft_s * sum(counts) <= limit_s
 
 
-def test_at_one_sequence_all_that_are_likely_and_none_that_never_are():
-    cost = StepCost(plain_s=0.010, draft_s=0.0011)  # of a row at batch 1, on a CPU
-    assert share_rows([Candidate(5, 0.95)], 1, 99, cost) == [5]
-    assert share_rows([Candidate(5, 0.05)], 1, 99, cost) == [0]
-    assert share_rows([Candidate(5, 0.4)], 1, 99, cost) == [2]
+def test_the_most_tokens_a_second(subtests):
+    with subtests.test("at one sequence all that are likely and none that never are"):
+        cost = StepCost(plain_s=0.010, draft_s=0.0011)  # of a row at batch 1, on a CPU
+        assert share_rows([Candidate(5, 0.95)], 1, 99, cost) == [5]
+        assert share_rows([Candidate(5, 0.05)], 1, 99, cost) == [0]
+        assert share_rows([Candidate(5, 0.4)], 1, 99, cost) == [2]
 
+    with subtests.test("where rows cost what sequences do only what is nearly sure"):
+        cost = StepCost(plain_s=0.024, draft_s=0.001)  # 16 sequences, of 1 ms each
+        shares = share_rows([Candidate(5, 0.9), Candidate(5, 0.3)], 16, 99, cost)
+        assert shares == [3, 0]
 
-def test_where_rows_cost_what_sequences_do_only_what_is_nearly_sure():
-    cost = StepCost(plain_s=0.024, draft_s=0.001)  # 16 sequences, of 1 ms each
-    shares = share_rows([Candidate(5, 0.9), Candidate(5, 0.3)], 16, 99, cost)
-    assert shares == [3, 0]
+    with subtests.test("what is dear to guess is not"):
+        cost = StepCost(plain_s=0.010, draft_s=0.001)
+        assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.009) == [0]
+        assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.001) == [4]
 
+    with subtests.test("a round is not worth it for few"):
+        cost, few = StepCost(plain_s=0.020, draft_s=0.0002), [Candidate(5, 0.0)] * 6
+        assert share_rounds([Candidate(5, 0.9), *few, few[0]], 8, 99, cost, round_s=0.004) == [0] * 8
+        assert share_rounds([Candidate(5, 0.9)] * 8, 8, 99, cost, round_s=0.004) == [5] * 8
 
-def test_what_is_dear_to_guess_is_not():
-    cost = StepCost(plain_s=0.010, draft_s=0.001)
-    assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.009) == [0]
-    assert share_rounds([Candidate(5, 0.8)], 1, 99, cost, round_s=0.001) == [4]
-
-
-def test_a_round_is_not_worth_it_for_few():
-    cost, few = StepCost(plain_s=0.020, draft_s=0.0002), [Candidate(5, 0.0)] * 6
-    assert share_rounds([Candidate(5, 0.9), *few, few[0]], 8, 99, cost, round_s=0.004) == [0] * 8
-    assert share_rounds([Candidate(5, 0.9)] * 8, 8, 99, cost, round_s=0.004) == [5] * 8
-
-
-def test_nothing_before_a_step_was_measured():
-    assert share_rows([Candidate(5, 0.9)], 1, 99, StepCost(0.0, 0.0)) == [0]
+    with subtests.test("nothing before a step was measured"):
+        assert share_rows([Candidate(5, 0.9)], 1, 99, StepCost(0.0, 0.0)) == [0]

@@ -15,28 +15,25 @@ def chosen(queue, room):
     return next_admission(queue, lambda index: queue[index].num_pages <= room, PATIENCE)
 
 
-def test_the_first_comes_in_first():
-    assert chosen([PLAIN, PLAIN], room=4) == 0
+def test_who_comes_in_next(subtests):
+    with subtests.test("the first comes in first"):
+        assert chosen([PLAIN, PLAIN], room=4) == 0
 
+    with subtests.test("a small one comes in before one that does not fit"):
+        assert chosen([replace(PLAIN, new_pages=9), PLAIN], room=4) == 1
 
-def test_a_small_one_comes_in_before_one_that_does_not_fit():
-    assert chosen([replace(PLAIN, new_pages=9), PLAIN], room=4) == 1
+    with subtests.test("one whose prefix is held comes in before one whose is not"):
+        assert chosen([PLAIN, replace(PLAIN, shares=True)], room=4) == 1
 
+    with subtests.test("pages that cease to be evictable count"):
+        assert chosen([replace(PLAIN, unheld_pages=1)], room=4) is None
 
-def test_one_whose_prefix_is_held_comes_in_before_one_whose_is_not():
-    assert chosen([PLAIN, replace(PLAIN, shares=True)], room=4) == 1
-
-
-def test_pages_that_cease_to_be_evictable_count():
-    assert chosen([replace(PLAIN, unheld_pages=1)], room=4) is None
-
-
-def test_nobody_overtakes_one_whose_patience_is_at_its_end():
-    sharing = replace(PLAIN, shares=True)
-    for tired in (replace(PLAIN, overtaken=3), replace(PLAIN, overtaken_for_s=5.0)):
-        assert chosen([tired, sharing], room=4) == 0
-        assert chosen([replace(tired, new_pages=9), sharing], room=4) is None
-        assert chosen([PLAIN, replace(tired, new_pages=9), sharing], room=4) == 0
+    with subtests.test("nobody overtakes one whose patience is at its end"):
+        sharing = replace(PLAIN, shares=True)
+        for tired in (replace(PLAIN, overtaken=3), replace(PLAIN, overtaken_for_s=5.0)):
+            assert chosen([tired, sharing], room=4) == 0
+            assert chosen([replace(tired, new_pages=9), sharing], room=4) is None
+            assert chosen([PLAIN, replace(tired, new_pages=9), sharing], room=4) == 0
 
 
 ARRIVALS = st.lists(st.tuples(st.integers(1, 8), st.booleans()), min_size=1, max_size=60)

@@ -38,26 +38,25 @@ def test_a_newcomer_changes_it_as_if_it_had_been_there(data, page_size):
     assert Growth(sequences, page_size).peak_with(newcomer) == lived([*sequences, newcomer], page_size)
 
 
-def test_those_that_end_make_room_for_the_others():
-    short, long = Growing(4, 4, 4, 2), Growing(4, 4, 4, 4)
-    assert Growth([short], 1).peak == 2
-    assert Growth([long], 1).peak == 4
-    assert Growth([short, long], 1).peak == Growth([short], 1).peak_with(long) == 4
+def test_what_is_kept_back(subtests):
+    with subtests.test("those that end make room for the others"):
+        short, long = Growing(4, 4, 4, 2), Growing(4, 4, 4, 4)
+        assert Growth([short], 1).peak == 2
+        assert Growth([long], 1).peak == 4
+        assert Growth([short, long], 1).peak == Growth([short], 1).peak_with(long) == 4
 
+    with subtests.test("the estimate follows those that end and is lifted by a retraction"):
+        estimate = OutputEstimate(0.5)
+        assert estimate.more_tokens(100) == 50
+        for _ in range(100):
+            estimate.ended(generated=20, allowed=100)
+        assert estimate.more_tokens(100) == 20
+        estimate.retracted()
+        assert estimate.more_tokens(100) == 60
 
-def test_the_estimate_follows_those_that_end_and_is_lifted_by_a_retraction():
-    estimate = OutputEstimate(0.5)
-    assert estimate.more_tokens(100) == 50
-    for _ in range(100):
-        estimate.ended(generated=20, allowed=100)
-    assert estimate.more_tokens(100) == 20
-    estimate.retracted()
-    assert estimate.more_tokens(100) == 60
-
-
-def test_what_is_kept_back_for_one_is_bounded():
-    estimate = OutputEstimate(1.0)
-    assert estimate.more_tokens(10**6) == MAX_EXPECTED_TOKENS
-    for _ in range(500):
-        estimate.ended(generated=1, allowed=10**6)
-    assert 0 < estimate.more_tokens(10**6) < MAX_EXPECTED_TOKENS / 5
+    with subtests.test("what is kept back for one is bounded"):
+        estimate = OutputEstimate(1.0)
+        assert estimate.more_tokens(10**6) == MAX_EXPECTED_TOKENS
+        for _ in range(500):
+            estimate.ended(generated=1, allowed=10**6)
+        assert 0 < estimate.more_tokens(10**6) < MAX_EXPECTED_TOKENS / 5

@@ -1,6 +1,5 @@
 """What a sequence's own ids are guessed to go on with: against every place of them."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,33 +38,30 @@ def test_it_is_what_followed_where_most_of_the_end_stood(ids, at_once):
         assert [*end, *match.ids] in periods
 
 
-def test_of_as_long_ones_the_latest():
-    assert list(grown([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3]).ids) == [6, 7, 8]
+def test_which_place_is_followed(subtests):
+    with subtests.test("of as long ones the latest"):
+        assert list(grown([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3]).ids) == [6, 7, 8]
 
+    with subtests.test("a place that was right is not lost among many"):
+        many = [number for last in range(50, 90) for number in (0, 0, 0, last)]
+        ids = [1, 2, 3, 4, 5, 0, 0, 0, 6, 7, *many, 1, 2, 3]
+        own = OwnNgrams(ids)
+        own.index(len(ids))
+        assert list(own.match(3).ids) == [4, 5, 0]
+        ids += [4, 5, 0, 0, 0]
+        own.index(5)
+        assert list(own.match(2).ids) == [6, 7]
 
-def test_a_place_that_was_right_is_not_lost_among_many():
-    many = [number for last in range(50, 90) for number in (0, 0, 0, last)]
-    ids = [1, 2, 3, 4, 5, 0, 0, 0, 6, 7, *many, 1, 2, 3]
-    own = OwnNgrams(ids)
-    own.index(len(ids))
-    assert list(own.match(3).ids) == [4, 5, 0]
-    ids += [4, 5, 0, 0, 0]
-    own.index(5)
-    assert list(own.match(2).ids) == [6, 7]
+    with subtests.test("what repeats goes on"):
+        assert list(grown([7, 8] * 4, at_once=1).ids) == [7, 8, 7]
+        assert list(grown([7] * 6).ids) == [7, 7, 7]
 
+    for ids in [[], [1], [1, 1, 1], [1, 2, 3, 4, 5, 6]]:
+        with subtests.test("nothing to find", ids=ids):
+            assert grown(ids or [1]) is None
 
-def test_what_repeats_goes_on():
-    assert list(grown([7, 8] * 4, at_once=1).ids) == [7, 8, 7]
-    assert list(grown([7] * 6).ids) == [7, 7, 7]
-
-
-@pytest.mark.parametrize("ids", [[], [1], [1, 1, 1], [1, 2, 3, 4, 5, 6]])
-def test_nothing_to_find(ids):
-    assert grown(ids or [1]) is None
-
-
-def test_a_long_prompt_is_taken_in_by_and_by():
-    own = OwnNgrams([*range(1000)] * 2)
-    assert [own.index(1500), own.backlog] == [1500, 500]
-    assert own.match(3).ids == [0, 1, 2]  # of what is in; the end is where it always was
-    assert [own.index(1500), own.index(1500), own.backlog] == [500, 0, 0]
+    with subtests.test("a long prompt is taken in by and by"):
+        own = OwnNgrams([*range(1000)] * 2)
+        assert [own.index(1500), own.backlog] == [1500, 500]
+        assert own.match(3).ids == [0, 1, 2]  # of what is in; the end is where it always was
+        assert [own.index(1500), own.index(1500), own.backlog] == [500, 0, 0]

@@ -38,38 +38,36 @@ def test_it_is_what_some_text_goes_on_with_after_the_same_ids(texts, ids, publis
         assert len(match.ids) <= 3
 
 
-def test_who_was_followed_is_followed_on_and_the_latest_otherwise():
-    tree, ids = Tree(), [1]
-    siblings = Siblings(ids, PAGE, lambda: tree.tree.root(""))
+def test_which_text_is_followed(subtests):
+    with subtests.test("who was followed is followed on and the latest otherwise"):
+        tree, ids = Tree(), [1]
+        siblings = Siblings(ids, PAGE, lambda: tree.tree.root(""))
 
-    def goes_on(ids_now):
-        ids[:] = ids_now
-        match = siblings.match(3)
-        return list(match.ids) if match is not None else None
+        def goes_on(ids_now):
+            ids[:] = ids_now
+            match = siblings.match(3)
+            return list(match.ids) if match is not None else None
 
-    assert goes_on([1]) is None
-    tree.insert([1, 2, 3, 4])
-    assert goes_on([1]) == [2, 3, 4]
-    tree.insert([1, 2, 5, 6])
-    assert goes_on([1, 2]) == [3, 4]
-    assert goes_on([1, 2, 5]) == [6]
-    assert goes_on([1, 2, 9]) is None
-    tree.insert([1, 2, 9, 7])
-    assert goes_on([1, 2, 9]) == [7]
+        assert goes_on([1]) is None
+        tree.insert([1, 2, 3, 4])
+        assert goes_on([1]) == [2, 3, 4]
+        tree.insert([1, 2, 5, 6])
+        assert goes_on([1, 2]) == [3, 4]
+        assert goes_on([1, 2, 5]) == [6]
+        assert goes_on([1, 2, 9]) is None
+        tree.insert([1, 2, 9, 7])
+        assert goes_on([1, 2, 9]) == [7]
 
+    with subtests.test("it reads on into the pages behind"):
+        tree = Tree()
+        under = tree.insert([1, 2, 3, 4])
+        tree.insert([*range(1, 13)])
+        assert list(Siblings([*range(1, 8)], PAGE, lambda: under).match(5).ids) == [8, 9, 10, 11, 12]
 
-def test_it_reads_on_into_the_pages_behind():
-    tree = Tree()
-    under = tree.insert([1, 2, 3, 4])
-    tree.insert([*range(1, 13)])
-    assert list(Siblings([*range(1, 8)], PAGE, lambda: under).match(5).ids) == [8, 9, 10, 11, 12]
+    with subtests.test("only those of the same salt"):
+        tree = Tree()
+        tree.insert([1, 2, 3, 4], salt="other")
+        assert Siblings([1], PAGE, lambda: tree.tree.root("own")).match(3) is None
 
-
-def test_only_those_of_the_same_salt():
-    tree = Tree()
-    tree.insert([1, 2, 3, 4], salt="other")
-    assert Siblings([1], PAGE, lambda: tree.tree.root("own")).match(3) is None
-
-
-def test_without_a_cache_there_is_nothing():
-    assert Siblings([1], PAGE, lambda: None).match(3) is None
+    with subtests.test("without a cache there is nothing"):
+        assert Siblings([1], PAGE, lambda: None).match(3) is None

@@ -57,32 +57,30 @@ def test_nothing_is_made_up_of_two_texts_however_often_the_ring_went_round(texts
         assert any(text[at : at + len(said)] == said for text in kept for at in range(len(text)))
 
 
-def test_the_majority_decides_and_of_as_many_the_latest():
-    texts = [[1, 2, 3, 4, 4], [1, 2, 3, 5, 6], [1, 2, 3, 5, 7], [1, 2, 3, 8, 8]]
-    assert ids_after(texts, [1, 2, 3]) == [5, 7]
-    assert ids_after([[0, 1, 2, 3, 9], *texts], [0, 1, 2, 3]) == [9]  # which has more in common
+def test_which_text_is_followed(subtests):
+    with subtests.test("the majority decides and of as many the latest"):
+        texts = [[1, 2, 3, 4, 4], [1, 2, 3, 5, 6], [1, 2, 3, 5, 7], [1, 2, 3, 8, 8]]
+        assert ids_after(texts, [1, 2, 3]) == [5, 7]
+        assert ids_after([[0, 1, 2, 3, 9], *texts], [0, 1, 2, 3]) == [9]  # which has more in common
 
+    with subtests.test("the oldest go"):
+        old, new = [[7, 8, 9, 10]], [[number] * 30 for number in range(40, 44)]
+        assert ids_after([*old, *new[:3]], [7, 8, 9], min_ids=32, max_ids=128) == [10]
+        assert ids_after([*old, *new], [7, 8, 9], min_ids=32, max_ids=128) is None
 
-def test_the_oldest_go():
-    old, new = [[7, 8, 9, 10]], [[number] * 30 for number in range(40, 44)]
-    assert ids_after([*old, *new[:3]], [7, 8, 9], min_ids=32, max_ids=128) == [10]
-    assert ids_after([*old, *new], [7, 8, 9], min_ids=32, max_ids=128) is None
+    with subtests.test("what is found on a trail need not be searched"):
+        text = [*range(40)]
+        ring = ring_of([text, [*range(20), 99, 98, 97]])
+        _, trail = ring.match(text[:18], Trail(), 2)
+        assert list(ring.match(text[:20], trail, 2)[0].ids) == [99, 98]
+        assert list(ring.match(text[:20], Trail(10, 10), 2)[0].ids) == [20, 21]  # who followed the first
+        assert list(ring.match(text[:22], trail, 2)[0].ids) == [22, 23]  # where the other one parted
 
-
-def test_what_is_found_on_a_trail_need_not_be_searched():
-    text = [*range(40)]
-    ring = ring_of([text, [*range(20), 99, 98, 97]])
-    _, trail = ring.match(text[:18], Trail(), 2)
-    assert list(ring.match(text[:20], trail, 2)[0].ids) == [99, 98]
-    assert list(ring.match(text[:20], Trail(10, 10), 2)[0].ids) == [20, 21]  # who followed the first
-    assert list(ring.match(text[:22], trail, 2)[0].ids) == [22, 23]  # where the other one parted
-
-
-def test_a_text_in_overlapping_pieces_is_followed_from_one_into_the_next():
-    text = [*range(200)]
-    ring = ring_of([text[:100], text[100 - LONGEST - 4 :]])
-    trail, guesses = Trail(), []
-    for end in range(20, 196):
-        match, trail = ring.match(text[:end], trail, 4)
-        guesses.append(list(match.ids) == text[end : end + 4])
-    assert all(guesses)
+    with subtests.test("a text in overlapping pieces is followed from one into the next"):
+        text = [*range(200)]
+        ring = ring_of([text[:100], text[100 - LONGEST - 4 :]])
+        trail, guesses = Trail(), []
+        for end in range(20, 196):
+            match, trail = ring.match(text[:end], trail, 4)
+            guesses.append(list(match.ids) == text[end : end + 4])
+        assert all(guesses)
