@@ -113,24 +113,23 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_bytes_of_a_message_are_as_pinned(name):
-    pinned = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
-    assert MESSAGES[name].SerializeToString(deterministic=True).hex() == pinned.hex()
-    assert pb.HandshakeMessage.FromString(pinned) == MESSAGES[name]
+def test_the_bytes_of_messages_are_as_pinned_and_read_as_meant(subtests):
+    for name in MESSAGES:
+        with subtests.test("the bytes of a message are as pinned", name=name):
+            pinned = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
+            assert MESSAGES[name].SerializeToString(deterministic=True).hex() == pinned.hex()
+            assert pb.HandshakeMessage.FromString(pinned) == MESSAGES[name]
+
+    with subtests.test("what is read from the pinned bytes is what was meant"):
+        pinned = {name: pb.HandshakeMessage.FromString(m.SerializeToString()) for name, m in MESSAGES.items()}
+        assert read_hello(pinned["hello"]) == (HELLO, 1000.25)
+        assert read_hello(pinned["hello_of_a_hybrid"]) == (HYBRID_HELLO, 1000.25)
+        assert read_hello(pinned["hello_with_a_draft"]) == (DRAFT_HELLO, 1000.25)
+        assert convert.ticket_from_proto(pinned["ticket"].ticket) == TICKET
 
 
-def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
-    pinned = {name: pb.HandshakeMessage.FromString(m.SerializeToString()) for name, m in MESSAGES.items()}
-    assert read_hello(pinned["hello"]) == (HELLO, 1000.25)
-    assert read_hello(pinned["hello_of_a_hybrid"]) == (HYBRID_HELLO, 1000.25)
-    assert read_hello(pinned["hello_with_a_draft"]) == (DRAFT_HELLO, 1000.25)
-    assert convert.ticket_from_proto(pinned["ticket"].ticket) == TICKET
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_hellos_that_are_refused(subtests):
+    for change, reason in [
         (lambda m: m.hello.ClearField("rank"), "worker"),
         (lambda m: setattr(m.hello, "monotonic_s", float("nan")), "monotonic_s"),
         (lambda m: setattr(m.hello.layout, "page_size", 0), "page_size"),
@@ -138,76 +137,74 @@ def test_what_is_read_from_the_pinned_bytes_is_what_was_meant():
         (lambda m: setattr(m.hello.memory, "kind", "TAPE"), "TAPE"),
         (lambda m: m.abort.SetInParent(), "must be Hello"),
         (lambda m: m.Clear(), "must be Hello"),
-    ],
-)
-def test_a_hello_that_can_never_be_right_is_refused(change, reason):
-    message = HELLO.message(0.0)
-    change(message)
-    with pytest.raises(ProtocolError, match=reason):
-        read_hello(message)
+    ]:
+        with subtests.test("a hello that can never be right is refused", change=change, reason=reason):
+            message = HELLO.message(0.0)
+            change(message)
+            with pytest.raises(ProtocolError, match=reason):
+                read_hello(message)
+
+    for pools in [0, 1, 3]:
+        with subtests.test("a hello with another number of pools than groups is refused", pools=pools):
+            memory = (HYBRID_HELLO.carried_memory * 2)[:pools]
+            message = replace(HYBRID_HELLO, carried_memory=memory).message(0.0)
+            with pytest.raises(ProtocolError, match=f"carried_memory has {pools} pools, its layout 2"):
+                read_hello(message)
+
+    with subtests.test("pools that no group has are refused"):
+        message = replace(HELLO, carried_memory=(PoolMemory(0, 1),)).message(0.0)
+        with pytest.raises(ProtocolError, match="carried_memory has 1 pools, its layout 0"):
+            read_hello(message)
+
+    with subtests.test("a draft and its pool come together"):
+        for part in (replace(DRAFT_HELLO, draft_memory=None), replace(HELLO, draft_memory=PoolMemory(0, 1))):
+            with pytest.raises(ProtocolError, match="but not both"):
+                read_hello(part.message(0.0))
+        message = DRAFT_HELLO.message(0.0)
+        message.hello.layout.draft.group.unit_bytes = 0
+        with pytest.raises(ProtocolError, match=r"draft\.group\.unit_bytes"):
+            read_hello(message)
+
+    with subtests.test("a pool in memory of no kind is refused"):
+        message = HYBRID_HELLO.message(0.0)
+        message.hello.carried_memory[1].kind = "TAPE"
+        with pytest.raises(ProtocolError, match="TAPE"):
+            read_hello(message)
 
 
-@pytest.mark.parametrize("pools", [0, 1, 3])
-def test_a_hello_with_another_number_of_pools_than_groups_is_refused(pools):
-    memory = (HYBRID_HELLO.carried_memory * 2)[:pools]
-    message = replace(HYBRID_HELLO, carried_memory=memory).message(0.0)
-    with pytest.raises(ProtocolError, match=f"carried_memory has {pools} pools, its layout 2"):
-        read_hello(message)
+def test_ranks_that_do_not_fit_are_told_why(subtests):
+    with subtests.test("only the same draft crosses"):
+        # Who has none, or another, pairs all the same.
+        own, group = DRAFT_HELLO.layout, DRAFT_GROUP
+        others = [
+            DraftKv(1, group),
+            DraftKv(own.draft.model_fingerprint, replace(group, dtype="float32")),
+            None,
+        ]
+        for draft in others:
+            layout = replace(own, draft=draft)
+            check_hello(DRAFT_HELLO, replace(DRAFT_HELLO, layout=layout))
+            for shared in (own.shared_with(layout), layout.shared_with(own)):
+                assert shared == HYBRID_HELLO.layout
+                assert DRAFT_HELLO.memories_of(shared) == HYBRID_HELLO.memories
+        assert own.shared_with(own).unit_bytes == (1 << 20, 1 << 19, 65_011_712, 1 << 14)
+        assert DRAFT_HELLO.memories_of(own) == (*HYBRID_HELLO.memories, DRAFT_HELLO.draft_memory)
 
+    for version in [0, 2]:
+        with subtests.test("a peer of another version is told so", version=version):
+            message = HELLO.message(0.0)
+            message.hello.version = version
+            peer, _ = read_hello(message)
+            with pytest.raises(ProtocolError, match=f"in handshake_version: ours is 1, the peer's {version}"):
+                check_hello(HELLO, peer)
 
-def test_pools_that_no_group_has_are_refused():
-    message = replace(HELLO, carried_memory=(PoolMemory(0, 1),)).message(0.0)
-    with pytest.raises(ProtocolError, match="carried_memory has 1 pools, its layout 0"):
-        read_hello(message)
-
-
-def test_a_draft_and_its_pool_come_together():
-    for part in (replace(DRAFT_HELLO, draft_memory=None), replace(HELLO, draft_memory=PoolMemory(0, 1))):
-        with pytest.raises(ProtocolError, match="but not both"):
-            read_hello(part.message(0.0))
-    message = DRAFT_HELLO.message(0.0)
-    message.hello.layout.draft.group.unit_bytes = 0
-    with pytest.raises(ProtocolError, match=r"draft\.group\.unit_bytes"):
-        read_hello(message)
-
-
-def test_only_the_same_draft_crosses():
-    """Who has none, or another, pairs all the same."""
-    own, group = DRAFT_HELLO.layout, DRAFT_GROUP
-    others = [DraftKv(1, group), DraftKv(own.draft.model_fingerprint, replace(group, dtype="float32")), None]
-    for draft in others:
-        layout = replace(own, draft=draft)
-        check_hello(DRAFT_HELLO, replace(DRAFT_HELLO, layout=layout))
-        for shared in (own.shared_with(layout), layout.shared_with(own)):
-            assert shared == HYBRID_HELLO.layout
-            assert DRAFT_HELLO.memories_of(shared) == HYBRID_HELLO.memories
-    assert own.shared_with(own).unit_bytes == (1 << 20, 1 << 19, 65_011_712, 1 << 14)
-    assert DRAFT_HELLO.memories_of(own) == (*HYBRID_HELLO.memories, DRAFT_HELLO.draft_memory)
-
-
-def test_a_pool_in_memory_of_no_kind_is_refused():
-    message = HYBRID_HELLO.message(0.0)
-    message.hello.carried_memory[1].kind = "TAPE"
-    with pytest.raises(ProtocolError, match="TAPE"):
-        read_hello(message)
+    with subtests.test("ranks that do not fit are told why"):
+        check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, tp_size=8)))  # TP degrees may differ
+        with pytest.raises(ProtocolError, match="transports differ: ours is nixl, the peer's local"):
+            check_hello(HELLO, replace(HELLO, transport="local"))
+        for field, value in UNLIKE_OURS.items():
+            with pytest.raises(ProtocolError, match=field):
+                check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, **{field: value})))
 
 
 UNLIKE_OURS = {"handshake_version": 2, "page_size": 16, "page_bytes": 7, "model_fingerprint": 1, "groups": ()}
-
-
-@pytest.mark.parametrize("version", [0, 2])
-def test_a_peer_of_another_version_is_told_so(version):
-    message = HELLO.message(0.0)
-    message.hello.version = version
-    peer, _ = read_hello(message)
-    with pytest.raises(ProtocolError, match=f"in handshake_version: ours is 1, the peer's {version}"):
-        check_hello(HELLO, peer)
-
-
-def test_ranks_that_do_not_fit_are_told_why():
-    check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, tp_size=8)))  # TP degrees may differ
-    with pytest.raises(ProtocolError, match="transports differ: ours is nixl, the peer's local"):
-        check_hello(HELLO, replace(HELLO, transport="local"))
-    for field, value in UNLIKE_OURS.items():
-        with pytest.raises(ProtocolError, match=field):
-            check_hello(HELLO, replace(HELLO, layout=replace(LAYOUT, **{field: value})))

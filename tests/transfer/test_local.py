@@ -27,60 +27,58 @@ def altered(metadata, **fields):
     return json.dumps(json.loads(metadata) | fields).encode()
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
+def test_a_peer_that_is_not_the_process_it_was_is_refused(subtests, pair):
+    for fields, reason in [
         ({"start_ticks": 1}, "is gone"),  # the pid belongs to another process now
         ({"pid": 2**22 + 1}, "is gone"),
         ({"boot_id": "another"}, "another host"),
         ({"pid_namespace": "pid:[1]"}, "another container"),
-    ],
-)
-def test_a_peer_that_is_not_the_process_it_was_is_refused(pair, fields, reason):
-    sender, receiver, _, target = pair
-    with pytest.raises(PeerFailed, match=reason):
-        sender.add_peer(altered(receiver.metadata(), **fields), [target.memory])
+    ]:
+        with subtests.test("a peer that is not the process it was is refused", fields=fields, reason=reason):
+            sender, receiver, _, target = pair
+            with pytest.raises(PeerFailed, match=reason):
+                sender.add_peer(altered(receiver.metadata(), **fields), [target.memory])
+
+    with subtests.test("a pid recycled since is refused"), pytest.MonkeyPatch.context() as monkeypatch:
+        sender, receiver, _, target = pair
+        peer = sender.add_peer(receiver.metadata(), [target.memory])
+        before = target.snapshot()
+        monkeypatch.setattr(local, "_start_ticks", lambda pid: 1)
+
+        with pytest.raises(PeerFailed, match="is gone"):
+            sender.write(peer, [PageMove(0, 0, 1)])
+
+        assert (target.snapshot() == before).all()
 
 
-def test_a_pid_recycled_since_is_refused(pair, monkeypatch):
-    sender, receiver, _, target = pair
-    peer = sender.add_peer(receiver.metadata(), [target.memory])
-    before = target.snapshot()
-    monkeypatch.setattr(local, "_start_ticks", lambda pid: 1)
+def test_which_memory_is_written(subtests, pair, make_pool):
+    with subtests.test("memory that is not there is a peer failure"):
+        sender, receiver, _, _ = pair
+        peer = sender.add_peer(receiver.metadata(), [PoolMemory(base_address=4096, num_pages=8)])
+        with pytest.raises(PeerFailed, match="not mapped"):
+            sender.write(peer, [PageMove(0, 0, 1)])
 
-    with pytest.raises(PeerFailed, match="is gone"):
-        sender.write(peer, [PageMove(0, 0, 1)])
+    with subtests.test("vram is refused on either side"):
+        sender, receiver, _, target = pair
+        vram = PoolMemory(target.memory.base_address, 8, kind="VRAM")
+        with pytest.raises(ConfigError, match="VRAM"):
+            LocalTransport().register([vram], [64])
+        with pytest.raises(PeerFailed, match="VRAM"):
+            sender.add_peer(receiver.metadata(), [vram])
 
-    assert (target.snapshot() == before).all()
+    with subtests.test("two pools of one process are two peers"):
+        sender, receiver, source, target = pair
+        third_pool, third = make_pool(8, 64, seed=3), LocalTransport()
+        third.register([third_pool.memory], [64])
+        peers = [
+            sender.add_peer(r.metadata(), [p.memory]) for r, p in ((receiver, target), (third, third_pool))
+        ]
+        before = target.snapshot()
 
+        sender.write(peers[1], [PageMove(1, 2, 1)])
 
-def test_memory_that_is_not_there_is_a_peer_failure(pair):
-    sender, receiver, _, _ = pair
-    peer = sender.add_peer(receiver.metadata(), [PoolMemory(base_address=4096, num_pages=8)])
-    with pytest.raises(PeerFailed, match="not mapped"):
-        sender.write(peer, [PageMove(0, 0, 1)])
-
-
-def test_vram_is_refused_on_either_side(pair):
-    sender, receiver, _, target = pair
-    vram = PoolMemory(target.memory.base_address, 8, kind="VRAM")
-    with pytest.raises(ConfigError, match="VRAM"):
-        LocalTransport().register([vram], [64])
-    with pytest.raises(PeerFailed, match="VRAM"):
-        sender.add_peer(receiver.metadata(), [vram])
-
-
-def test_two_pools_of_one_process_are_two_peers(pair, make_pool):
-    sender, receiver, source, target = pair
-    third_pool, third = make_pool(8, 64, seed=3), LocalTransport()
-    third.register([third_pool.memory], [64])
-    peers = [sender.add_peer(r.metadata(), [p.memory]) for r, p in ((receiver, target), (third, third_pool))]
-    before = target.snapshot()
-
-    sender.write(peers[1], [PageMove(1, 2, 1)])
-
-    assert (third_pool.pages[2] == source.pages[1]).all()
-    assert (target.snapshot() == before).all()
+        assert (third_pool.pages[2] == source.pages[1]).all()
+        assert (target.snapshot() == before).all()
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), data=st.data())

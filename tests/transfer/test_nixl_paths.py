@@ -32,9 +32,8 @@ def told(**environment):
     return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("host", "set_before", "devices"),
-    [
+def test_where_the_host_is_loopback_ucx_has_it_alone(subtests):
+    for host, set_before, devices in [
         ("127.0.0.1", None, "lo"),
         ("[::1]", None, "lo"),
         ("localhost", None, "lo"),
@@ -43,12 +42,14 @@ def told(**environment):
         ("::", None, None),
         ("192.0.2.7", None, None),
         ("a.host", None, None),
-    ],
-)
-def test_where_the_host_is_loopback_ucx_has_it_alone(host, set_before, devices, monkeypatch):
-    monkeypatch.setattr(os, "environ", {} if set_before is None else {"UCX_NET_DEVICES": set_before})
-    keep_to_loopback(host)
-    assert os.environ.get("UCX_NET_DEVICES") == devices
+    ]:
+        with (
+            subtests.test(host=host, set_before=set_before, devices=devices),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            monkeypatch.setattr(os, "environ", {} if set_before is None else {"UCX_NET_DEVICES": set_before})
+            keep_to_loopback(host)
+            assert os.environ.get("UCX_NET_DEVICES") == devices
 
 
 @pytest.mark.nixl
@@ -98,6 +99,7 @@ def test_a_plugin_that_is_there_and_cannot_be_loaded_is_refused_with_what_it_lac
 
 
 @pytest.mark.nixl
+@pytest.mark.long
 def test_an_import_of_nixl_leaves_the_processs_logging_as_it_was():
     code = (
         "import logging, services.transfer.nixl as door; door.open_agent('a');"
@@ -149,23 +151,28 @@ def refusing(sentence):
     return find_spec
 
 
-@pytest.mark.parametrize(
-    ("parameters", "refusal"),
-    [
+def test_parameters_that_are_refused(subtests):
+    for parameters, refusal in [
         (["device_list", "num_workers", "engine_config"], None),
         (["ucx_devices"], "ucx_devices=...: NIXL names this parameter and never reads it; device_list says"),
         (
             ["nonsense"],
             r"nonsense=...: NIXL's plugin UCX has no such parameter, but device_list, engine_config, ",
         ),
-    ],
-)
-def test_a_parameter_that_nobody_reads_is_refused(parameters, refusal):
-    if refusal is None:
-        check_parameters("UCX", parameters)
-        return
-    with pytest.raises(ConfigError, match=refusal):
-        check_parameters("UCX", parameters)
+    ]:
+        with subtests.test(
+            "a parameter that nobody reads is refused", parameters=parameters, refusal=refusal
+        ):
+            if refusal is None:
+                check_parameters("UCX", parameters)
+                continue
+            with pytest.raises(ConfigError, match=refusal):
+                check_parameters("UCX", parameters)
+
+    with subtests.test("parameters are names and values"):
+        assert parameters_of(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"}
+        with pytest.raises(ConfigError, match="a is given twice"):
+            parameters_of(["a=1", "a=2"])
 
 
 @pytest.mark.nixl
@@ -200,9 +207,3 @@ def test_the_local_transport_knows_its_way(make_pool):
     peer = transport.add_peer(transport.metadata(), [pool.memory])
     transport.write(peer, [PageMove(0, 1, 1)])
     assert transport.paths == (KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "process_vm_writev"),)
-
-
-def test_parameters_are_names_and_values():
-    assert parameters_of(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"}
-    with pytest.raises(ConfigError, match="a is given twice"):
-        parameters_of(["a=1", "a=2"])

@@ -260,6 +260,7 @@ def test_an_idle_nixl_agent_sleeps(senders):
 
 
 @pytest.mark.nixl
+@pytest.mark.long
 def test_nixl_over_tcp_neither_leaks_a_write_nor_hangs_on_a_dead_peer():
     env = {**os.environ, "UCX_TLS": "tcp", "PYTHONPATH": str(Path(services.__file__).parents[1])}
     command = [sys.executable, str(SLOW_NETWORK)]

@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-
-import pytest
+from itertools import product
 
 NAMES = ("UCX_LOG_FILE", "UCX_PROTO_INFO", "UCX_LOG_LEVEL")
 # As a supervisor and its rank do, which inherits what the supervisor named.
@@ -32,23 +31,23 @@ def environments(parents, **said):
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("parents", [0, 1])
-def test_where_nobody_says_anything_we_read_its_log(parents):
-    told, later = environments(parents)
-    assert told["UCX_LOG_FILE"].startswith("/proc/self/fd/") and told["UCX_PROTO_INFO"] == "y"
-    assert later == {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "error"}
+def test_whose_word_on_the_log_holds(subtests):
+    for parents in [0, 1]:
+        with subtests.test("where nobody says anything we read its log", parents=parents):
+            told, later = environments(parents)
+            assert told["UCX_LOG_FILE"].startswith("/proc/self/fd/") and told["UCX_PROTO_INFO"] == "y"
+            assert later == {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "error"}
 
+    for name, parents in product(["UCX_LOG_FILE", "UCX_PROTO_INFO"], [0, 1]):
+        with subtests.test(
+            "where its log is said to go it goes whatever that is", name=name, parents=parents
+        ):
+            for said in ("", "n"):  # ours, too, had nobody said them
+                told, later = environments(parents, **{name: said})
+                assert told == later and told[name] == said
 
-@pytest.mark.parametrize("parents", [0, 1])
-@pytest.mark.parametrize("name", ["UCX_LOG_FILE", "UCX_PROTO_INFO"])
-def test_where_its_log_is_said_to_go_it_goes_whatever_that_is(name, parents):
-    for said in ("", "n"):  # ours, too, had nobody said them
-        told, later = environments(parents, **{name: said})
-        assert told == later and told[name] == said
-
-
-@pytest.mark.parametrize("parents", [0, 1])
-def test_a_level_that_is_said_stays(parents):
-    told, later = environments(parents, UCX_LOG_LEVEL="warn")
-    assert told["UCX_LOG_LEVEL"] == later["UCX_LOG_LEVEL"] == "warn"
-    assert told["UCX_LOG_FILE"].startswith("/proc/self/fd/")
+    for parents in [0, 1]:
+        with subtests.test("a level that is said stays", parents=parents):
+            told, later = environments(parents, UCX_LOG_LEVEL="warn")
+            assert told["UCX_LOG_LEVEL"] == later["UCX_LOG_LEVEL"] == "warn"
+            assert told["UCX_LOG_FILE"].startswith("/proc/self/fd/")

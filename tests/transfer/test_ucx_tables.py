@@ -1,7 +1,5 @@
 """By what KV crosses, from UCX's own tables; those over RDMA were not seen here, but made alike."""
 
-import pytest
-
 from services.transfer.ucx_tables import UcxTables, kind_of
 from services.values.kv_path import KvPath, KvPathKind
 
@@ -54,36 +52,36 @@ def lines(text):
     return [PREFIX + line for line in text.strip().splitlines()]
 
 
-def test_only_writes_to_others_count():
-    tables = UcxTables()
-    assert tables.feed(lines(SELF) + lines(MESSAGES)) == []
-    assert tables.paths("isthmus-d4", 1 << 20) == ()
+def test_which_tables_count(subtests):
+    with subtests.test("only writes to others count"):
+        tables = UcxTables()
+        assert tables.feed(lines(SELF) + lines(MESSAGES)) == []
+        assert tables.paths("isthmus-d4", 1 << 20) == ()
+
+    with subtests.test("each way once as ucx says it"):
+        tables = UcxTables()
+        for _ in range(2):
+            tables.feed(lines(OVER_TCP) + lines(OVER_RDMA))
+        over_tcp = KvPath(KvPathKind.TCP, "intra-node", "52% on tcp/lo and 48% on tcp/eth0")
+        over_rdma = KvPath(
+            KvPathKind.RDMA, "inter-node", "50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1"
+        )
+        assert tables.paths("isthmus-d4", 1 << 20) == (over_tcp, over_rdma)
+        assert tables.paths("isthmus-d4", 2047)[1].kind == KvPathKind.TCP  # small pieces go another way
+        assert tables.paths("another agent", 1 << 20) == ()
+
+    with subtests.test("a table may come in pieces and other lines are given back"):
+        tables = UcxTables()
+        text = lines(OVER_TCP)
+        assert tables.feed([*text[:4], "[vm:1:0] ib_md.c:1 UCX  ERROR no such device"]) == [
+            "[vm:1:0] ib_md.c:1 UCX  ERROR no such device"
+        ]
+        tables.feed(text[4:])
+        assert len(tables.paths("isthmus-d4", 9)) == 1
 
 
-def test_each_way_once_as_ucx_says_it():
-    tables = UcxTables()
-    for _ in range(2):
-        tables.feed(lines(OVER_TCP) + lines(OVER_RDMA))
-    over_tcp = KvPath(KvPathKind.TCP, "intra-node", "52% on tcp/lo and 48% on tcp/eth0")
-    over_rdma = KvPath(KvPathKind.RDMA, "inter-node", "50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1")
-    assert tables.paths("isthmus-d4", 1 << 20) == (over_tcp, over_rdma)
-    assert tables.paths("isthmus-d4", 2047)[1].kind == KvPathKind.TCP  # small pieces go another way
-    assert tables.paths("another agent", 1 << 20) == ()
-
-
-def test_a_table_may_come_in_pieces_and_other_lines_are_given_back():
-    tables = UcxTables()
-    text = lines(OVER_TCP)
-    assert tables.feed([*text[:4], "[vm:1:0] ib_md.c:1 UCX  ERROR no such device"]) == [
-        "[vm:1:0] ib_md.c:1 UCX  ERROR no such device"
-    ]
-    tables.feed(text[4:])
-    assert len(tables.paths("isthmus-d4", 9)) == 1
-
-
-@pytest.mark.parametrize(
-    ("lanes", "kind"),
-    [
+def test_kinds(subtests):
+    for lanes, kind in [
         ("cma/memory", KvPathKind.SHARED_MEMORY),
         ("posix/memory", KvPathKind.SHARED_MEMORY),
         ("cuda_ipc/cuda", KvPathKind.CUDA_IPC),
@@ -95,7 +93,6 @@ def test_a_table_may_come_in_pieces_and_other_lines_are_given_back():
         ("cuda_copy/cuda and rc_mlx5/mlx5_0:1", KvPathKind.RDMA),
         ("smoke/signals", KvPathKind.UNKNOWN),
         ("", KvPathKind.UNKNOWN),
-    ],
-)
-def test_kinds(lanes, kind):
-    assert kind_of(lanes) is kind
+    ]:
+        with subtests.test(lanes=lanes, kind=kind):
+            assert kind_of(lanes) is kind

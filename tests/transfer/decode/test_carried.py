@@ -13,10 +13,12 @@ from services.values.kv import PageId
 from services.values.rank import Room
 from transfer.decode.link_pair import HYBRID, NUM_PAGES, PAGE, Pair
 
+BOTH = pytest.mark.parametrize("pair", ["local", pytest.param("nixl", marks=pytest.mark.nixl)], indirect=True)
 
-@pytest.fixture(params=["local", pytest.param("nixl", marks=pytest.mark.nixl)])
+
+@pytest.fixture
 async def pair(request, make_pool):
-    pair = Pair(make_pool, HYBRID, request.param)
+    pair = Pair(make_pool, HYBRID, getattr(request, "param", "local"))
     yield pair
     await pair.close()
 
@@ -34,27 +36,24 @@ def same(pair, expected):
     return all((pool.pages == pages).all() for pool, pages in zip(pair.pools, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("prompt_len", "prefix_len", "sources", "targets"),
-    [
+@BOTH
+async def test_all_of_it_lands_and_nothing_else_changes(subtests, pair, prefill, link):
+    for prompt_len, prefix_len, sources, targets in [
         (10, 0, ([5, 6, 30], [3, 4], [7]), ([9, 3, 4], [20, 8], [31])),
         (10, 8, ([30], [3, 4], [7]), ([4], [20, 8], [31])),
         (8, 8, ([], [3, 4], [7]), ([], [0, 1], [0])),  # a full hit
-    ],
-)
-async def test_all_of_it_lands_and_nothing_else_changes(
-    pair, prefill, link, prompt_len, prefix_len, sources, targets
-):
-    expected = copied(pair, prefill, sources, targets)
-    before = [0] * (prefix_len // PAGE)  # pages that decode has
+    ]:
+        with subtests.test(prompt_len=prompt_len, prefix_len=prefix_len):
+            expected = copied(pair, prefill, sources, targets)
+            before, moved = [0] * (prefix_len // PAGE), prefill.sender.bytes_moved_total
 
-    watch = pair.send_ticket(link, targets[0], prompt_len, prefix_len, carried=targets[1:])
-    ended = prefill.request(watch.room, prompt_len, [*before, *sources[0]], sources[1:])
+            watch = pair.send_ticket(link, targets[0], prompt_len, prefix_len, carried=targets[1:])
+            ended = await prefill.request(watch.room, prompt_len, [*before, *sources[0]], sources[1:])
 
-    landed = await watch.outcome()
-    assert landed.group_bytes == moved_bytes(prefix_len, prompt_len, HYBRID) == (await ended).group_bytes
-    assert landed.bytes_moved == prefill.sender.bytes_moved_total
-    assert same(pair, expected)
+            landed, due = await watch.outcome(), moved_bytes(prefix_len, prompt_len, HYBRID)
+            assert landed.group_bytes == due == ended.group_bytes
+            assert landed.bytes_moved == prefill.sender.bytes_moved_total - moved
+            assert same(pair, expected)
 
 
 async def test_digests_tell_a_unit_of_any_group_that_came_changed(pair, prefill, link):
@@ -75,26 +74,26 @@ async def test_digests_tell_a_unit_of_any_group_that_came_changed(pair, prefill,
         pair.pools[group].pages[page, 17] ^= 4
 
 
-async def test_a_ticket_without_its_targets_is_refused(pair, prefill, link):
-    watch = pair.send_ticket(link, (1, 2, 3))
-    with pytest.raises(PeerFailed, match=r"refused: the ticket has targets of the groups \[\]"):
-        await watch.outcome()
+async def test_what_does_not_fit_is_refused(subtests, pair, prefill, link, make_pool):
+    with subtests.test("a ticket without its targets is refused"):
+        watch = pair.send_ticket(link, (1, 2, 3))
+        with pytest.raises(PeerFailed, match=r"refused: the ticket has targets of the groups \[\]"):
+            await watch.outcome()
+
+    with subtests.test("ranks whose groups differ do not pair"):
+        other = Pair(make_pool)
+        with pytest.raises(PeerFailed, match="differ"):
+            await other.links.link(await prefill.listen())
+        await other.close()
+
+    with subtests.test("a rank of too few pools does not pair"):
+        own = pair.make_links(pools=pair.pools[:2])
+        with pytest.raises(PeerFailed, match="carried_memory has 1 pools, its layout 2"):
+            await own.link(await prefill.listen())
+        await own.close()
 
 
-async def test_ranks_whose_groups_differ_do_not_pair(pair, prefill, make_pool):
-    other = Pair(make_pool)
-    with pytest.raises(PeerFailed, match="differ"):
-        await other.links.link(await prefill.listen())
-    await other.close()
-
-
-async def test_a_rank_of_too_few_pools_does_not_pair(pair, prefill):
-    own = pair.make_links(pools=pair.pools[:2])
-    with pytest.raises(PeerFailed, match="carried_memory has 1 pools, its layout 2"):
-        await own.link(await prefill.listen())
-    await own.close()
-
-
+@BOTH
 async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
     """Many rooms at once, the tickets before and after what is computed."""
     rng = np.random.default_rng(3)

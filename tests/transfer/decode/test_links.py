@@ -35,41 +35,38 @@ async def test_links_with_an_old_stamp_are_made_anew(pair, prefill, link, monkey
     await until(lambda: not link.alive)
 
 
-async def test_ranks_that_do_not_fit_get_a_sentence(pair, prefill):
-    address = await prefill.listen()
-    for changes, reason in (
-        ({"layout": replace(LAYOUT, page_size=8)}, "page_size"),
-        ({"transport": "nixl"}, "transports differ"),
-    ):
-        async with pair.make_links(**changes) as links:
-            with pytest.raises(PeerFailed, match=reason):
-                await links.link(address)
-    stale = replace(address, id=replace(address.id, generation=Generation(6)))
-    with pytest.raises(StaleGeneration):
-        await pair.links.link(stale)
+async def test_who_cannot_be_linked_with_gets_a_sentence(subtests, pair, prefill):
+    with subtests.test("ranks that do not fit get a sentence"):
+        address = await prefill.listen()
+        for changes, reason in (
+            ({"layout": replace(LAYOUT, page_size=8)}, "page_size"),
+            ({"transport": "nixl"}, "transports differ"),
+        ):
+            async with pair.make_links(**changes) as links:
+                with pytest.raises(PeerFailed, match=reason):
+                    await links.link(address)
+        stale = replace(address, id=replace(address.id, generation=Generation(6)))
+        with pytest.raises(StaleGeneration):
+            await pair.links.link(stale)
 
-
-async def test_nobody_at_the_endpoint_is_a_peer_failure(pair, prefill):
-    with pytest.raises(PeerFailed):
+    with subtests.test("nobody at the endpoint is a peer failure"), pytest.raises(PeerFailed):
         await pair.links.link(RankAddress(prefill.id, "127.0.0.1:1"))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+async def test_the_server_too_wants_a_hello_that_fits_first(subtests, prefill):
+    for message in [
         handshake_pb2.HandshakeMessage(abort=handshake_pb2.Abort(room=1)),
         handshake_pb2.HandshakeMessage(),
         handshake_pb2.HandshakeMessage(hello=handshake_pb2.Hello(version=2)),
         Hello(DECODE, replace(LAYOUT, page_size=8), PoolMemory(0, 1), "local", b"").message(0.0),
-    ],
-)
-async def test_the_server_too_wants_a_hello_that_fits_first(prefill, message):
-    address = await prefill.listen()
-    async with grpc.aio.insecure_channel(address.endpoint) as channel:
-        call = handshake_pb2_grpc.HandshakeStub(channel).Connect(iter([message]))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    ]:
+        with subtests.test(message=message):
+            address = await prefill.listen()
+            async with grpc.aio.insecure_channel(address.endpoint) as channel:
+                call = handshake_pb2_grpc.HandshakeStub(channel).Connect(iter([message]))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_decode_sends_no_second_hello(pair, prefill, link):

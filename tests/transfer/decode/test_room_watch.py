@@ -10,9 +10,7 @@ from services.values.rank import Generation, RankAddress, RankId, Room
 from transfer.decode.link_pair import FakeLink
 
 
-@pytest.mark.parametrize("news", ["acknowledged", "lost", "lost again"])
-async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
-    """The lease has hours to go."""
+async def check_news(news):
     link, now_s, sought = FakeLink(), 0.0, []
     writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
     watch = RoomWatch(Room(5), writer, link, 20_000.0, lambda: now_s, sought.append)
@@ -35,9 +33,15 @@ async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(news):
         await stopped
 
 
-@pytest.mark.parametrize("word", ["failed", "acknowledged"])
-async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(word):
-    """Also while the stream stands. The transfer itself has failed at once."""
+async def test_who_awaits_a_writers_end_hears_at_once_of_a_change(subtests):
+    """The lease has hours to go."""
+    for news in ("acknowledged", "lost", "lost again"):
+        with subtests.test(news=news):
+            await check_news(news)
+
+
+async def check_fence(word):
+    """The fence holds also while the stream stands; the transfer itself has failed at once."""
     link, now_s, sought = FakeLink(), 0.0, []
     writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
     watch = RoomWatch(Room(5), writer, link, 10.0, lambda: now_s, sought.append)
@@ -54,22 +58,26 @@ async def test_pages_wait_for_the_fence_after_a_word_that_leaves_the_end_open(wo
     assert sought == []
 
 
-async def test_a_lease_grows_by_renewals_and_never_shrinks():
-    now_s = 0.0
-    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-    watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
-    for until_s in (50.0, 20.0):  # what was granted stays granted
-        watch.renew(until_s)
-    watch.on_lost()
-    watch.abort()
-    for now_s in (10.0, 49.9, 50.0):
-        assert watch.is_over(fence_s=0.0) == (now_s == 50.0)
+async def test_a_lease_and_the_fence_behind_it(subtests):
+    for word in ("failed", "acknowledged"):
+        with subtests.test("pages wait for the fence after a word that leaves the end open", word=word):
+            await check_fence(word)
 
+    with subtests.test("a lease grows by renewals and never shrinks"):
+        now_s = 0.0
+        writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+        watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+        for until_s in (50.0, 20.0):  # what was granted stays granted
+            watch.renew(until_s)
+        watch.on_lost()
+        watch.abort()
+        for now_s in (10.0, 49.9, 50.0):
+            assert watch.is_over(fence_s=0.0) == (now_s == 50.0)
 
-async def test_a_word_that_comes_after_the_lease_has_the_fence_before_it_still():
-    now_s = 100.0
-    writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-    watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
-    watch.on_unsettled("cut")
-    for now_s in (104.9, 105.0):
-        assert watch.is_over(fence_s=5.0) == (now_s == 105.0)
+    with subtests.test("a word that comes after the lease has the fence before it still"):
+        now_s = 100.0
+        writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
+        watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+        watch.on_unsettled("cut")
+        for now_s in (104.9, 105.0):
+            assert watch.is_over(fence_s=5.0) == (now_s == 105.0)

@@ -15,79 +15,83 @@ from services.values.rank import Room
 from transfer.decode.link_pair import DECODE, LAYOUT, NUM_PAGES, PAGE, PAGE_BYTES, until
 
 
-@pytest.mark.parametrize(("prefix_len", "targets"), [(0, (9, 3, 4)), (8, (20,))])
-@pytest.mark.parametrize("ticket_first", [True, False])
-async def test_the_delta_lands_and_nothing_else_changes(
-    pair, prefill, link, prefix_len, targets, ticket_first
-):
-    expected = pair.pool.snapshot()
+async def check_delta(pair, prefill, link, room, prefix_len, targets, ticket_first):
+    expected, before = pair.pool.snapshot(), prefill.sender.bytes_moved_total
+    descriptors = prefill.sender.descriptors_total
     sources = (5, 6, 30)
     expected[list(targets)] = prefill.pool.pages[list(sources[prefix_len // PAGE :])]
 
     if ticket_first:
-        watch = pair.send_ticket(link, targets, prefix_len=prefix_len)
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=room)
         await until(lambda: prefill.sender.open_rooms == 1)
-        ended = prefill.request(watch.room, 10, sources)
+        ended = prefill.request(room, 10, sources)
     else:
-        ended = prefill.request(Room(77), 10, sources)
-        watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=Room(77))
+        ended = prefill.request(room, 10, sources)
+        watch = pair.send_ticket(link, targets, prefix_len=prefix_len, room=room)
 
     landed = await watch.outcome()
     assert landed.bytes_moved == len(targets) * PAGE_BYTES == (await ended).bytes_moved
-    assert landed.descriptors == (await ended).descriptors == prefill.sender.descriptors_total
-    assert prefill.sender.bytes_moved_total == landed.bytes_moved
+    assert landed.descriptors == (await ended).descriptors == prefill.sender.descriptors_total - descriptors
+    assert prefill.sender.bytes_moved_total - before == landed.bytes_moved
     assert prefill.sender.writes_in_flight == 0
     assert (pair.pool.pages == expected).all()
     await watch.writer_stopped(fence_s=60.0)
 
 
-@pytest.mark.parametrize("want_digests", [True, False])
-async def test_digests_come_with_the_last_word_to_who_wants_them(pair, prefill, link, want_digests):
-    watch = pair.send_ticket(link, (9, 3), prefix_len=4, want_digests=want_digests)
-    prefill.request(watch.room, 10, (5, 6, 30))
-    digests = (await watch.outcome()).page_digests
-    assert digests == tuple(digest_of(memoryview(pair.pool.pages[page])) for page in (9, 3) if want_digests)
+async def test_the_delta_lands_and_nothing_else_changes(subtests, pair, prefill, link):
+    cases = [(0, (9, 3, 4), True), (8, (20,), True), (0, (11, 7, 8), False), (8, (21,), False)]
+    for room, case in enumerate(cases, start=77):
+        with subtests.test(case=case):
+            await check_delta(pair, prefill, link, Room(room), *case)
 
 
-async def test_a_full_hit_lands_before_anything_is_computed(pair, prefill, link):
-    watch = pair.send_ticket(link, [], prompt_len=8, prefix_len=8)
-    ends = []
-    prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
-    assert (await watch.outcome()).bytes_moved == 0
-    await until(lambda: ends)  # the sender's thread tells decode first
-    assert [end.outcome for end in ends] == [Outcome.LANDED]
+async def test_transfers_on_one_stream(subtests, pair, prefill, link):
+    for want_digests in [True, False]:
+        with subtests.test("digests come with the last word to who wants them", want_digests=want_digests):
+            watch = pair.send_ticket(link, (9, 3), prefix_len=4, want_digests=want_digests)
+            prefill.request(watch.room, 10, (5, 6, 30))
+            digests = (await watch.outcome()).page_digests
+            assert digests == tuple(
+                digest_of(memoryview(pair.pool.pages[page])) for page in (9, 3) if want_digests
+            )
+
+    with subtests.test("a full hit lands before anything is computed"):
+        watch = pair.send_ticket(link, [], prompt_len=8, prefix_len=8)
+        ends = []
+        prefill.sender.open_room(watch.room, 8, DECODE, ends.append)
+        assert (await watch.outcome()).bytes_moved == 0
+        await until(lambda: ends)  # the sender's thread tells decode first
+        assert [end.outcome for end in ends] == [Outcome.LANDED]
+
+    with subtests.test("one stream serves many requests"):
+        again, other = await asyncio.gather(pair.links.link(link.address), pair.links.link(link.address))
+        assert again is other is link
+        watches = [pair.send_ticket(link, (i,), prompt_len=3) for i in range(20)]
+        for watch in watches:
+            prefill.request(watch.room, 3, [1])
+        assert len(await asyncio.gather(*(watch.outcome() for watch in watches))) == 20
 
 
-async def test_one_stream_serves_many_requests(pair, prefill, link):
-    again, other = await asyncio.gather(pair.links.link(link.address), pair.links.link(link.address))
-    assert again is other is link
-    watches = [pair.send_ticket(link, (i,), prompt_len=3) for i in range(20)]
-    for watch in watches:
-        prefill.request(watch.room, 3, [1])
-    assert len(await asyncio.gather(*(watch.outcome() for watch in watches))) == 20
+async def test_transfers_that_fail(subtests, pair, prefill, link):
+    with subtests.test("a refused ticket has no writer"):
+        watch = pair.send_ticket(link, (1, 2), prompt_len=10)
+        with pytest.raises(PeerFailed, match="refused: the delta covers 3 pages"):
+            await watch.outcome()
+        await watch.writer_stopped(60.0)
 
+    with subtests.test("a ticket that cannot be read is refused"):
+        watch = pair.send_ticket(link, (1, 2, 3), lease_s=float("inf"))
+        with pytest.raises(PeerFailed, match="must be finite"):
+            await watch.outcome()
 
-async def test_a_refused_ticket_has_no_writer(pair, prefill, link):
-    watch = pair.send_ticket(link, (1, 2), prompt_len=10)
-    with pytest.raises(PeerFailed, match="refused: the delta covers 3 pages"):
-        await watch.outcome()
-    await watch.writer_stopped(60.0)
-
-
-async def test_a_ticket_that_cannot_be_read_is_refused(pair, prefill, link):
-    watch = pair.send_ticket(link, (1, 2, 3), lease_s=float("inf"))
-    with pytest.raises(PeerFailed, match="must be finite"):
-        await watch.outcome()
-
-
-async def test_a_lease_that_is_over_fails_the_transfer(pair, prefill, link):
-    before = pair.pool.snapshot()
-    watch = pair.send_ticket(link, (1, 2, 3), lease_s=-1.0)
-    ended = prefill.request(watch.room, 10, (1, 2, 3))
-    with pytest.raises(PeerFailed, match="failed"):
-        await watch.outcome()
-    assert (await ended).outcome is Outcome.FAILED
-    assert (pair.pool.pages == before).all()
+    with subtests.test("a lease that is over fails the transfer"):
+        before = pair.pool.snapshot()
+        watch = pair.send_ticket(link, (1, 2, 3), lease_s=-1.0)
+        ended = prefill.request(watch.room, 10, (1, 2, 3))
+        with pytest.raises(PeerFailed, match="failed"):
+            await watch.outcome()
+        assert (await ended).outcome is Outcome.FAILED
+        assert (pair.pool.pages == before).all()
 
 
 async def test_a_renewal_lets_the_writer_go_on(pair, prefill, link):

@@ -49,106 +49,111 @@ def rank():
     return Transfers()
 
 
-def test_a_rank_that_cannot_write_to_two_others_ends():
-    """They are there, and ask again and again."""
-    rank = Transfers()
-    with pytest.raises(TransportBroken, match="tried decode/0, decode/1"):
-        for _ in range(MAX_FAILURES):
-            rank.fail(after_s=MIN_SPAN_S / 4)
-            rank.fail(2, OTHER_DECODE, after_s=0)
-    rank.turn()  # what is left to be done at the end is done
+def test_a_rank_that_cannot_write_ends(subtests):
+    with subtests.test("a rank that cannot write to two others ends"):
+        # They are there, and ask again and again.
+        rank = Transfers()
+        with pytest.raises(TransportBroken, match="tried decode/0, decode/1"):
+            for _ in range(MAX_FAILURES):
+                rank.fail(after_s=MIN_SPAN_S / 4)
+                rank.fail(2, OTHER_DECODE, after_s=0)
+        rank.turn()  # what is left to be done at the end is done
 
-
-def test_one_decode_rank_alone_that_cannot_be_reached_ends_nobody(rank):
-    for _ in range(50):
-        rank.fail()
-
-
-def test_a_failure_of_anothers_long_ago_does_not_make_it_two(rank):
-    rank.fail(2, OTHER_DECODE)
-    for _ in range(50):
-        rank.fail()
-
-
-def test_what_lands_proves_the_transport(rank):
-    for _ in range(20):
-        rank.fail()
-        rank.fail(2, OTHER_DECODE)
-        rank.fail()
-        rank.land(2, OTHER_DECODE)
-
-
-def test_with_nobody_to_compare_with_the_rank_ends(rank):
-    rank.rooms.link_lost(2)
-    with pytest.raises(TransportBroken):
-        for _ in range(MAX_FAILURES + 3):
-            rank.fail(after_s=MIN_SPAN_S / 4)
-
-
-def test_a_network_that_is_away_for_a_moment_ends_nobody(rank):
-    for _ in range(20):
-        rank.fail(after_s=MIN_SPAN_S / 50)
-        rank.fail(2, OTHER_DECODE, after_s=MIN_SPAN_S / 50)
-    rank.land()
-
-
-@pytest.mark.parametrize("others", [True, False])
-def test_a_decode_rank_that_dies_with_many_writes_under_way_ends_nobody(rank, others):
-    if not others:
+    with subtests.test("with nobody to compare with the rank ends"):
+        rank = Transfers()
         rank.rooms.link_lost(2)
-    for _ in range(20):
-        rank.begin()
-    for write in rank.transport.writes:
-        write.failure, write.unsettled = "connection reset", True
-        rank.now_s += 10.0  # it takes its time
-        rank.turn()
-    rank.rooms.link_lost(1)
-    rank.now_s += MIN_SPAN_S
-    rank.turn()
-
-
-def test_a_decode_rank_that_dies_again_and_again_ends_nobody(rank):
-    rank.rooms.link_lost(1)
-    rank.rooms.link_lost(2)
-    for link_id, life in enumerate(LIVES, start=3):
-        rank.link_up(link_id, life)
-        rank.fail(link_id, life, after_s=MIN_SPAN_S)
-        rank.rooms.link_lost(link_id)
-
-
-def test_two_decode_ranks_that_die_together_end_nobody(rank):
-    """Their host is gone; what was under way fails, and their streams a little later."""
-    for _ in range(10):
-        rank.begin()
-        rank.begin(2, OTHER_DECODE)
-    for write in rank.transport.writes:
-        write.failure = "connection reset"
-        rank.turn()
-    rank.now_s += MIN_SPAN_S
-    rank.turn()
-    rank.rooms.link_lost(1)
-    rank.rooms.link_lost(2)
-    rank.turn()
-
-
-@pytest.mark.parametrize("others", [True, False])
-def test_writes_that_do_not_end_count_each_time_they_turn_somebody_away(rank, others):
-    if not others:
-        rank.rooms.link_lost(2)
-    rank.begin()
-    rank.now_s += 30.0
-    rank.turn()
-    rank.now_s += MIN_SPAN_S
-
-    def ask():
-        for _ in range(MAX_FAILURES):
-            rank.begin()
-
-    if others:
-        ask()
-    else:
         with pytest.raises(TransportBroken):
-            ask()
+            for _ in range(MAX_FAILURES + 3):
+                rank.fail(after_s=MIN_SPAN_S / 4)
+
+    for others in [True, False]:
+        with subtests.test("writes that do not end count each time they turn somebody away", others=others):
+            rank = Transfers()
+            if not others:
+                rank.rooms.link_lost(2)
+            rank.begin()
+            rank.now_s += 30.0
+            rank.turn()
+            rank.now_s += MIN_SPAN_S
+
+            def ask(rank=rank):
+                for _ in range(MAX_FAILURES):
+                    rank.begin()
+
+            if others:
+                ask()
+            else:
+                with pytest.raises(TransportBroken):
+                    ask()
+
+
+def test_what_proves_nothing_against_the_transport_ends_nobody(subtests):
+    with subtests.test("one decode rank alone that cannot be reached ends nobody"):
+        rank = Transfers()
+        for _ in range(50):
+            rank.fail()
+
+    with subtests.test("a failure of anothers long ago does not make it two"):
+        rank = Transfers()
+        rank.fail(2, OTHER_DECODE)
+        for _ in range(50):
+            rank.fail()
+
+    with subtests.test("what lands proves the transport"):
+        rank = Transfers()
+        for _ in range(20):
+            rank.fail()
+            rank.fail(2, OTHER_DECODE)
+            rank.fail()
+            rank.land(2, OTHER_DECODE)
+
+    with subtests.test("a network that is away for a moment ends nobody"):
+        rank = Transfers()
+        for _ in range(20):
+            rank.fail(after_s=MIN_SPAN_S / 50)
+            rank.fail(2, OTHER_DECODE, after_s=MIN_SPAN_S / 50)
+        rank.land()
+
+
+def test_decode_ranks_that_die_end_nobody(subtests):
+    for others in [True, False]:
+        with subtests.test("a decode rank that dies with many writes under way ends nobody", others=others):
+            rank = Transfers()
+            if not others:
+                rank.rooms.link_lost(2)
+            for _ in range(20):
+                rank.begin()
+            for write in rank.transport.writes:
+                write.failure, write.unsettled = "connection reset", True
+                rank.now_s += 10.0  # it takes its time
+                rank.turn()
+            rank.rooms.link_lost(1)
+            rank.now_s += MIN_SPAN_S
+            rank.turn()
+
+    with subtests.test("a decode rank that dies again and again ends nobody"):
+        rank = Transfers()
+        rank.rooms.link_lost(1)
+        rank.rooms.link_lost(2)
+        for link_id, life in enumerate(LIVES, start=3):
+            rank.link_up(link_id, life)
+            rank.fail(link_id, life, after_s=MIN_SPAN_S)
+            rank.rooms.link_lost(link_id)
+
+    with subtests.test("two decode ranks that die together end nobody"):
+        # Their host is gone; what was under way fails, and their streams a little later.
+        rank = Transfers()
+        for _ in range(10):
+            rank.begin()
+            rank.begin(2, OTHER_DECODE)
+        for write in rank.transport.writes:
+            write.failure = "connection reset"
+            rank.turn()
+        rank.now_s += MIN_SPAN_S
+        rank.turn()
+        rank.rooms.link_lost(1)
+        rank.rooms.link_lost(2)
+        rank.turn()
 
 
 async def test_a_sender_whose_transport_is_broken_says_so_and_ends(make_pool, monkeypatch):

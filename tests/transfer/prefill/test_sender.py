@@ -3,8 +3,6 @@
 import logging
 import weakref
 
-import pytest
-
 from services.transfer.hello import Hello
 from services.transfer.prefill import sender as sender_module
 from services.transfer.prefill.room import Outcome
@@ -62,9 +60,15 @@ class EndlessTransport:
             raise self.error
 
 
-@pytest.mark.parametrize("error", [None, PeerFailed("NIXL does not forget the peer")])
-def test_pages_come_back_once_nothing_reads_them_any_more(monkeypatch, caplog, error):
+def test_pages_come_back_once_nothing_reads_them_any_more(subtests, monkeypatch, caplog):
     monkeypatch.setattr(sender_module, "_STOP_TIMEOUT_S", 0.05)
+    for error in (None, PeerFailed("NIXL does not forget the peer")):
+        with subtests.test(error=error):
+            caplog.clear()
+            check_end(error, caplog)
+
+
+def check_end(error, caplog):
     transport = EndlessTransport(error)
     sender = KvSender(lambda: transport, (POOL,), LAYOUT, OWN, read_pages=lambda pages, group: iter(()))
     sender.start()
