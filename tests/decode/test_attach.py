@@ -66,28 +66,29 @@ async def attached(*numbers):
         await session.close()
 
 
-@pytest.mark.parametrize("told_first", [True, False])
-async def test_a_step_is_a_message(told_first):
+async def test_a_step_is_a_message(subtests):
     """Whether its tokens are told or yielded, and whichever comes first."""
-    async with attached(1, 2, 3) as (engine, messages, generated):
-        for _ in range(3):
-            said = [
-                lambda: engine.tell["r1"](7),
-                lambda: engine.steps["r2"].put_nowait(Output((8, 9), drafted_tokens=1)),
-                lambda: engine.tell["r3"](5),
-            ]
-            waiting = asyncio.ensure_future(anext(messages))
-            await asyncio.sleep(0)
-            for say in said if told_first else reversed(said):
-                say()
-            message = await waiting
-            tokens = zip(message.numbers, message.token_ids, strict=True)
-            assert sorted(tokens) == [(1, 7), (3, 5)]
-            assert [(o.request_id, list(o.token_ids)) for o in message.outputs] == [("r2", [8, 9])]
-        assert generated() == 3 + 3 * 4
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await anext(messages)
+    for told_first in [True, False]:
+        with subtests.test(told_first=told_first):
+            async with attached(1, 2, 3) as (engine, messages, generated):
+                for _ in range(3):
+                    said = [
+                        lambda: engine.tell["r1"](7),
+                        lambda: engine.steps["r2"].put_nowait(Output((8, 9), drafted_tokens=1)),
+                        lambda: engine.tell["r3"](5),
+                    ]
+                    waiting = asyncio.ensure_future(anext(messages))
+                    await asyncio.sleep(0)
+                    for say in said if told_first else reversed(said):
+                        say()
+                    message = await waiting
+                    tokens = zip(message.numbers, message.token_ids, strict=True)
+                    assert sorted(tokens) == [(1, 7), (3, 5)]
+                    assert [(o.request_id, list(o.token_ids)) for o in message.outputs] == [("r2", [8, 9])]
+                assert generated() == 3 + 3 * 4
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await anext(messages)
 
 
 async def test_a_token_that_was_taken_with_others_makes_no_message_of_its_own():
@@ -165,14 +166,11 @@ async def test_only_the_first_message_says_what_the_rank_reads():
         assert not (await anext(messages)).takes_further
 
 
-@pytest.mark.parametrize(
-    "further",
-    [
+async def test_what_is_no_command_behind_another_breaks_the_stream(subtests):
+    for further in [
         decode_pb2.Command(),
         decode_pb2.Command(start=start("b"), further=[decode_pb2.Command(start=start("c"))]),
-    ],
-)
-async def test_what_is_no_command_behind_another_breaks_the_stream(further):
-    with pytest.raises(ProtocolError):
-        async with reading(decode_pb2.Command(start=start("a"), further=[further])):
-            pass
+    ]:
+        with subtests.test(further=further), pytest.raises(ProtocolError):
+            async with reading(decode_pb2.Command(start=start("a"), further=[further])):
+                pass

@@ -29,22 +29,22 @@ def test_outputs_that_tell_of_long_prompts_take_messages_of_their_own(monkeypatc
     assert messages == [["0", "1", "2"], ["3", "4"], ["5"], ["6", "7"]]
 
 
-def test_tokens_alone_are_two_numbers_each():
-    box = Outbox()
-    box.put("a", PLAIN, 7)
-    box.put("b", Output((3,)), 9)
-    box.put("a", Output((4,)), 7)
-    message = box.take()
-    assert not message.outputs and not box
-    assert (list(message.numbers), list(message.token_ids)) == ([7, 7, 9, 7], [1, 2, 3, 4])
-    assert not box.take().token_ids
+def test_tokens_alone_are_two_numbers_each_where_the_request_has_a_number(subtests):
+    with subtests.test("tokens alone are two numbers each"):
+        box = Outbox()
+        box.put("a", PLAIN, 7)
+        box.put("b", Output((3,)), 9)
+        box.put("a", Output((4,)), 7)
+        message = box.take()
+        assert not message.outputs and not box
+        assert (list(message.numbers), list(message.token_ids)) == ([7, 7, 9, 7], [1, 2, 3, 4])
+        assert not box.take().token_ids
 
-
-def test_a_request_without_a_number_has_outputs_alone():
-    box = Outbox()
-    box.put("a", PLAIN)
-    (output,) = box.take().outputs
-    assert list(output.token_ids) == [1, 2]
+    with subtests.test("a request without a number has outputs alone"):
+        box = Outbox()
+        box.put("a", PLAIN)
+        (output,) = box.take().outputs
+        assert list(output.token_ids) == [1, 2]
 
 
 outputs = st.one_of(

@@ -32,12 +32,12 @@ def tied(tmp_path_factory):
     return directory, twin
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reference(tied):
     return reference_generation(tied[0], PROMPT, ANSWER)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other_way(tied, reference):
     """What is generated when the other one of the two is chosen."""
     directory, twin = tied
@@ -61,29 +61,30 @@ def test_past_a_near_tie_the_answer_is_another_and_right(reference, other_way):
     assert count_near_ties(reference, other_way) <= 1  # either of the two is the argmax of equals
 
 
-@pytest.mark.parametrize("position", [PARTING + 1, ANSWER - 1])
-def test_a_wrong_token_past_a_near_tie_is_seen(reference, other_way, position):
-    other_way[position] = 4 + (other_way[position] + 1) % 500
-    with pytest.raises(AssertionError, match=f"token {position} is"):
-        count_near_ties(reference, other_way)
+def test_wrong_tokens_are_seen(subtests, reference, other_way):
+    for position in [PARTING + 1, ANSWER - 1]:
+        with subtests.test("a wrong token past a near tie is seen", position=position):
+            wrong = [*other_way]
+            wrong[position] = 4 + (wrong[position] + 1) % 500
+            with pytest.raises(AssertionError, match=f"token {position} is"):
+                count_near_ties(reference, wrong)
 
+    with subtests.test("at a near tie not any token will do"):
+        wrong = [*other_way]
+        wrong[PARTING] = 4 + (wrong[PARTING] + 7) % 490
+        with pytest.raises(AssertionError, match=f"token {PARTING} is"):
+            count_near_ties(reference, wrong)
 
-def test_at_a_near_tie_not_any_token_will_do(reference, other_way):
-    other_way[PARTING] = 4 + (other_way[PARTING] + 7) % 490
-    with pytest.raises(AssertionError, match=f"token {PARTING} is"):
-        count_near_ties(reference, other_way)
-
-
-def test_an_answer_that_is_too_short_is_seen(reference):
-    with pytest.raises(AssertionError):
+    with subtests.test("an answer that is too short is seen"), pytest.raises(AssertionError):
         count_near_ties(reference, reference.token_ids[:-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_bounded_and_not_let_through(dtype):
-    directory = tiny_checkpoint()
-    right = reference_generation(directory, PROMPT, ANSWER).token_ids
-    assert check_half_precision(directory, PROMPT, right, dtype) == 0
-    wrong = [*right[:9], 4 + (right[9] + 1) % 500, *right[10:]]
-    with pytest.raises(AssertionError, match="token 9 is"):
-        check_half_precision(directory, PROMPT, wrong, dtype)
+def test_half_precision_is_bounded_and_not_let_through(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            directory = tiny_checkpoint()
+            right = reference_generation(directory, PROMPT, ANSWER).token_ids
+            assert check_half_precision(directory, PROMPT, right, dtype) == 0
+            wrong = [*right[:9], 4 + (right[9] + 1) % 500, *right[10:]]
+            with pytest.raises(AssertionError, match="token 9 is"):
+                check_half_precision(directory, PROMPT, wrong, dtype)

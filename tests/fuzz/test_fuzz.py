@@ -96,23 +96,24 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("got,said", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said(got, said):
-    [fault], _ = faults(got)
-    assert fault.startswith(said)
+def test_what_is_wrong_is_said(subtests):
+    for got, said in WRONG.values():
+        with subtests.test("what is wrong is said", got=got, said=said):
+            [fault], _ = faults(got)
+            assert fault.startswith(said)
+
+    with subtests.test("what goes on after its end is wrong"):
+        [fault], _ = faults(answer(2, 5, 4), logits=np.eye(8)[[2, 5, 4]] * 9)
+        assert fault == "went on after token 1, which stops it"
 
 
-def test_what_goes_on_after_its_end_is_wrong():
-    [fault], _ = faults(answer(2, 5, 4), logits=np.eye(8)[[2, 5, 4]] * 9)
-    assert fault == "went on after token 1, which stops it"
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.01, seed=3, max_tokens=3)])
-def test_rounding_may_choose_between_equals_and_no_others(sampling):
-    logits = LOGITS.copy()
-    logits[1, 7] = logits[1, 3] - 1e-6
-    assert faults(answer(2, 7, 4), sampling, logits)[0] == []
-    assert faults(answer(2, 6, 4), sampling, logits)[0] != []
+def test_rounding_may_choose_between_equals_and_no_others(subtests):
+    for sampling in [GREEDY, SamplingParams(temperature=0.01, seed=3, max_tokens=3)]:
+        with subtests.test(sampling=sampling):
+            logits = LOGITS.copy()
+            logits[1, 7] = logits[1, 3] - 1e-6
+            assert faults(answer(2, 7, 4), sampling, logits)[0] == []
+            assert faults(answer(2, 6, 4), sampling, logits)[0] != []
 
 
 def test_a_log_probability_that_is_off_is_wrong():

@@ -21,33 +21,33 @@ def count(command):
         yield str(number + 1)
 
 
-def test_a_story_that_goes_as_it_is_told_is_the_same_text():
-    assert played(STORY, count) == STORY
+def test_a_story_is_played_and_told(subtests):
+    with subtests.test("a story that goes as it is told is the same text"):
+        assert played(STORY, count) == STORY
 
+    with subtests.test("another output is another text and comments stay"):
+        assert played(STORY.replace("to=2", "to=1"), count) == STORY.replace("to=2", "to=1").replace(
+            "1\n2\n", "1\n"
+        )
+        assert played("# It begins.\n\n\n# Someone counts.\ncount to=2\n", count) == STORY
 
-def test_another_output_is_another_text_and_comments_stay():
-    assert played(STORY.replace("to=2", "to=1"), count) == STORY.replace("to=2", "to=1").replace(
-        "1\n2\n", "1\n"
-    )
-    assert played("# It begins.\n\n\n# Someone counts.\ncount to=2\n", count) == STORY
+    with subtests.test("a command has words options and a body"):
+        heard = []
+        played("move a b to=c\n1 x\n2 y\n----\nold\n", lambda command: heard.append(command) or ())
+        assert heard == [Command("move", ("a", "b"), {"to": "c"}, ("1 x", "2 y"))]
 
+    with subtests.test("what is refused is told"):
 
-def test_a_command_has_words_options_and_a_body():
-    heard = []
-    played("move a b to=c\n1 x\n2 y\n----\nold\n", lambda command: heard.append(command) or ())
-    assert heard == [Command("move", ("a", "b"), {"to": "c"}, ("1 x", "2 y"))]
+        def refuse(command):
+            yield "first this"
+            raise ProtocolError("not now")
 
+        assert played("go\n", refuse) == "go\n----\nfirst this\nProtocolError: not now\n"
 
-def test_what_is_refused_is_told():
-    def refuse(command):
-        yield "first this"
-        raise ProtocolError("not now")
-
-    assert played("go\n", refuse) == "go\n----\nfirst this\nProtocolError: not now\n"
-
-
-def test_a_line_that_would_end_the_block_is_a_fault_of_the_test():
-    with pytest.raises(AssertionError, match="cannot hold"):
+    with (
+        subtests.test("a line that would end the block is a fault of the test"),
+        pytest.raises(AssertionError, match="cannot hold"),
+    ):
         played("go\n", lambda command: [""])
 
 
