@@ -68,5 +68,6 @@ class Failed:
     error: IsthmusError
 
 
-Event = Reserved | Token | Offered | Carried | Failed
+Offer = Offered | Carried
+Event = Reserved | Token | Offer | Failed
 Said = Event | int  # the id of a generated token of which there is nothing else to tell: most are such

@@ -2,9 +2,10 @@
 
     start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine's loop --open, pages, carried ready, cancel, fail---+--> queue --> RoomTable --> Transport
-                                                                                    |
-        on_failed, on_end, link.send(Status | AbortAck) <-- from the sender's thread +
+        engine's loop --open, cancel, fail-------------------------+--> queue --> RoomTable --> Transport
+        engine's thread --pages, carried ready---------------------+                  |
+                                                                                      |
+        on_failed, on_end, link.send(Status | AbortAck) <--- from the sender's thread +
     stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
 
 Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing

@@ -188,6 +188,26 @@ async def test_prefill_lost_in_the_middle_is_a_failed_peer():
         assert local.tokens == continuation(range(60), 5)
 
 
+async def test_pages_go_out_while_the_loop_stands_still():
+    """They go from the engine's thread to the sender's; the loop has no part in it."""
+    async with Pair(replace(FAKE, fake_step_s=0.02)) as pair:
+        sender, posted = pair.prefill.sender, []
+        open_room, post = sender.open_room, pair.prefill.post
+        sender.open_room = lambda *args, **kwargs: posted.append("open") or open_room(*args, **kwargs)
+        pair.prefill.post = lambda command: posted.append(type(command).__name__) or post(command)
+        task = asyncio.create_task(pair.generate(range(60), 4))
+        async with asyncio.timeout(20):
+            while not any(room.delta is not None for room in sender._rooms._rooms.values()):
+                await asyncio.sleep(0.001)
+        assert posted == ["open", "Submit"]  # or the first pages would find no room
+        deadline_s = time.monotonic() + 20
+        while sender.bytes_moved_total < 15 * PAGE_BYTES and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert sender.bytes_moved_total == 15 * PAGE_BYTES
+        assert (await task).tokens == continuation(range(60), 4)
+        await pair.assert_nothing_held()
+
+
 class StuckPrefill:
     """A prefill rank that takes the call and never answers."""
 

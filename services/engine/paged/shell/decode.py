@@ -24,7 +24,7 @@ from services.engine.paged.scores import check_told
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.shell.legs import both
-from services.engine.paged.shell.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate
+from services.engine.paged.shell.thread import Cancel, DeltaLanded, EndQuarantine, Renegotiate, Submit
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import differing_pages, is_sampled
 from services.kv.ticket import make_ticket, targets_of
@@ -144,6 +144,7 @@ class PagedDecodeEngine(PagedEngine):
         constraint_s = time.monotonic() - asked if matcher is not None else 0.0
         seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
         with self._mailbox(seq) as mailbox:
+            self.post(Submit(seq))
             try:
                 reserved = await _next(mailbox, Reserved)
                 # That word comes with a step's others: here its first part has been computed by then.

@@ -13,12 +13,12 @@ from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.events import Event, Failed, Said, Token
+from services.engine.paged.events import Event, Failed, Offer, Said, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.scores import scores_of
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.shell.thread import CheckBooks, Command, EngineThread, StepReport, Submit
+from services.engine.paged.shell.thread import CheckBooks, Command, EngineThread, StepReport
 from services.engine.paged.shell.warm_up import warm_up
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
@@ -134,6 +134,7 @@ class PagedEngine:
         self._grammars = Grammars(None, 0)
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
+        self._offer: Callable[[Offer], None] | None = None  # see EngineThread
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
@@ -178,7 +179,8 @@ class PagedEngine:
         return self._running_core.runner.vocab_size
 
     async def start(self) -> None:
-        thread = EngineThread(self._build_core, self._deliver, self._fail_all, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        thread = EngineThread(self._build_core, self._deliver, self._fail_all, loop, self._offer)
         self._core = await thread.start()
         self._thread = thread
         self._grammars = Grammars(self._model_directory, self.vocab_size)
@@ -251,12 +253,11 @@ class PagedEngine:
 
     @contextlib.contextmanager
     def _mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
-        """Submit a sequence; its events arrive in the mailbox while the context is open."""
+        """The events of a sequence, once submitted, arrive in the mailbox while the context is open."""
         if self._stopping:
             raise Unavailable("the rank is stopping")
         mailbox = self._mailboxes[seq] = Mailbox()
         self._idle.clear()
-        self.post(Submit(seq))
         try:
             yield mailbox
         finally:
@@ -350,8 +351,5 @@ class PagedEngine:
         if report.cache_events != _NO_EVENTS:
             self._cache_events.put_nowait(report.cache_events)
         for seq, event in report.events:
-            self._route(seq, event)
-
-    def _route(self, seq: Sequence, event: Said) -> None:
-        if (mailbox := self._mailboxes.get(seq)) is not None:
-            mailbox.put(event)
+            if (mailbox := self._mailboxes.get(seq)) is not None:
+                mailbox.put(event)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from services.engine.paged.events import Carried, Offered, Reserved, Said, Token
+from services.engine.paged.events import Offer, Offered, Reserved, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.shell.legs import both
-from services.engine.paged.shell.thread import Cancel, RoomEnded
+from services.engine.paged.shell.thread import Cancel, RoomEnded, Submit
 from services.transfer.base import Transport
 from services.transfer.hearing import Hearing
 from services.transfer.prefill.handshake_server import HandshakeService
@@ -40,6 +40,7 @@ class PagedPrefillEngine(PagedEngine):
         model_directory: Path | None = None,
     ) -> None:
         super().__init__(make_runner, limits, cache, model_directory=model_directory)
+        self._offer = self._hand_on
         self._open_transport = open_transport
         self._own_id = own_id
         self._sender: KvSender | None = None
@@ -92,7 +93,9 @@ class PagedPrefillEngine(PagedEngine):
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
         with self._mailbox(seq) as mailbox:
+            # Pages of a room that is not open are dropped, and the first may be offered at once.
             ended, computed = self._open_room(seq, rendezvous), _Computed()
+            self.post(Submit(seq))
             try:
                 (reserved, token), end = await both(
                     computed.wait(), _room_end(ended), computed.attend(mailbox)
@@ -127,17 +130,15 @@ class PagedPrefillEngine(PagedEngine):
             self.post(RoomEnded(seq))
             loop.call_soon_threadsafe(_set_result, ended, end)
 
-        prompt_len = len(seq.request.all_ids)  # `ids` are the engine thread's by now
+        prompt_len = len(seq.request.all_ids)
         self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
-    def _route(self, seq: Sequence, event: Said) -> None:
+    def _hand_on(self, event: Offer) -> None:  # on the engine's thread
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
-        elif isinstance(event, Carried):
-            self.sender.carried_ready(event.room, event.units)
         else:
-            super()._route(seq, event)
+            self.sender.carried_ready(event.room, event.units)
 
 
 class _Computed:

@@ -1,7 +1,8 @@
 """The thread that owns a rank's state.
 
 asyncio posts frozen commands on one queue; the thread applies them between steps and hands what
-happened back to the loop, one `call_soon_threadsafe` a step. Nothing else touches the core.
+happened back to the loop, one `call_soon_threadsafe` a step. Pages that a prefill rank offers go from here
+to the sender's thread; the loop has no part in that. Nothing else touches the core.
 
 A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
@@ -15,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Failed, Said
+from services.engine.paged.events import Carried, Failed, Offer, Offered, Said
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
@@ -97,7 +98,11 @@ class EngineThread:
         deliver: Callable[[StepReport], None],
         on_crash: Callable[[BaseException], None],
         loop: asyncio.AbstractEventLoop,
+        offer: Callable[[Offer], None] | None = None,
     ) -> None:
+        """`offer` is called on this thread with every Offered and Carried, which are in no report then; it
+        must neither raise nor wait. The others are called on `loop`."""
+        self._offer = offer
         self._build = build
         self._deliver = deliver
         self._on_crash = on_crash
@@ -229,10 +234,22 @@ class EngineThread:
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:
-        events: list[tuple[Sequence, Said]] = [*core.take_outputs(), *self._failures]
+        events = [*self._offered(core.take_outputs()), *self._failures]
         self._failures = []
         report = StepReport(events, core.take_cache_events(), core.load())
         self._call(self._deliver, report)
+
+    def _offered(self, events: list[tuple[Sequence, Said]]) -> list[tuple[Sequence, Said]]:
+        """Hand on what the sender takes from this thread; return the other events."""
+        if self._offer is None:
+            return events
+        others: list[tuple[Sequence, Said]] = []
+        for seq, event in events:
+            if isinstance(event, Offered | Carried):
+                self._offer(event)
+            else:
+                others.append((seq, event))
+        return others
 
     def _call(self, function: Callable[[T], None], argument: T) -> None:
         try:
