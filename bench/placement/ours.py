@@ -10,14 +10,14 @@ from bench.placement.pins import Pins
 from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.block_hash import BlockChains, scope_seed, sequence_hashes
+from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
-from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout
+from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.registration import NO_RESUME_POINTS, Registration
 from services.values.request import Admitted
@@ -59,29 +59,29 @@ class Ours:
         self._pins = pins
         self._router = share.index
         self._random = Random(share.index)
-        self._placed: dict[int, tuple[BlockChains, Decision]] = {}
+        self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         asked = self._asked(request)
         decision = self._placer.place(asked, self._random.random())
-        self._placed[request.number] = asked.chains, decision
+        self._placed[request.number] = asked.hashes, decision
         return _ranks_of(decision)
 
     def _asked(self, request: TraceRequest) -> Asked:
-        chains = BlockChains(sequence_hashes(request.blocks, 1, _SEED))
+        hashes = sequence_hashes(request.blocks, 1, _SEED)
         pinned = self._pins.of(request.session, self._router)
-        return Asked(chains, request.prompt_tokens, self._plans, pinned)
+        return Asked(hashes, request.prompt_tokens, self._plans, pinned)
 
     def sent(self, job: Job) -> None:
-        chains, decision = self._placed[job.request.number]
-        self._placer.sent(str(job.request.number), chains, job.request.prompt_tokens, decision)
+        hashes, decision = self._placed[job.request.number]
+        self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
         decode = decision.chosen.decode.id.key
         self._pins.pin(job.request.session, decode, self._router)
 
     def first_token(self, job: Job) -> None:
-        chains, decision = self._placed.pop(job.request.number)
+        hashes, decision = self._placed.pop(job.request.number)
         self._placer.outcomes.admitted(
-            str(job.request.number), chains, decision.chosen, _admitted(job, decision.chosen.plan)
+            str(job.request.number), hashes, decision.chosen, _admitted(job, decision.chosen.plan)
         )
 
     def ended(self, job: Job) -> None:

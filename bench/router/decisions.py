@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.report import Row, verdict
 from services.index.read.prefix_index import Held, PrefixIndex
-from services.kv.block_hash import BlockChains, scope_seed, sequence_hashes
+from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision
 from services.router.placement.placer import Placer, PlacerSettings
@@ -145,10 +145,10 @@ class _Router:
         most = _PER_RANK_IN_FLIGHT * len(self._decodes)
         ending = self._in_flight.popleft() if len(self._in_flight) > most else None
         began = time.thread_time_ns()
-        self.placer.sent(name, asked.chains, asked.prompt_tokens, decision)
-        self.placer.outcomes.admitted(name, asked.chains, decision.chosen, _admitted(decision, asked))
+        self.placer.sent(name, asked.hashes, asked.prompt_tokens, decision)
+        self.placer.outcomes.admitted(name, asked.hashes, decision.chosen, _admitted(decision, asked))
         if ending is not None:
-            self.placer.outcomes.finished(ending[1].chains, ending[2].chosen, ending[3].ids, _SEED)
+            self.placer.outcomes.finished(ending[1].hashes, ending[2].chosen, ending[3].ids, _SEED)
             self.placer.outcomes.ended(ending[0])
         return time.thread_time_ns() - began - _CLOCK_NS
 
@@ -225,9 +225,9 @@ def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
         router.pass_time()
         prompt, tie, matched = router.next_prompt(), rng.random(), matched_ns()
         began = time.thread_time_ns()
-        chains = BlockChains(tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED)))
+        hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
         hashed = time.thread_time_ns()
-        asked = Asked(chains, len(prompt.ids), frozenset(Plan), prompt.pinned)
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned)
         decision = router.placer.place(asked, tie)
         placed = time.thread_time_ns()
         spent.hash.append(hashed - began - _CLOCK_NS)
@@ -243,8 +243,8 @@ def _refuse(router: _Router) -> list[int]:
     rng, spent = random.Random(2), list[int]()
     for _ in range(_REFUSALS):
         prompt, tie = router.next_prompt(), rng.random()
-        chains = BlockChains(tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED)))
-        asked = Asked(chains, len(prompt.ids), frozenset(Plan), prompt.pinned, max_wait_s=_MAX_WAIT_S)
+        hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, max_wait_s=_MAX_WAIT_S)
         began = time.thread_time_ns()
         with suppress(NoCapacity):
             router.placer.place(asked, tie)

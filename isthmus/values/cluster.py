@@ -120,7 +120,6 @@ class RankStatus:
     staleness_s: float
     resumable_blocks: int | None
     resume_trust: float | None
-    pair_blocks: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,11 +85,6 @@ class Engine(Protocol):
     def takes_turns(self) -> bool:
         """Whether a tenant that asks for little does not wait behind another's crowd."""
 
-    @property
-    def tells_pairs(self) -> bool:
-        """Whether `cache_events` name blocks of pairs of tokens (kv/block_hash.py); known once it has
-        started."""
-
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         """What the radix tree gained and lost, from the first page on. One consumer."""
         yield CacheEvents()

@@ -51,7 +51,7 @@ from services.settings.hub import resolved
 from services.transfer.nixl_settings import keep_to_loopback
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import PAIR_BLOCKS, Registration
+from services.values.registration import Registration
 from services.wire.isthmus.v1 import rank_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -443,6 +443,6 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         model_context_tokens=role.engine.model_context_tokens,
         total_pages=config.pool_pages,
         engine=config.engine,
-        capabilities=(*role.capabilities, PAIR_BLOCKS) if role.engine.tells_pairs else role.capabilities,
+        capabilities=role.capabilities,
         model_path=config.model,
     )

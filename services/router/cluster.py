@@ -14,7 +14,7 @@ from functools import partial
 from services.index.pins import PinWriter
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
-from services.kv.block_hash import BlockChains, pair_hashes, scope_seed, sequence_hashes
+from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net.tls import TlsConfig
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
@@ -27,6 +27,7 @@ from services.router.placement.pool_ends import length_means
 from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.shares import Share
 from services.values.errors import NoCapacity, Unavailable
+from services.values.kv import BlockHash
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.registration import NO_MOVED_PENALTIES, NO_TENANT_TURNS, REMOTE_ONLY, Registration
@@ -54,13 +55,13 @@ class HashedPrompt:
 
     ids: "array[int]"  # "I"
     seed: int
-    chains: BlockChains
+    hashes: Sequence[BlockHash]
     most_tokens: int | None = None  # with the answer; None: nobody says
     answers: int = 1
     reusable_tokens: float = math.inf  # that who computes it may take from a cache
 
 
-_SHORTEST = HashedPrompt(array("I", [0]), 0, BlockChains(()))
+_SHORTEST = HashedPrompt(array("I", [0]), 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class Cluster:
         """Raises NoCapacity if a request for so many would wait longer than that wherever it can go."""
         self._refresh()
         plans = self._known_plans
-        self._placer.check_waits(Asked(_SHORTEST.chains, 1, plans, max_wait_s=max_wait_s, answers=answers))
+        self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self) -> None:
         """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
@@ -294,7 +295,7 @@ class Cluster:
         """A request went out: count it, and pin its conversation."""
         chosen = placed.decision.chosen
         prompt = placed.prompt
-        self._placer.sent(request_id, prompt.chains, len(prompt.ids), placed.decision, prompt.reusable_tokens)
+        self._placer.sent(request_id, prompt.hashes, len(prompt.ids), placed.decision, prompt.reusable_tokens)
         if conversation_id:
             prefill = chosen.prefill
             name, prefill_id = self._pin_name(conversation_id), prefill.id if prefill is not None else None
@@ -302,12 +303,12 @@ class Cluster:
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
         """The decode rank said what it really had: learn from it, and correct the index."""
-        self._placer.outcomes.admitted(request_id, placed.prompt.chains, placed.decision.chosen, admitted)
+        self._placer.outcomes.admitted(request_id, placed.prompt.hashes, placed.decision.chosen, admitted)
 
     def finished(self, placed: Placed, all_ids: "array[int]") -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
         prompt = placed.prompt
-        self._placer.outcomes.finished(prompt.chains, placed.decision.chosen, all_ids, prompt.seed)
+        self._placer.outcomes.finished(prompt.hashes, placed.decision.chosen, all_ids, prompt.seed)
 
     def ended(self, request_id: str) -> None:
         """However it ended, it is in flight no more."""
@@ -340,9 +341,8 @@ class Cluster:
 
     def _hash(self, ids: "array[int]", tenant: str, more_tokens: int | None) -> HashedPrompt:
         seed, index_block = scope_seed(self._settings.model_name, tenant), self._settings.placer.index_block
-        pairs = tuple(pair_hashes(ids, index_block, seed)) if self._placer.wants_pairs else ()
-        chains = BlockChains(tuple(sequence_hashes(ids, index_block, seed)), pairs)
-        return HashedPrompt(ids, seed, chains, None if more_tokens is None else len(ids) + more_tokens)
+        hashes = tuple(sequence_hashes(ids, index_block, seed))
+        return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
 
     def _asked(
         self,
@@ -354,7 +354,7 @@ class Cluster:
         self._refresh()
         self._placer.set_share(Share(*self._mirror.place_among_routers()))
         return Asked(
-            prompt.chains,
+            prompt.hashes,
             len(prompt.ids),
             self._plans(),
             pinned=self._pinned(conversation_id),

@@ -18,9 +18,6 @@ NO_RESUME_POINTS = "no-resume-points"
 # Of a rank of either role whose engine lets no tenants take turns: who asks for little beside another's crowd
 # waits for the crowd.
 NO_TENANT_TURNS = "no-tenant-turns"
-# Of a rank of either role whose radix tree has pairs of tokens for keys: its blocks are named by the chain of
-# pairs (kv/block_hash.py).
-PAIR_BLOCKS = "pair-blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,3 @@ class Registration:
     def tells_resume_points(self) -> bool:
         """Else it can go on computing wherever it holds, as far as is known."""
         return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities
-
-    @property
-    def has_pair_blocks(self) -> bool:
-        return PAIR_BLOCKS in self.capabilities

@@ -1,9 +1,7 @@
-from itertools import pairwise
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.block_hash import SCHEME, extend_hash, pair_hashes, scope_seed, sequence_hashes
+from services.kv.block_hash import SCHEME, extend_hash, scope_seed, sequence_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 SHORT_TEXTS = st.tuples(*[st.text("ab/", max_size=3)] * 2)
@@ -44,28 +42,3 @@ def test_a_hash_names_all_that_comes_before():
 @given(SHORT_TEXTS, SHORT_TEXTS)
 def test_scopes_do_not_collide_by_concatenation(one, other):
     assert (scope_seed(*one) == scope_seed(*other)) == (one == other)
-
-
-def test_golden_vectors_of_pairs():
-    assert pair_hashes([7, *range(12)], 4, scope_seed("m")) == [
-        0x8AB1B6CA14548EAE,
-        0x35F1C449ED0CD2DE,
-        0xCF598C5C677BB339,
-    ]
-
-
-@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))
-def test_blocks_of_pairs_are_alike_where_their_pairs_are(one, other, index_block):
-    def blocks(ids):
-        pairs = list(pairwise(ids))
-        return [pairs[: end + index_block] for end in range(0, len(pairs) - index_block + 1, index_block)]
-
-    names, others = (pair_hashes(ids, index_block, 1) for ids in (one, other))
-    assert len(names) == len(blocks(one))
-    for name, pairs in zip(names, blocks(one), strict=True):
-        assert (name in others) == (pairs in blocks(other))
-
-
-@given(st.lists(st.integers(0, 2), min_size=2, max_size=9), st.integers(1, 4))
-def test_a_block_of_pairs_is_never_one_of_tokens(token_ids, index_block):
-    assert not {*pair_hashes(token_ids, index_block, 1)} & {*sequence_hashes(token_ids, index_block, 1)}

@@ -19,7 +19,6 @@ from services.values.registration import (
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,
     NO_TENANT_TURNS,
-    PAIR_BLOCKS,
     REMOTE_ONLY,
 )
 
@@ -114,17 +113,6 @@ def test_a_rank_says_what_it_lacks_to_the_routers(subtests, monkeypatch):
         for make_roles in (decode_roles, prefill_roles):
             (role,) = make_roles(config_of(), [own_rank_id(config_of())])
             assert role.capabilities == (NO_TENANT_TURNS,)
-
-
-def test_a_rank_registers_what_its_started_engine_says_of_its_blocks(subtests, monkeypatch):
-    for pairs in [False, True]:
-        with subtests.test(pairs=pairs):
-            (role,) = decode_roles(config_of("--decode-cache=off"), [own_rank_id(config_of())])
-            monkeypatch.setattr(PagedEngine, "tells_pairs", pairs)
-            for name in ("layout", "max_context_tokens", "model_context_tokens"):
-                monkeypatch.setattr(type(role.engine), name, None)
-            registered = rank_main._registration(config_of(), role, None)
-            assert registered.capabilities == (NO_CACHE, PAIR_BLOCKS)[: 1 + pairs]
 
 
 def test_what_cannot_work_is_refused(subtests):

@@ -27,7 +27,7 @@ import sglang.srt.utils.hf_transformers_utils as hf
 from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache import allocation_sizing
-from services.engine.sglang.inside import manager as ours, plugin
+from services.engine.sglang.inside import manager as ours
 from services.engine.sglang.inside.memory.posted import Posted
 
 def alias(name, draft):
@@ -61,10 +61,6 @@ def written(own, of_draft, peer):
     posted = made._posted.get(3, Posted())
     return posted.num_pages, posted.size_bytes, posted.carried_bytes
 
-def noted(tree):
-    plugin._note_scheduler(Of(scheduler=Of(tree_cache=tree, sliding_window_size=None)))
-    return ours.IsthmusKVManager.keys_are_pairs
-
 names = ("NEXTN", "EAGLE", "DSPARK", "DFLASH", "STANDALONE", "NGRAM")
 draft = manager([4096] * 4, [1024] * 2)._layout.draft
 print(json.dumps({{
@@ -74,7 +70,6 @@ print(json.dumps({{
     "draft": [draft.model_fingerprint, draft.group.num_kv_heads, draft.group.unit_bytes],
     "alone": written([4096] * 4, [], [4096] * 4 + [1024] * 2),
     "both": written([4096] * 4, [1024] * 2, [4096] * 4 + [1024] * 2),
-    "noted": [noted(Of(is_eagle=True)), noted(Of(tree_core=Of(is_eagle=False)))],
 }}))
 """
 
@@ -112,7 +107,3 @@ def test_a_draft_is_not_a_part_of_the_models_page(told):
 def test_a_drafts_pages_are_counted_apart_and_only_where_they_are_written(told):
     assert told.alone == [5, 5 * 4 * 4096, {}]
     assert told.both == [5, 5 * 4 * 4096, {"draft": 5 * 2 * 1024}]
-
-
-def test_the_tree_says_whether_its_keys_are_pairs(told):
-    assert told.noted == [True, False]

@@ -20,7 +20,6 @@ _LISTING_TIMEOUT_S = 10.0
 _BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
 _OF_RESUMING = {"resumable", "resume trust"}  # shown where a rank tells where it can go on computing
 _WHEREVER_IT_HOLDS = "all"
-_OF_PAIRS = " of pairs"  # of tokens: see RankStatus.pair_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
         convert.role_from_proto(rank.role).value,
         rank.state,
         f"{rank.rank.generation:016x}",
-        _blocks(rank.index_blocks, rank.pair_blocks),
+        rank.index_blocks,
         rank.resumable_blocks if rank.HasField("resumable_blocks") else _WHEREVER_IT_HOLDS,
         rank.epoch,
         rank.next_sequence,
@@ -138,7 +137,7 @@ def format_ranks(mirror: Mirror, width: int | None = None) -> str:
                 registration.role.value,
                 view.condition,
                 f"{registration.id.generation:016x}",
-                _blocks(mirror.index.num_blocks(key), registration.has_pair_blocks),
+                mirror.index.num_blocks(key),
                 mirror.index.resume_points.num_blocks(key) if tells else _WHEREVER_IT_HOLDS,
                 progress.epoch,
                 progress.next_seq,
@@ -150,10 +149,6 @@ def format_ranks(mirror: Mirror, width: int | None = None) -> str:
         )
     headings = (*_BASE, "pages", "endpoint", "model")
     return _table(headings, rows, resuming, width) if rows else "no rank is registered"
-
-
-def _blocks(count: int, of_pairs: bool) -> str:
-    return f"{count}{_OF_PAIRS * of_pairs}"
 
 
 def _age(age_s: float, current: bool) -> str:

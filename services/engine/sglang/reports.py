@@ -32,7 +32,6 @@ class Active:
     state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
     carried: list[dict[str, Any]]  # the layout's groups beside full attention, by `group_fields`
     draft: dict[str, Any] | None  # the draft's KV, by `draft_fields`
-    keys_are_pairs: bool  # of its radix tree: of neighbouring tokens
     topology: dict[str, Any]  # SGLang's own description of a prefill rank
 
 

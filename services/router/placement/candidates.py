@@ -1,11 +1,12 @@
 """What a request asks for, and the ranks that it may go to as it sees them. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from services.kv.block_hash import BlockChains
 from services.router.placement.admission import Waits, waits_of
+from services.values.kv import BlockHash
 from services.values.rank import Plan, RankId, RankKey
 
 
@@ -13,7 +14,7 @@ from services.values.rank import Plan, RankId, RankKey
 class Asked:
     """A prompt to be placed."""
 
-    chains: BlockChains
+    hashes: Sequence[BlockHash]  # of its full index blocks
     prompt_tokens: int
     plans: frozenset[Plan]
     pinned: RankKey | None = None  # the conversation's decode rank

@@ -33,7 +33,6 @@ class Hits:
 
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
         self.telling: frozenset[RankKey] = frozenset()  # ranks that tell their resume points
-        self.paired: frozenset[RankKey] = frozenset()  # whose blocks are of pairs
         self._index = index
         self._balance = balance
         self._block = index_block
@@ -43,12 +42,10 @@ class Hits:
         asked, now, block, telling = sight.asked, self._balance.clock(), self._block, self.telling
         resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, asked, now)
         trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
-        paired, guessed = self.paired, [sight.guessed(False)]
-        if paired:
-            guessed.append(sight.guessed(True))
+        guessed = sight.guessed()
         hits = []
         for key, _, blocks in found:
-            matched, soon = blocks * block, guessed[key in paired].depth(key) * block
+            matched, soon = blocks * block, guessed.depth(key) * block
             worth = trusted(key, matched, now) if blocks else 0
             if soon > worth:
                 worth = soon
@@ -67,7 +64,7 @@ class Hits:
         """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
         if not telling:
             return {}
-        hashes, balance, block = asked.chains.tokens, self._balance, self._block
+        hashes, balance, block = asked.hashes, self._balance, self._block
         furthest = asked.most_reused // block
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
         matched = self._index.resume_points.deepest(hashes, most)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.block_hash import BlockChains, extend_hash, pair_seed
+from services.kv.block_hash import extend_hash
 from services.router.placement.candidates import Candidate
 from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
@@ -49,7 +49,6 @@ class Outcomes:
         """`progress` as the placer's; `index_block` in tokens."""
         self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
         self.telling: Container[RankKey] = ()  # ranks that tell their resume points
-        self.paired: Container[RankKey] = ()  # ranks whose blocks are of pairs
         self._index = index
         self._balance = balance
         self._progress = progress
@@ -59,7 +58,7 @@ class Outcomes:
     def sent(
         self,
         request_id: str,
-        chains: BlockChains,
+        hashes: Sequence[BlockHash],
         prompt_tokens: int,
         chosen: Priced,
         reusable_tokens: float = inf,
@@ -71,12 +70,14 @@ class Outcomes:
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
-        self._predict(computing, self._hashes(computing, chains), ttl_s)
-        self._predict_resuming(computing, chains.tokens, prompt_tokens, ttl_s)
+        self._predict(computing, hashes, ttl_s)
+        self._predict_resuming(computing, hashes, prompt_tokens, ttl_s)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
         self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
 
-    def admitted(self, request_id: str, chains: BlockChains, chosen: Priced, admitted: Admitted) -> None:
+    def admitted(
+        self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
+    ) -> None:
         """The decode rank said what it and the prefill rank really had."""
         decode = chosen.decode.id.key
         prefill = chosen.prefill.id.key if chosen.prefill is not None else None
@@ -86,19 +87,19 @@ class Outcomes:
         if prefill is not None:
             delivered[prefill] = admitted.prefill_prefix_len
         for believed in self._believed.pop(request_id, ()):
-            self._compare(believed, self._hashes(believed.rank, chains), delivered[believed.rank])
+            self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
-            self._predict(rank, self._hashes(rank, chains), _PREDICTION_S)
-        self._predict_resuming(prefill or decode, chains.tokens, admitted.prompt_tokens, _PREDICTION_S)
+            self._predict(rank, hashes, _PREDICTION_S)
+        self._predict_resuming(prefill or decode, hashes, admitted.prompt_tokens, _PREDICTION_S)
 
-    def finished(self, chains: BlockChains, chosen: Priced, all_ids: Sequence[int], seed: int) -> None:
+    def finished(
+        self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
+    ) -> None:
         """A request ended well: its decode rank will soon say that it holds prompt and answer."""
         block, decode = self._block, chosen.decode.id.key
-        paired = decode in self.paired
-        hashes, seed = chains.of(paired), pair_seed(all_ids[0], seed) if paired else seed
         longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
-        # The newest token's KV was never computed. Blocks of pairs end one token later.
-        for end in range((len(longer) + 1) * block + paired, len(all_ids), block):
+        # The newest token's KV was never computed.
+        for end in range((len(longer) + 1) * block, len(all_ids), block):
             parent = longer[-1] if longer else None
             longer.append(extend_hash(parent, all_ids[end - block : end], seed))
         self._predict(decode, longer, _PREDICTION_S)
@@ -109,9 +110,6 @@ class Outcomes:
         """However it ended, it is in flight no more."""
         self._believed.pop(request_id, None)
         self._balance.ended(request_id)
-
-    def _hashes(self, rank: RankKey, chains: BlockChains) -> Sequence[BlockHash]:
-        return chains.of(rank in self.paired)
 
     def _predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
         if rank not in self.cacheless:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.index.read.prefix_index import Held, PrefixIndex
-from services.kv.block_hash import BlockChains
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
@@ -31,7 +30,7 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
-from services.values.kv import KvLayout
+from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Plan, RankKey, Role
 from services.values.registration import NO_CACHE, Registration
 
@@ -52,7 +51,7 @@ class PlacerSettings:
     weights: PriceWeights
 
 
-_SHORTEST = Asked(BlockChains(()), 1, frozenset(Plan))
+_SHORTEST = Asked((), 1, frozenset(Plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +98,11 @@ class Placer:
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
         telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
-        paired = frozenset(rank.id.key for rank in ranks if rank.has_pair_blocks)
         self._hits.telling = self.outcomes.telling = telling
-        self._hits.paired = self.outcomes.paired = paired
 
     @property
     def _has_many(self) -> bool:
         return self._decodes.order is not None or self._prefills.order is not None
-
-    @property
-    def wants_pairs(self) -> bool:
-        """Some rank's blocks are named by a prompt's chain of pairs."""
-        return bool(self._hits.paired)
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
@@ -233,16 +225,13 @@ class Placer:
         return self._found((key for key in promising if key in side.ranks), side, sight)
 
     def _found(self, keys: Iterable[RankKey], side: _Side, sight: Sight) -> list[Found]:
-        ranks, paired, held = side.ranks, self._hits.paired, [sight.held(False)]
-        if paired:
-            held.append(sight.held(True))
-        return [(key, ranks[key], held[key in paired].depth(key)) for key in keys]
+        ranks, held = side.ranks, sight.held()
+        return [(key, ranks[key], held.depth(key)) for key in keys]
 
     def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
         if sight.asked.pinned is not None:
             yield sight.asked.pinned
-        for paired in (False, True):
-            yield from sight.guessed(paired).deepest()[:_PREDICTED]
+        yield from sight.guessed().deepest()[:_PREDICTED]
         least_loaded = (key for key in order if sight.may_serve(key, side.ranks[key]))
         few = list(islice(least_loaded, _LEAST_LOADED))
         yield from few
@@ -257,11 +246,10 @@ class Placer:
             yield from islice((key for key in own if sight.may_serve(key, side.ranks[key])), _LEAST_LOADED)
         if self._hits.telling and few:
             yield from self._resuming(side, order, sight, few[0])
-        for paired in (False, True):
-            yield from self._holding(side, order, sight, sight.held(paired))
+        yield from self._holding(side, order, sight, sight.held())
 
     def _holding(self, side: _Side, order: LoadOrder, sight: Sight, held: Held) -> Iterator[RankKey]:
-        """Those that hold more of this chain than all before them."""
+        """Those that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
             holders: Iterable[RankKey]
@@ -279,7 +267,7 @@ class Placer:
         """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
         least loaded that may serve: nobody stands before it."""
         guesses, points = self._balance.resume_guesses, self._index.resume_points
-        hashes = sight.asked.chains.tokens
+        hashes = sight.asked.hashes
         for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
@@ -349,13 +337,13 @@ class Placer:
     def sent(
         self,
         request_id: str,
-        chains: BlockChains,
+        hashes: Sequence[BlockHash],
         prompt_tokens: int,
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
         """The request went out. What becomes of it is for `outcomes`."""
-        self.outcomes.sent(request_id, chains, prompt_tokens, decision.chosen, reusable_tokens)
+        self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         """Tails and states at a prompt's end."""

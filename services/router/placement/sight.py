@@ -42,8 +42,8 @@ class Sight:
         self._apart = apart
         self._now: dict[RankKey, RankNow] = {}
         self._excluded: dict[RankKey, str] = {}
-        self._held: dict[bool, Held] = {}
-        self._guessed: dict[bool, Guessed] = {}
+        self._held: Held | None = None
+        self._guessed: Guessed | None = None
 
     def now(self, key: RankKey) -> RankNow:
         now = self._now.get(key)
@@ -51,20 +51,18 @@ class Sight:
             now = self._now[key] = self._balance.now(key)
         return now
 
-    def held(self, paired: bool) -> Held:
-        """Who holds how much of either chain, by the index."""
-        held = self._held.get(paired)
-        if held is None:
-            held = self._held[paired] = self._index.held(self.asked.chains.of(paired))
-        return held
+    def held(self) -> Held:
+        """Who holds how much of the prompt, by the index."""
+        if self._held is None:
+            self._held = self._index.held(self.asked.hashes)
+        return self._held
 
-    def guessed(self, paired: bool) -> Guessed:
-        """Who will soon hold how much of either chain."""
-        guessed = self._guessed.get(paired)
-        if guessed is None:
-            hashes, balance = self.asked.chains.of(paired), self._balance
-            guessed = self._guessed[paired] = balance.predictions.of(hashes, balance.clock())
-        return guessed
+    def guessed(self) -> Guessed:
+        """Who will soon hold how much of the prompt."""
+        if self._guessed is None:
+            balance = self._balance
+            self._guessed = balance.predictions.of(self.asked.hashes, balance.clock())
+        return self._guessed
 
     def exclusion(self, key: RankKey, rank: Registration) -> str:
         """Why the rank alone cannot be chosen; empty: it can."""

@@ -35,5 +35,4 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
         staleness_s=status.staleness_s,
         resumable_blocks=status.num_resumable,
         resume_trust=None if status.num_resumable is None else status.resume_trust,
-        pair_blocks=registration.has_pair_blocks,
     )

@@ -29,18 +29,3 @@ def test_what_a_rank_s_kv_crosses_by_is_shown():
         for number, known in enumerate(((), paths))
     ]
     assert cells(generation_pb2.ListRanksResponse(ranks=ranks)) == ["", "shared_memory, tcp"]
-
-
-def test_blocks_of_pairs_are_said_to_be():
-    ranks = [
-        generation_pb2.RankStatus(
-            rank=common_pb2.RankId(worker="w", rank=number),
-            role=common_pb2.ROLE_DECODE,
-            index_blocks=7,
-            pair_blocks=bool(number),
-        )
-        for number in range(2)
-    ]
-    _, heading, _, *rows = format_answer(generation_pb2.ListRanksResponse(ranks=ranks)).splitlines()
-    first, last = heading.index("blocks"), heading.index("epoch")
-    assert [row[first:last].strip() for row in rows] == ["7", "7 of pairs"]

@@ -33,7 +33,6 @@ def active(**changes):
         state_kinds=[],
         carried=[],
         draft=None,
-        keys_are_pairs=False,
         topology={},
     )
     return Active(**{**fields, **changes})

@@ -51,7 +51,6 @@ ACTIVE = Active(
     state_kinds=["swa"],
     carried=[group_fields(WINDOW)],
     draft=draft_fields(DraftKv(5, WINDOW)),
-    keys_are_pairs=True,
     topology={"attn_tp_size": 1},
 )
 

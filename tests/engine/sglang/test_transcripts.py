@@ -25,7 +25,7 @@ from services.engine.sglang.inside.memory.state_groups import AttentionHeads
 from services.engine.sglang.service.launch import speculation
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.block_hash import pair_hashes, scope_seed, sequence_hashes
+from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.ticket import check_layouts
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.values.kv import DRAFT
@@ -48,15 +48,11 @@ class Rank:
         self.tp_size = tp_size
         self.tree = KeyTree(PAGE, keys == "pairs")
         self.rebuilder = TreeEventRebuilder("m", PAGE, PAGE)
-        self.rebuilder.paired = self.tree.paired
         buffers = buffers_of(ITEM, HEADS, tp_size)
         of_draft = Draft(buffers_of(DRAFT_ITEM, DRAFT_HEADS, tp_size), int(draft)) if draft else None
         self.memory = ProcessMemory(PAGE, 99, tp_size, buffers, (), (), draft=of_draft)
         self.layout = self.memory.layout(7)
         self.item_bytes = (*buffers.item_bytes, *(of_draft.buffers.item_bytes if of_draft else ()))
-
-    def names_of(self, ids):
-        return (pair_hashes if self.tree.paired else sequence_hashes)(ids, PAGE, SEED)
 
 
 class Story:
@@ -73,9 +69,7 @@ class Story:
         (self.folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         values = {speculation.ALGORITHM: algorithm, speculation.DRAFT_PATHS[0]: str(self.folder)}
         speculation.check_decode_cache(values)
-        name = speculation.algorithm(values)
-        keys = "pairs" if name in speculation.KEYED_BY_PAIRS else "tokens"
-        yield f"runs as {name}; where its tree is of full attention alone, keys are {keys}"
+        yield f"runs as {speculation.algorithm(values)}"
 
     def do_rank(self, name, keys="tokens", draft="", tp="1"):
         rank = self.ranks[name] = Rank(name, keys, draft, int(tp))
@@ -101,7 +95,7 @@ class Story:
     def do_asks(self, tokens):
         ids = ids_of(tokens)
         for name, rank in self.ranks.items():
-            promised = self.index.match(rank.id.key, rank.names_of(ids)) * PAGE
+            promised = self.index.match(rank.id.key, sequence_hashes(ids, PAGE, SEED)) * PAGE
             yield f"{name}: finds {rank.tree.matched(ids)} of {len(ids)} tokens, promised {promised}"
 
     def do_pairs(self, prefill, decode):

@@ -35,7 +35,7 @@ async def hybrid(cluster, mirror):
     connect(cluster)
     cluster.prompt = await cluster.hash(array("I", range(PROMPT_TOKENS)), "")
     for rank, num_held, num_resumed in zip(ranks, (6, 5), (2, 4), strict=True):
-        hashes = cluster.prompt.chains.tokens
+        hashes = cluster.prompt.hashes
         mirror.index.apply_snapshot(rank.registration.id, hashes[:num_held], [hashes[num_resumed - 1]])
     return cluster
 

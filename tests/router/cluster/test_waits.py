@@ -69,7 +69,7 @@ async def test_prompts_that_are_computed_first_are_waited_for_too(two_decodes, c
 async def test_a_home_with_too_long_a_queue_is_left_and_a_rank_in_time_taken(two_decodes, balance, mirror):
     """By slack it would be chosen: all in all it is hardly worse."""
     prompt = await two_decodes.hash(tuple(range(640)), "")
-    mirror.index.apply_snapshot(D1.registration.id, prompt.chains.tokens)
+    mirror.index.apply_snapshot(D1.registration.id, prompt.hashes)
     for rank, wait_s in ((D0_KEY, 3.4), (D1_KEY, 6.4), (P0.registration.id.key, 9.0)):
         load = RankLoad(pending_tokens=int(200 * wait_s), prefill_tokens_per_s=200.0)
         balance.report(rank, load)
@@ -92,7 +92,7 @@ async def test_an_idle_rank_is_taken_where_the_one_with_the_prefix_has_too_long_
     p1 = view(Role.PREFILL, 1)
     mirror.set(p1)
     prompt = await two_decodes.hash(tuple(range(1_200)), "")
-    mirror.index.apply_snapshot(P0.registration.id, prompt.chains.tokens)
+    mirror.index.apply_snapshot(P0.registration.id, prompt.hashes)
     mirror.index.apply_snapshot(p1.registration.id, ())
     for rank, pending_tokens in ((P0, 1_040), (p1, 0), (D0, 9_999), (D1, 9_999)):
         load = RankLoad(pending_tokens=pending_tokens, prefill_tokens_per_s=200.0)

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.block_hash import BlockChains
 from services.router.placement.candidates import Asked
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -85,8 +84,8 @@ class Router:
         return replace(asked, **changes)
 
 
-def chains(num_blocks: int = 40) -> BlockChains:
-    return BlockChains(HASHES[:num_blocks])
+def chains(num_blocks: int = 40) -> list[BlockHash]:
+    return HASHES[:num_blocks]
 
 
 def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:

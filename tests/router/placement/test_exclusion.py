@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from router.placement.placement_ranks import LOCAL, REMOTE, decode, prefill, request
-from services.kv.block_hash import BlockChains
 from services.router.placement.candidates import Asked
 from services.router.placement.exclusion import (
     TOO_LONG,
@@ -25,7 +24,7 @@ D = Registration(
 )
 P = replace(D, role=Role.PREFILL)
 WELL = Standing(Liveness.LIVE, is_connected=True)
-ASKED = Asked(BlockChains(()), 500, REMOTE | LOCAL)
+ASKED = Asked((), 500, REMOTE | LOCAL)
 
 # In the order in which they count: what makes each true of (rank, standing, asked).
 REASONS = {

@@ -9,7 +9,7 @@ from services.values.rank import Plan, RankKey
 def test_requests_that_come_at_once_spread_over_many_idle_ranks():
     router = Router(40, 20)
     for number in range(40):
-        asked = router.asked(1, chains=chains(0), plans=frozenset({Plan.REMOTE}))
+        asked = router.asked(1, hashes=chains(0), plans=frozenset({Plan.REMOTE}))
         decision = router.placer.place(asked, number / 40)
         router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
     assert {router.balance.now(rank.id.key).running for rank in router.decodes} == {1}
@@ -28,7 +28,7 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(subt
                     router = Router(decodes, prefills, PriceWeights())
                     router.placer.set_share(Share(index, 2))
                     for number in range(2):
-                        asked = router.asked(1, chains=chains(0), plans=frozenset({plan}))
+                        asked = router.asked(1, hashes=chains(0), plans=frozenset({plan}))
                         decision = router.placer.place(asked, 0.5)
                         router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
                         chosen.append(getattr(decision.chosen, side).id.key)

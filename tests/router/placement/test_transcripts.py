@@ -22,7 +22,6 @@ import pytest
 from plugins.transcripts import stem, transcripts_beside
 from router.placement.known_cluster import HYBRID
 from services.index.read.prefix_index import PrefixIndex
-from services.kv.block_hash import BlockChains
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
@@ -128,7 +127,7 @@ class Story:
         own = self.routers[int(router)]
         asked = self.asked(own, **fields)
         told = list(self.do_ask(name, router, **fields))
-        own.placer.sent(name, asked.chains, asked.prompt_tokens, own.placer.place(asked, 0.0))
+        own.placer.sent(name, asked.hashes, asked.prompt_tokens, own.placer.place(asked, 0.0))
         return told
 
     def asked(
@@ -136,7 +135,7 @@ class Story:
     ):
         hashes = HASHES[: int(blocks)]
         return Asked(
-            BlockChains(hashes),
+            hashes,
             len(hashes) * BLOCK + int(own),
             frozenset(PLANS[plans]),
             self.ranks[pinned].id.key if pinned else None,

@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.dialects.openai.usage import isthmus_json
 from services.router.links.decode_client import DecodeRankLost
@@ -88,7 +87,7 @@ class Travelled:
         return 10_000
 
     async def hash(self, ids, tenant, more_tokens):
-        return HashedPrompt(ids, 0, BlockChains(()))
+        return HashedPrompt(ids, 0, ())
 
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         number, self._placed = self._placed, self._placed + 1
@@ -217,7 +216,7 @@ async def test_what_generated_nothing_has_no_usage(character_tokenizer):
 
     async def hash(ids, tenant, more_tokens):
         assert generator.abort("mine")
-        return HashedPrompt(ids, 0, BlockChains(()))
+        return HashedPrompt(ids, 0, ())
 
     cluster.hash = hash
     request = generation_pb2.GenerateRequest(text="abc", request_id="mine")

@@ -7,7 +7,6 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
-from services.kv.block_hash import BlockChains
 from services.router.cluster import HashedPrompt
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
@@ -164,7 +163,7 @@ class LosingCluster:
         return 100
 
     async def hash(self, ids, tenant, more_tokens):
-        return HashedPrompt(ids, 0, BlockChains(()))
+        return HashedPrompt(ids, 0, ())
 
     def siblings(self, ranks):
         return ranks  # each is a worker of its own

@@ -115,7 +115,6 @@ class PagedEngine:
 
     tells_resume_points = True
     takes_turns = True
-    tells_pairs = False
 
     def __init__(
         self,

@@ -59,7 +59,6 @@ class IsthmusKVManager(PrefillEnd, DecodeEnd):
             state_kinds=[component.kind for component in self._memory.components],
             carried=[group_fields(group) for group in self._layout.carried],
             draft=draft_fields(self._layout.draft),
-            keys_are_pairs=self.keys_are_pairs,
             topology=self._topology,
         )
 

@@ -42,7 +42,6 @@ class _Inbox:
 class OwnProcess(NixlKVManager):
     # Set by the plugin's hook:
     window_size = 0  # tokens before its own that a windowed layer sees
-    keys_are_pairs = False  # of the radix tree
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self._settings = PluginSettings.from_environment()

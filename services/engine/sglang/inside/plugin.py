@@ -83,12 +83,7 @@ def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, 
 
 
 def _note_scheduler(queue: Any) -> None:
-    """The manager that the queue is about to make is not told of its scheduler.
-
-    Whether keys are pairs is the tree's to say, not the algorithm's: with recurrent layers they never are.
-    """
+    """Note what the manager that the queue is about to make is not told by its scheduler."""
     from services.engine.sglang.inside.manager import IsthmusKVManager
 
-    tree = queue.scheduler.tree_cache
     IsthmusKVManager.window_size = int(queue.scheduler.sliding_window_size or 0)
-    IsthmusKVManager.keys_are_pairs = bool(getattr(tree, "tree_core", tree).is_eagle)

@@ -57,10 +57,6 @@ class SglangRank:
         return self._worker.layout
 
     @property
-    def tells_pairs(self) -> bool:
-        return self._worker.keys_are_pairs
-
-    @property
     def max_context_tokens(self) -> int:
         return self._worker.max_context_tokens
 

@@ -1,13 +1,15 @@
 """SGLang's radix tree events to ours. Pure.
 
-    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent; of a tree whose keys
-                                               are pairs, the second of each pair (kv/block_hash.py)
+    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent
     node at the end of an index block -------> stored: the block's sequence hash, chained from the root
-    BlockRemoved(hashes) --------------------> removed, where such a node goes
+    BlockRemoved(hashes) --------------------> removed, where the last such node of the block goes
     AllBlocksCleared ------------------------> cleared
     one that we cannot read -----------------> counted, and cleared: nothing that we know is sure any more
 
-SGLang's hashes are names to us and nothing more; ours are computed anew from token ids and parents.
+SGLang's hashes are names to us and nothing more; ours are computed anew from token ids and parents. A tree
+whose keys are pairs of neighbouring tokens (with EAGLE) is told by the first token of each pair. It finds a
+page only with the token behind it, so a hit may be foretold one page too long, and pages that differ in that
+token alone are one block.
 """
 
 from collections import Counter
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.kv.block_hash import extend_hash, pair_seed, scope_seed
+from services.kv.block_hash import extend_hash, scope_seed
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents
 
@@ -56,11 +58,7 @@ class _News:
 
 
 class TreeEventRebuilder:
-    """Of one DP rank. Memory: a node per page that the tree holds.
-
-    `paired`: the tree's keys are pairs, as it has said before its first event, and as the rank is registered.
-    Each event shows it again; one of the other kind cannot be read, for nobody would look for its blocks.
-    """
+    """Of one DP rank. Memory: a node per page that the tree holds."""
 
     def __init__(self, model: str, page_size: int, index_block: int) -> None:
         if index_block % page_size:
@@ -68,8 +66,8 @@ class TreeEventRebuilder:
         self._model = model
         self._page_size = page_size
         self._index_block = index_block
-        self.paired = False
         self._nodes: dict[int, _Node] = {}
+        self._num_pages_of: Counter[BlockHash] = Counter()  # that end it: several where keys are pairs
         self.unreadable: Counter[str] = Counter()  # events that could not be read, by kind
 
     def __repr__(self) -> str:
@@ -106,8 +104,8 @@ class TreeEventRebuilder:
         self.unreadable[kind if known else "others"] += 1
 
     def _forget(self, news: _News) -> None:
-        stands = bool(news.stored) or any(not node.open_tokens for node in self._nodes.values())
-        self._nodes.clear()
+        stands = bool(news.stored or self._num_pages_of)
+        self._clear()
         if stands:  # else nothing that was told does
             news.clear()
 
@@ -123,10 +121,14 @@ class TreeEventRebuilder:
                 for block in self._remove(event["block_hashes"]):
                     news.remove(block)
             case "AllBlocksCleared":
-                self._nodes.clear()
+                self._clear()
                 news.clear()
             case other:
                 raise ProtocolError(f"events of type {other} are not known")
+
+    def _clear(self) -> None:
+        self._nodes.clear()
+        self._num_pages_of.clear()
 
     def _check(self, event: Mapping[str, Any]) -> None:
         """Raises ProtocolError."""
@@ -136,8 +138,8 @@ class TreeEventRebuilder:
             raise ProtocolError("pages and tokens are not of one number")
 
     def _store(self, event: Mapping[str, Any]) -> Iterable[BlockHash]:
-        first, tokens = self._tokens(event["token_ids"])
-        node = self._parent(event, first)
+        tokens = _tokens(event["token_ids"])
+        node = self._parent(event)
         if node is None:
             return  # below a page that we were never told of: its hash cannot be known
         for number, name in enumerate(event["block_hashes"]):
@@ -147,26 +149,15 @@ class TreeEventRebuilder:
             self._nodes[name] = node
             if is_news and not node.open_tokens:
                 assert node.block is not None
-                yield node.block
+                self._num_pages_of[node.block] += 1
+                if self._num_pages_of[node.block] == 1:
+                    yield node.block
 
-    def _tokens(self, keys: Sequence[Any]) -> tuple[int, list[int]]:
-        """The first token, and those that the keys add to the blocks. Raises ProtocolError."""
-        pairs = [key for key in keys if isinstance(key, Sequence)]
-        if bool(pairs) is not self.paired or len(pairs) not in (0, len(keys)):
-            raise ProtocolError(f"{len(pairs)} of a page's {len(keys)} keys are pairs, unlike its tree's")
-        if not pairs:
-            return keys[0], list(keys)
-        firsts, seconds = map(list, zip(*pairs, strict=True))
-        if firsts[1:] != seconds[:-1]:
-            raise ProtocolError("pairs are not of neighbours")
-        return firsts[0], seconds
-
-    def _parent(self, event: Mapping[str, Any], first_token: int) -> _Node | None:
+    def _parent(self, event: Mapping[str, Any]) -> _Node | None:
         parent = event.get("parent_block_hash")
         if parent is not None:
             return self._nodes.get(parent)
-        seed = scope_seed(self._model, event.get("cache_salt") or "")
-        return _Node(None, (), pair_seed(first_token, seed) if self.paired else seed)
+        return _Node(None, (), scope_seed(self._model, event.get("cache_salt") or ""))
 
     def _child(self, parent: _Node, page: Sequence[int]) -> _Node:
         tokens = (*parent.open_tokens, *page)
@@ -178,4 +169,20 @@ class TreeEventRebuilder:
         for name in names:
             node = self._nodes.pop(name, None)
             if node is not None and not node.open_tokens and node.block is not None:
-                yield node.block
+                self._num_pages_of[node.block] -= 1
+                if not self._num_pages_of[node.block]:
+                    del self._num_pages_of[node.block]
+                    yield node.block
+
+
+def _tokens(keys: Sequence[Any]) -> list[int]:
+    """Return the tokens of a page's keys: of pairs, the first ones. Raises ProtocolError for other keys."""
+    pairs = [key for key in keys if isinstance(key, Sequence)]
+    if not pairs:
+        return list(keys)
+    if len(pairs) != len(keys):
+        raise ProtocolError(f"{len(pairs)} of a page's {len(keys)} keys are pairs")
+    firsts, seconds = map(list, zip(*pairs, strict=True))
+    if firsts[1:] != seconds[:-1]:
+        raise ProtocolError("pairs are not of neighbours")
+    return firsts

@@ -383,11 +383,6 @@ class SglangWorker:
         return list(self._active.values())
 
     @property
-    def keys_are_pairs(self) -> bool:
-        """Of its radix trees, all alike; False until they have said so."""
-        return any(active.keys_are_pairs for active in self._active.values())
-
-    @property
     def layout(self) -> KvLayout:
         active = next(iter(self._active.values()))
         group = KvGroup(
@@ -450,7 +445,6 @@ class SglangWorker:
             case Active():
                 place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
                 self._active[place] = report
-                self._rebuilders[report.dp_rank].paired = report.keys_are_pairs
                 task = asyncio.ensure_future(self._tell())
                 task.add_done_callback(lambda ended: ended.exception())
             case TicketSent() | Moved():

@@ -417,7 +417,7 @@ class ListRanksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s", "staleness_s", "resumable_blocks", "resume_trust", "pair_blocks")
+    __slots__ = ("rank", "role", "state", "endpoint", "model", "index_blocks", "epoch", "next_sequence", "record_age_s", "current", "trust", "load", "pending_tokens", "prefill_tokens_per_s", "excluded", "unregistered_s", "staleness_s", "resumable_blocks", "resume_trust")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -437,7 +437,6 @@ class RankStatus(_message.Message):
     STALENESS_S_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TRUST_FIELD_NUMBER: _ClassVar[int]
-    PAIR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     rank: _common_pb2.RankId
     role: _common_pb2.Role
     state: str
@@ -457,8 +456,7 @@ class RankStatus(_message.Message):
     staleness_s: float
     resumable_blocks: int
     resume_trust: float
-    pair_blocks: bool
-    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ..., staleness_s: _Optional[float] = ..., resumable_blocks: _Optional[int] = ..., resume_trust: _Optional[float] = ..., pair_blocks: _Optional[bool] = ...) -> None: ...
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., state: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., index_blocks: _Optional[int] = ..., epoch: _Optional[int] = ..., next_sequence: _Optional[int] = ..., record_age_s: _Optional[float] = ..., current: _Optional[bool] = ..., trust: _Optional[float] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., excluded: _Optional[str] = ..., unregistered_s: _Optional[float] = ..., staleness_s: _Optional[float] = ..., resumable_blocks: _Optional[int] = ..., resume_trust: _Optional[float] = ...) -> None: ...
 
 class ListRanksResponse(_message.Message):
     __slots__ = ("ranks", "staleness_s", "degraded")

@@ -80,7 +80,7 @@ def pairs(tokens):
 
 
 UNREADABLE = [
-    pairs(NEW),
+    {**pairs(NEW), "token_ids": [[token, token] for token in NEW]},
     {"type": "BlockMoved"},
     {"type": "BlockStored"},
     {"type": "BlockRemoved", "block_hashes": 7},
@@ -128,14 +128,6 @@ def test_what_cannot_be_read(subtests):
         tree = rebuilder()
         tree.rebuild({"type": f"Block{number}"} for number in range(1000))
         assert tree.unreadable.total() == 1000 and len(tree.unreadable) < 30
-
-
-def test_pairs_of_a_tree_that_said_tokens_are_told_of_as_empty_and_not_cleared_again_and_again():
-    tree = rebuilder()
-    events = [tree.rebuild([pairs(list(range(start, start + 8)))]) for start in (0, 8, 16)]
-    assert events == [CacheEvents()] * 3 and tree.num_pages == 0
-    assert tree.rebuild([{"type": "BlockMoved"}]) == CacheEvents()
-    assert tree.unreadable.total() == 4 and len(tree.unreadable) == 2
 
 
 def test_what_happens_on_another_tier_is_not_of_our_pages():

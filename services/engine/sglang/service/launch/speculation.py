@@ -22,8 +22,6 @@ from services.values.errors import ConfigError
 
 ALGORITHM = "--speculative-algorithm"
 DRAFT_PATHS = ("--speculative-draft-model-path", "--speculative-draft-model")
-# speculative/spec_info.py, is_eagle(). (NEXTN is no algorithm of its own.)
-KEYED_BY_PAIRS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")
 _STEPS, _TOP_K = "--speculative-num-steps", "--speculative-eagle-topk"
 _DRAFT_TOKENS, _BLOCK = "--speculative-num-draft-tokens", "--speculative-dspark-block-size"
 FLAGS = (ALGORITHM, *DRAFT_PATHS, _STEPS, _TOP_K, _DRAFT_TOKENS, _BLOCK)
