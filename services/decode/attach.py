@@ -214,7 +214,10 @@ class AttachSession:
         leg = None
         if plan is Plan.REMOTE:
             assert command.prefill is not None, "convert_request refuses such a Start"
-            leg = PrefillLeg(self._channels, command.prefill, command.timeout_s, traces.traceparent(span))
+            traceparent = traces.traceparent(span)
+            leg = PrefillLeg(
+                self._channels, command.prefill, command.timeout_s, traceparent, command.sampling
+            )
         tell = partial(self._put_token, request_id, number)
         async with aclosing(self._engine.generate(command.request, leg, tell)) as outputs:
             async for output in outputs:

@@ -78,23 +78,31 @@ class PrefillChannels:
 
 
 class PrefillLeg:
-    """Implements services.engine.base.RemotePrefill for one request."""
+    """Implements services.engine.base.RemotePrefill for one request. `sampling`: as for
+    `prefill_request_to_proto`."""
 
     def __init__(
-        self, channels: PrefillChannels, peer: RankAddress, timeout_s: float | None, traceparent: str
+        self,
+        channels: PrefillChannels,
+        peer: RankAddress,
+        timeout_s: float | None,
+        traceparent: str,
+        sampling: bytes | None = None,
     ) -> None:
         self._channels = channels
         self._peer = peer
         self._timeout_s = timeout_s
         self._traceparent = traceparent
+        self._sampling = sampling
 
     @property
     def peer(self) -> RankAddress:
         return self._peer
 
     async def __call__(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
-        message = convert_request.prefill_request_to_proto(request, rendezvous)
-        message.traceparent = self._traceparent
+        message = convert_request.prefill_request_to_proto(
+            request, rendezvous, self._traceparent, self._sampling
+        )
         try:
             async with self._channels.lend(self._peer.endpoint) as channel:
                 response = await prefill_pb2_grpc.PrefillStub(channel).Prefill(

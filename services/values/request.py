@@ -322,9 +322,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """What a decode rank was told by a router: the request, and who prefills it under plan remote."""
+    """What a decode rank was told by a router: the request, and who prefills it under plan remote.
+    `sampling` is its SamplingParams as they came, serialized: a prefill rank is handed the same."""
 
     request: GenerationRequest
     prefill: RankAddress | None = None
     timeout_s: float | None = None
     traceparent: str = ""
+    sampling: bytes = b""

@@ -162,6 +162,7 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
         prefill=convert.address_from_proto(pb.prefill) if pb.HasField("prefill") else None,
         timeout_s=min(pb.timeout_s, MAX_TIMEOUT_S) or None,
         traceparent=pb.traceparent,
+        sampling=pb.sampling.SerializeToString() if plan is Plan.REMOTE else b"",
     )
 
 
@@ -205,17 +206,25 @@ def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
 
 
 def prefill_request_to_proto(
-    request: GenerationRequest, rendezvous: Rendezvous, traceparent: str = ""
+    request: GenerationRequest, rendezvous: Rendezvous, traceparent: str = "", sampling: bytes | None = None
 ) -> prefill_pb2.PrefillRequest:
-    return message_of(
+    """Write the prefill leg of a decode rank's request.
+
+    `sampling` is what its router wrote, serialized, and goes on as it came, with fields of a newer router
+    that this rank does not know. Where it is None it is written of the request's values.
+    """
+    pb = message_of(
         prefill_pb2.PrefillRequest,
         request,
         prompt_ids=request.all_ids,
         num_output_ids=len(request.output_ids_so_far),
-        sampling=sampling_to_proto(request.sampling),
+        sampling=sampling_to_proto(request.sampling) if sampling is None else None,
         rendezvous=convert.rendezvous_to_proto(rendezvous),
         traceparent=traceparent,
     )
+    if sampling is not None:
+        pb.sampling.ParseFromString(sampling)
+    return pb
 
 
 def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[GenerationRequest, Rendezvous]:

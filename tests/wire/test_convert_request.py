@@ -13,10 +13,7 @@ from services.values.kv import (
     GroupKind,
 )
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import (
-    Generation,
-    Plan,
-)
+from services.values.rank import Generation, Plan, RankAddress, RankId, Rendezvous
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -190,7 +187,9 @@ def start_of(command, generation):
 def test_start_round_trips(command, generation):
     pb = over_the_wire(start_of(command, Generation(generation)))
     assert pb.decode_generation == generation
-    assert convert_request.start_from_proto(pb) == command
+    told = convert_request.start_from_proto(pb)
+    assert replace(told, sampling=b"") == command
+    assert told.sampling == (pb.sampling.SerializeToString() if command.request.plan is Plan.REMOTE else b"")
 
 
 @given(names, outputs)
@@ -206,6 +205,27 @@ def test_prefill_request_round_trips(request, meeting, traceparent):
     assert tuple(pb.prompt_ids) == request.all_ids
     assert pb.traceparent == traceparent
     assert convert_request.prefill_request_from_proto(pb) == (replace(request, plan=Plan.REMOTE), meeting)
+
+
+def test_a_prefill_rank_gets_sampling_as_the_router_wrote_it():
+    """With what only a newer router and prefill rank know."""
+    sampling = SamplingParams(temperature=0.3, seed=7, logit_bias=((3, 0.1),), bad_token_ids=((1, 2),))
+    rank = RankId("prefill", 0, Generation(1))
+    request, meeting = GenerationRequest("r", (1, 2), sampling), Rendezvous(1, rank, rank)
+    newer = convert_request.sampling_to_proto(sampling).SerializeToString() + b"\xf8\x7f\x01"
+    command = convert_request.start_from_proto(
+        decode_pb2.Start(
+            request_id="r",
+            sampling=common_pb2.SamplingParams.FromString(newer),
+            plan=common_pb2.PLAN_REMOTE,
+            prefill=convert.address_to_proto(RankAddress(rank, "host:1")),
+        )
+    )
+    assert command.sampling == newer
+    handed_on = over_the_wire(convert_request.prefill_request_to_proto(request, meeting, "", newer))
+    assert handed_on.sampling.SerializeToString() == newer
+    handed_on.sampling.DiscardUnknownFields()
+    assert handed_on == convert_request.prefill_request_to_proto(request, meeting)
 
 
 def test_what_can_never_be_right_is_refused(subtests):
