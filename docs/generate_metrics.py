@@ -29,9 +29,9 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info
 from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
-from services.router.http.door.connection import HttpMetrics
+from services.router.http.bounded_connection import HttpMetrics
 from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
-from services.router.watch.metrics import WatchMetrics
+from services.router.watch.cluster_watch import WatchMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId, Role

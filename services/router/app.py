@@ -35,8 +35,7 @@ from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
-from services.router.http.door.connection import BoundedConnection, HttpBounds, HttpMetrics
-from services.router.http.door.http_tls import HttpTls
+from services.router.http.bounded_connection import BoundedConnection, HttpBounds, HttpMetrics, HttpTls
 from services.router.http.routes import http_app
 from services.router.keys import callers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
@@ -54,8 +53,7 @@ from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.prompt import most_message_bytes
 from services.router.text.tokenizer import Tokenizer
-from services.router.watch.metrics import WatchMetrics
-from services.router.watch.watch import Watch
+from services.router.watch.cluster_watch import Watch, WatchMetrics
 from services.values.errors import ConfigError, root_cause
 
 _RANKS_LATE_S = 10.0

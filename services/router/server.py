@@ -13,7 +13,7 @@ from services.router.keys import callers
 from services.router.request.generation import Explanation, Generator
 from services.router.shown.candidates import all_candidates
 from services.router.shown.ranks import ranks_of
-from services.router.watch.watch import Watch
+from services.router.watch.cluster_watch import Watch
 from services.values.errors import Forbidden, InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.packed_ids import PackedIds

@@ -11,7 +11,7 @@ from net.echo import Service, call, serving, stub_of
 from services.net import channels
 from services.net.peer_door import carries
 from services.net.tls import TlsConfig
-from services.router.http.door.http_tls import HttpTls
+from services.router.http.bounded_connection import HttpTls
 from services.values.errors import Forbidden, PeerFailed
 from services.wire.isthmus.v1 import generation_pb2
 

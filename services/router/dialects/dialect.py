@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from services.router.dialects.answer import Answer
-from services.router.dialects.call import Call
+from services.router.dialects.dialect_answer import Answer
+from services.router.dialects.dialect_call import Call
 
 CallT = TypeVar("CallT", bound=Call)
 

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from services.router.dialects.body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
+from services.router.dialects.json_body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.values.request import MAX_BAD_WORDS, MAX_STOP_STRINGS
 from services.wire.isthmus.v1.common_pb2 import SamplingParams

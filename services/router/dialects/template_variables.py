@@ -1,6 +1,6 @@
 """Variables that chat templates read: whether and how hard to think, and what a body names itself."""
 
-from services.router.dialects.body import Body, json_text
+from services.router.dialects.json_body import Body, json_text
 
 _GIVEN = "chat_template_kwargs"
 

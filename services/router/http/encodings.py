@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import zstandard
 
-from services.router.dialects.errors import BodyTooLong, UnknownEncoding
+from services.router.dialects.http_statuses import BodyTooLong, UnknownEncoding
 from services.values.errors import InvalidRequest
 
 _ZSTD_WINDOW_BYTES = 8 << 20  # RFC 9659: what a sender over HTTP may need of a reader at most

@@ -6,9 +6,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.router.dialects.anthropic import errors as anthropic
-from services.router.dialects.errors import UnknownEncoding, status_of
-from services.router.dialects.openai import errors as openai
+from services.router.dialects.anthropic import anthropic_errors as anthropic
+from services.router.dialects.http_statuses import UnknownEncoding, status_of
+from services.router.dialects.openai import openai_errors as openai
 from services.router.http.encodings import ENCODINGS
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from services.values.errors import IsthmusError, NoCapacity, Unauthenticated, let_frames_go

@@ -7,9 +7,10 @@
 An error before the headers of a stream (event_stream.py) has a status, one after them is an event of its own.
 """
 
+import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Generic
@@ -18,20 +19,83 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.observe import log_lines
-from services.router.dialects.body import InvalidParameter
-from services.router.dialects.call import Call
 from services.router.dialects.dialect import CallT, Dialect, Envelope
-from services.router.http.answering import events, whole
-from services.router.http.body import BodyReader, read_timeout_s
+from services.router.dialects.dialect_answer import Answer, Json
+from services.router.dialects.dialect_call import Call
+from services.router.dialects.json_body import InvalidParameter
+from services.router.http.body_reader import BodyReader, read_timeout_s
 from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
-from services.router.http.prompt_lists import generate_all
 from services.router.keys import callers
+from services.router.request.answers.held_logprobs import HeldLogprobs
+from services.router.request.answers.merged import merged
 from services.router.request.generation import Generator
-from services.values.errors import Forbidden, InvalidRequest, NotFound
+from services.values.errors import Aborted, Forbidden, InvalidRequest, NotFound, ProtocolError
+from services.wire.isthmus.v1.common_pb2 import FINISH_REASON_ABORTED
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.wire.joined_responses import JoinedResponses
 from services.wire.packed_ids import PackedIds
 
 _PROMPT_TOKEN_IDS = GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
+
+
+async def generate_all(
+    generate: Callable[[GenerateRequest], AsyncGenerator[GenerateResponse, None]],
+    requests: Sequence[GenerateRequest],
+    answers_each: int,
+) -> AsyncGenerator[GenerateResponse, None]:
+    """As `generate`, Generator's, of one request that has all their answers, prompt by prompt. An
+    error of one is raised, and the others are given up; Aborted where somebody stopped one."""
+    sources = [generate(request) for request in requests]
+    async with aclosing(merged(sources)) as responses:
+        async for place, response in responses:
+            if response.finish.reason == FINISH_REASON_ABORTED:
+                raise Aborted("the request was aborted before its answers were complete")
+            response.index += place * answers_each
+            response.request_id = requests[0].request_id or response.request_id
+            yield response
+
+
+_MANY_LOGPROBS = 1 << 14  # some ten milliseconds to write down: all streams of the loop would feel it
+
+
+async def whole(
+    answer: Answer,
+    responses: AsyncGenerator[GenerateResponse, None],
+    num_answers: int = 1,
+    answers_each: int = 1,
+) -> Json | list[Json]:
+    """Closes `responses`, which are of so many answers, so many to each prompt. Raises InvalidRequest for too
+    many log-probabilities."""
+    answers = [JoinedResponses() for _ in range(num_answers)]
+    held = HeldLogprobs(times_prompt=answers_each)
+    async with aclosing(responses):
+        async for response in responses:
+            held.add(response)
+            answers[response.index].add(response)
+    _check_finished(sum(each.has_finished for each in answers), num_answers)
+    wholes = [each.whole() for each in answers]
+    if held.count < _MANY_LOGPROBS:
+        return answer.whole(wholes)
+    return await asyncio.to_thread(answer.whole, wholes)
+
+
+async def events(
+    answer: Answer, responses: AsyncGenerator[GenerateResponse, None], num_answers: int = 1
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events. Closes `responses`, which are of so many answers."""
+    num_finished = 0
+    async with aclosing(responses):
+        async for response in responses:
+            num_finished += response.HasField("finish")
+            for event in answer.events(response):
+                yield sse(event)
+    _check_finished(num_finished, num_answers)
+
+
+def _check_finished(num_finished: int, num_answers: int) -> None:
+    if num_finished < num_answers:
+        raise ProtocolError("the generation ended without a finish")
+
 
 log = logging.getLogger(__name__)
 

@@ -13,35 +13,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.net.bytes_in_flight import BytesInFlight
 from services.observe.metrics_page import MetricsPage
-from services.router.dialects.anthropic.answer import AnthropicDialect
-from services.router.dialects.call import REQUEST_ID
+from services.router.dialects.anthropic.messages_answer import AnthropicDialect
 from services.router.dialects.dialect import Dialect
-from services.router.dialects.openai.answer import OpenAiDialect
-from services.router.dialects.openai.chat.call import read_chat_call
-from services.router.dialects.openai.chat.format import ChatFormat
+from services.router.dialects.dialect_call import REQUEST_ID
+from services.router.dialects.openai.chat_call import read_chat_call
+from services.router.dialects.openai.choice_formats import ChatFormat, CompletionFormat
 from services.router.dialects.openai.completion_call import read_completion_call
-from services.router.dialects.openai.completion_format import CompletionFormat
-from services.router.dialects.responses.dialect import ResponsesDialect
-from services.router.dialects.responses.store import ResponseStore
+from services.router.dialects.openai.openai_answer import OpenAiDialect
+from services.router.dialects.responses.response_store import ResponseStore
+from services.router.dialects.responses.responses_answer import ResponsesDialect
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
-from services.router.dialects.sglang.generate import SglangDialect
-from services.router.http.body import BodyReader, CountedBodies
-from services.router.http.door.framing import OneLength
-from services.router.http.door.key_door import HttpDoor, tenant_of
-from services.router.http.door.request_id import RequestIds
+from services.router.dialects.sglang import SglangDialect
+from services.router.http.body_reader import BodyReader, CountedBodies
+from services.router.http.endpoints import About, Metrics, Models, StoredResponses, Tokenizing
 from services.router.http.error_answer import answer_error, answer_http_error
 from services.router.http.generating import Generating
-from services.router.http.look.about import About
-from services.router.http.look.metrics import Metrics
-from services.router.http.look.models import Models
-from services.router.http.look.watching import Watching
+from services.router.http.middleware import HttpDoor, OneLength, RequestIds, tenant_of
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
-from services.router.http.stored import StoredResponses
-from services.router.http.tokenizing import Tokenizing
+from services.router.http.watching import Watching
 from services.router.keys.api_keys import ApiKeys
 from services.router.page.serving import Page
 from services.router.request.generation import Generator
-from services.router.watch.watch import Watch
+from services.router.watch.cluster_watch import Watch
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000

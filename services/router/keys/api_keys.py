@@ -1,17 +1,24 @@
-"""The keys of those who may use a router, and gRPC's door, which asks for one; HTTP's is in http/door.
+"""The keys of those who may use a router, and gRPC's door; HTTP's is in http/middleware.py.
 
     Authorization: Bearer KEY    in the file  -> let in, as what the key is good for (callers.py)
                                  otherwise    -> Unauthenticated, counted and logged (refusals.py)
+
+A line of the file is a key, and behind it what it is good for:
+
+    s3cret-of-everybody                      names whatever tenant it likes, as its requests do
+    s3cret-of-acme     tenant=acme           its requests are acme's, and it watches acme's alone
+    s3cret-of-ours     operator              may watch everybody's
 
 The file is read again when it has changed. One that is gone, cannot be read or holds no key lets nobody in: a
 key that was taken out of it must not go on working. So a new file is moved into the old one's place, as the
 kubelet does; who writes into it refuses everybody for that moment.
 """
 
+import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,9 +29,49 @@ from grpc_health.v1 import health
 
 from services.observe import log_lines
 from services.router.keys.callers import Caller, calling, enter
-from services.router.keys.key_file import digest, num_unbound, read_keys
 from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
 from services.values.errors import ConfigError, Unauthenticated
+from services.values.request import MAX_ID_CHARS, is_id
+
+_TENANT = "tenant="
+_OPERATOR = "operator"
+
+
+def read_keys(text: str) -> Mapping[bytes, Caller]:
+    """What each key is good for, by its digest. Raises ConfigError: it names the line, and tells no key."""
+    callers: dict[bytes, Caller] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not (words := line.split()):
+            continue
+        key, caller = digest(words[0]), _caller(words[1:], f"line {number}")
+        if callers.setdefault(key, caller) != caller:
+            raise ConfigError(f"line {number} has a key that is another's, too")
+    return callers
+
+
+def num_unbound(callers: Collection[Caller]) -> int:
+    """How many keys may act as whichever tenant, though others of the file belong to one: an oversight, most
+    often. An operator's key is meant to."""
+    if all(caller.tenant is None for caller in callers):
+        return 0
+    return sum(caller.tenant is None and not caller.is_operator for caller in callers)
+
+
+def digest(key: str) -> bytes:
+    """Of one length, whatever the key's."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _caller(words: list[str], where: str) -> Caller:
+    tenants = [word.removeprefix(_TENANT) for word in words if word.startswith(_TENANT)]
+    others = [word for word in words if not word.startswith(_TENANT)]
+    if len(tenants) > 1 or others not in ([], [_OPERATOR]):
+        raise ConfigError(f"{where} must be KEY [{_TENANT}NAME] [{_OPERATOR}]")
+    tenant = tenants[0] if tenants else None
+    if tenant is not None and not (tenant and is_id(tenant)):
+        raise ConfigError(f"{where}: a tenant's name has 1 to {MAX_ID_CHARS} printable characters")
+    return Caller(tenant, is_operator=bool(others))
+
 
 log = logging.getLogger(__name__)
 

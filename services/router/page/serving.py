@@ -1,12 +1,64 @@
 """The page over HTTP: nothing but its own files may run in it, and nobody else may frame it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.router.page.files import PageFile, page_files
+STATIC = Path(__file__).parent / "static"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".ico": "image/x-icon",
+    ".txt": "text/plain; charset=utf-8",
+}
+_FOR_EVER = "public, max-age=31536000, immutable"
+_ASK_AGAIN = "no-cache"  # kept, but not used before the ETag has been compared
+_ROOT = "page/"  # as index.html has it: relative, so that a proxy may serve the page below a path of its own
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    content: bytes
+    media_type: str
+    cache_control: str
+
+    @property
+    def etag(self) -> str:
+        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
+
+
+def page_files(folder: Path = STATIC) -> Mapping[str, PageFile]:
+    """Raises KeyError for a file of no known type."""
+    contents = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    root = f"{_ROOT}{_digest(contents)}/"
+    files = {f"/{root}{name}": _file(name, content, _FOR_EVER) for name, content in contents.items()}
+    index = contents["index.html"].replace(f'"{_ROOT}'.encode(), f'"{root}'.encode())
+    files["/"] = _file("index.html", index, _ASK_AGAIN)
+    files["/favicon.ico"] = _file("favicon.ico", contents["favicon.ico"], _ASK_AGAIN)
+    return files
+
+
+def _file(name: str, content: bytes, cache_control: str) -> PageFile:
+    return PageFile(content, _MEDIA_TYPES[Path(name).suffix], cache_control)
+
+
+def _digest(contents: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, content in contents.items():
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
+
 
 # Scripts and styles come from this router alone, and none stands in the markup: what a model or a tenant says
 # cannot become one. Styles that a script sets through the DOM are not concerned (CSP 3, 8.3).

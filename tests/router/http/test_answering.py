@@ -7,8 +7,8 @@ import pytest
 
 from router.dialects.prompts_told import scored
 from router.http.backend import FakeBackend, chat, complete, finished
-from services.router.dialects.answer import Json
-from services.router.http.answering import whole
+from services.router.dialects.dialect_answer import Json
+from services.router.http.generating import whole
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 
 

@@ -3,7 +3,7 @@ from prometheus_client import CollectorRegistry
 
 from router.http.backend import HI, FakeBackend, client
 from router.http.test_leaving import PROMPTS
-from services.router.http.door.connection import APIS, HttpMetrics
+from services.router.http.bounded_connection import APIS, HttpMetrics
 
 
 async def test_models_and_health() -> None:

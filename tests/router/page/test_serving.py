@@ -6,8 +6,7 @@ import pytest
 
 from router.http.backend import FakeBackend, client
 from services.router.keys.api_keys import ApiKeys
-from services.router.page.files import STATIC, page_files
-from services.router.page.serving import Page
+from services.router.page.serving import STATIC, Page, page_files
 
 PAGE = Page()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.cluster import HashedPrompt
-from services.router.dialects.openai.usage import isthmus_json
+from services.router.dialects.openai.usage_json import isthmus_json
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
 from services.router.request.generation import Generator

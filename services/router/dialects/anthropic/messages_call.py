@@ -9,15 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.router.dialects.anthropic.turns import read_turns
-from services.router.dialects.body import INT32_MAX, Body, InvalidParameter, Refused, check_text
-from services.router.dialects.call import Call, read_addressee, traceparent_of
+from services.router.dialects.anthropic.message_turns import read_turns
+from services.router.dialects.dialect_call import Call, read_addressee, traceparent_of
+from services.router.dialects.flat_tools import check_chosen, read_function
+from services.router.dialects.json_body import INT32_MAX, Body, InvalidParameter, Refused, check_text
 from services.router.dialects.openai import refused
-from services.router.dialects.openai.constraint import NamedConstraint, read_constraint, read_schema
+from services.router.dialects.openai.constraint_params import NamedConstraint, read_constraint, read_schema
 from services.router.dialects.sampling import read_sampling, read_stop
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.router.dialects.template_variables import read_variables
-from services.router.dialects.tools import check_chosen, read_function
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, ToolChoice
 

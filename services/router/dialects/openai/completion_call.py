@@ -6,8 +6,8 @@ Parameters that we do not know are ignored, but for those of refused.py.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.router.dialects.body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
-from services.router.dialects.counts import check_number, one_for_each, read_best_of, read_n
+from services.router.dialects.answer_counts import check_number, one_for_each, read_best_of, read_n
+from services.router.dialects.json_body import UINT32_MAX, Body, InvalidParameter, check_ids, check_text
 from services.router.dialects.openai import refused
 from services.router.dialects.openai.openai_call import OpenAiCall, make_call
 from services.router.dialects.sampling import read_sampling

@@ -9,9 +9,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.router.dialects.answer import Json
-from services.router.dialects.body import UINT32_MAX, Body
-from services.router.dialects.openai.choice import TokenBytes, TokenText, finite
+from services.router.dialects.dialect_answer import Json
+from services.router.dialects.json_body import UINT32_MAX, Body
+from services.router.dialects.openai.answer_choice import TokenBytes, TokenText, finite
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 

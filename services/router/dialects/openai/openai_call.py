@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.router.dialects.body import Body, InvalidParameter
-from services.router.dialects.call import Call, read_addressee, traceparent_of
-from services.router.dialects.openai.constraint import read_constraint
+from services.router.dialects.dialect_call import Call, read_addressee, traceparent_of
+from services.router.dialects.json_body import Body, InvalidParameter
+from services.router.dialects.openai.constraint_params import read_constraint
 from services.router.dialects.openai.echo import NO_ECHO, Echo, read_prompt_logprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 

@@ -6,7 +6,7 @@ They are OpenAI's, vLLM's, SGLang's, Dynamo's, TGI's, TensorRT-LLM's, llama.cpp'
 
 from collections.abc import Mapping
 
-from services.router.dialects.body import Refused
+from services.router.dialects.json_body import Refused
 
 _ANYWHERE: Refused = {
     # What is asked for, and in how many answers.

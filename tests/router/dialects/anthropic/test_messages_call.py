@@ -7,7 +7,7 @@ import pytest
 
 from router.http.backend import HI
 from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
-from services.router.dialects.body import InvalidParameter
+from services.router.dialects.json_body import InvalidParameter
 from services.router.dialects.sampling_defaults import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice

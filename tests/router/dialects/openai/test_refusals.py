@@ -4,9 +4,9 @@ import re
 import pytest
 
 from router.http.backend import HI, FakeBackend, chat, client, complete, events, finished, response
-from services.router.dialects import body as bodies
+from services.router.dialects import json_body as bodies
 from services.router.dialects.openai import refused
-from services.router.dialects.openai.chat.call import read_chat_call
+from services.router.dialects.openai.chat_call import read_chat_call
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.values import errors

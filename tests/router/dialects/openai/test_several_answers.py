@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from router.http.backend import FakeBackend, chat, complete, events, finished, response
-from services.router.dialects.body import InvalidParameter
+from services.router.dialects.json_body import InvalidParameter
 from services.router.dialects.openai.completion_call import read_completion_call
 from services.router.dialects.sampling_defaults import OPENAI
 from services.router.keys.callers import Caller, calling

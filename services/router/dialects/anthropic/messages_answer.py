@@ -1,0 +1,200 @@
+"""Anthropic's message: one object, or the events that make it.
+
+message_start, ping, (content_block_start, content_block_delta*, content_block_stop)*, message_delta,
+message_stop
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
+from services.router.dialects.anthropic.anthropic_errors import error_json
+from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
+from services.router.dialects.dialect import Envelope
+from services.router.dialects.dialect_answer import Event, Json
+from services.router.dialects.openai.usage_json import isthmus_json
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.text.chats.whole_characters import with_whole_characters
+from services.values.errors import Aborted
+from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage
+
+_STOP_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "end_turn",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
+    common_pb2.FINISH_REASON_LENGTH: "max_tokens",
+    common_pb2.FINISH_REASON_CAPACITY: "max_tokens",
+}
+_DELTAS = {
+    Kind.THINKING: ("thinking_delta", "thinking"),
+    Kind.TEXT: ("text_delta", "text"),
+    Kind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class AnthropicDialect:
+    name = "messages"
+
+    def __init__(self, defaults: SamplingDefaults) -> None:
+        self._defaults = defaults
+
+    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> MessagesCall:
+        return read_messages_call(fields, headers, self._defaults)
+
+    def answer(self, call: MessagesCall, envelope: Envelope) -> "MessageAnswer":
+        return MessageAnswer(call, envelope)
+
+
+class MessageAnswer:
+    ping = Event({"type": "ping"}, "ping")
+
+    def __init__(self, call: MessagesCall, envelope: Envelope) -> None:
+        self.request = call.request
+        self._call = call
+        self._said = envelope
+        self._parts = Parts(call.shows_thinking)
+        self._signature = ""
+        self._started = False
+
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        (joined,) = answers
+        reason, sequence = self._stop(joined.finish)
+        self._signature = joined.answer_id or joined.finish.answer_id
+        content = [self._block(part) for part in parts_of(joined, self._call.shows_thinking)]
+        message = self._message(content, reason, sequence, joined.finish.usage)
+        return {**message, "isthmus": isthmus_json(joined.finish)}
+
+    def events(self, response: GenerateResponse) -> list[Event]:
+        self._signature = self._signature or response.answer_id or response.finish.answer_id
+        ends = [] if not response.HasField("finish") else self._end(response.finish)
+        steps = [event for step in self._parts.take(response) for event in self._step(step)]
+        return [*self._start(), *steps, *ends]
+
+    def failure(self, error: Exception) -> list[Event]:
+        return [Event(error_json(error), "error")]
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _start(self) -> list[Event]:
+        if self._started:
+            return []
+        self._started = True
+        # Tokens are counted at the end.
+        message = self._message([], None, None, Usage())
+        return [_event("message_start", message=message), self.ping]
+
+    def _step(self, step: Step) -> list[Event]:
+        index, kind = step.part.index, step.part.kind
+        match step:
+            case Opened(part):
+                return [_event("content_block_start", index=index, content_block=_opening(part))]
+            case Grown(_, delta) if kind is Kind.THINKING and self._call.omits_thinking:
+                return []
+            case Grown(_, delta):
+                name, member = _DELTAS[kind]
+                return [_delta(index, {"type": name, member: delta})]
+            case Closed():
+                signature = {"type": "signature_delta", "signature": self._signature}
+                signed = [_delta(index, signature)] if kind is Kind.THINKING else []
+                return [*signed, _event("content_block_stop", index=index)]
+
+    def _end(self, finish: Finish) -> list[Event]:
+        reason, sequence = self._stop(finish)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        told = {"delta": delta, "usage": _usage(finish.usage), "isthmus": isthmus_json(finish)}
+        return [_event("message_delta", **told), _event("message_stop")]
+
+    # -- objects ----------------------------------------------------------------------------------
+
+    def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Usage) -> Json:
+        return {
+            "id": f"msg_{self._said.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._said.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": _usage(usage),
+        }
+
+    def _block(self, part: Part) -> Json:
+        block = _opening(part)
+        if part.kind is Kind.CALL:
+            return {**block, "input": _arguments(part.text)}
+        if part.kind is Kind.TEXT:
+            return {**block, "text": part.text}
+        shown = "" if self._call.omits_thinking else part.text
+        return {**block, "thinking": shown, "signature": self._signature}
+
+    def _stop(self, finish: Finish) -> tuple[str, str | None]:
+        """Raises Aborted for an answer that somebody stopped: Anthropic has no word for it."""
+        if finish.reason not in _STOP_REASONS:
+            raise Aborted("the request was aborted before its answer was complete")
+        if (
+            finish.reason == common_pb2.FINISH_REASON_STOP
+            and finish.matched_stop in self.request.sampling.stop
+        ):
+            return "stop_sequence", finish.matched_stop
+        return _STOP_REASONS[finish.reason], None
+
+
+def _opening(part: Part) -> Json:
+    match part.kind:
+        case Kind.THINKING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case Kind.TEXT:
+            return {"type": "text", "text": ""}
+        case Kind.CALL:
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+
+
+def _arguments(text: str) -> Json:
+    """Those that broke off are none: why the answer stopped says so. Nor are those with a number beyond all
+    numbers, which JSON cannot say again."""
+    try:
+        arguments = json.loads(with_whole_characters(text or "{}"))
+        json.dumps(arguments, allow_nan=False)
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _usage(usage: Usage) -> Json:
+    """There the input's tokens are those that came from no cache; what is cached is not billed apart here."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.reused_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _delta(index: int, delta: Json) -> Event:
+    return _event("content_block_delta", index=index, delta=delta)
+
+
+def _event(name: str, **members: object) -> Event:
+    return Event({"type": name, **members}, name)
+
+
+_VERSION = "anthropic-version"  # a header that all of their clients send
+
+
+def asks(headers: Mapping[str, str]) -> bool:
+    """The path is OpenAI's, too."""
+    return _VERSION in headers
+
+
+def model_json(name: str, created: int) -> Json:
+    """`created`: seconds since the epoch."""
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": moment}
+
+
+def models_json(models: Sequence[Json]) -> Json:
+    """All of them, on one page."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+    return {"data": list(models), "has_more": False, "first_id": None, "last_id": None, **ends}

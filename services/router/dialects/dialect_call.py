@@ -1,0 +1,92 @@
+"""What all bodies and headers say beside the prompt and the sampling."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.observe import traces
+from services.router.dialects.json_body import Body, InvalidParameter
+from services.values.request import MAX_ID_CHARS, is_id
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
+
+REQUEST_ID = "x-request-id"
+TENANT = "x-isthmus-tenant"
+# What agents call the session whose turns a request is one of; docs/clients.md tells whose each is. They are
+# looked for in this order.
+SESSION_HEADERS = (
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-affinity",
+    "x-claude-code-session-id",
+    "x-conversation-id",
+    "session_id",
+    "conversation_id",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the client asks for, and how it wants the answer."""
+
+    request: GenerateRequest
+    more: tuple[GenerateRequest, ...] = ()  # of a list of prompts those behind the first, alike in all else
+    stream: bool
+    traceparent: str  # "": the client sent none
+    constraint_param: str = ""  # what the body calls the constraint
+    tells_prompt: bool = False  # the ids of each prompt are told
+    left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
+
+    @property
+    def requests(self) -> tuple[GenerateRequest, ...]:
+        return self.request, *self.more
+
+    @property
+    def answers_each(self) -> int:
+        """To one prompt."""
+        return self.request.n or 1
+
+    @property
+    def num_answers(self) -> int:
+        """To all prompts; index = prompt * answers_each + answer."""
+        return len(self.requests) * self.answers_each
+
+
+def read_addressee(
+    body: Body, headers: Mapping[str, str], request: GenerateRequest, conversation: str = ""
+) -> None:
+    """Fill in who asks, whom, and in which conversation. `conversation`: what the body says of it in words of
+    its own; it may be any text.
+
+    Raises InvalidParameter.
+    """
+    request.model = body.text("model")
+    request.request_id = headers.get(REQUEST_ID, "")
+    request.tenant = _read_tenant(body.text("cache_salt"), headers.get(TENANT, ""))
+    given = headers.get("x-isthmus-conversation") or body.text("conversation_id")
+    request.conversation_id = given or _as_id(conversation or _session_of(headers))
+
+
+def traceparent_of(headers: Mapping[str, str]) -> str:
+    return headers.get(traces.TRACEPARENT, "")
+
+
+def _session_of(headers: Mapping[str, str]) -> str:
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
+
+
+def _as_id(text: str) -> str:
+    """Another's key, which no rule of ours binds."""
+    return text if is_id(text) else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_tenant(cache_salt: str, of_header: str) -> str:
+    """vLLM's cache_salt is what a tenant is here; where both are given they must be the same, for neither may
+    be left out: who set the header keeps tenants apart, and so does who set the salt."""
+    if cache_salt and of_header and cache_salt != of_header:
+        raise InvalidParameter(
+            "cache_salt", "differs from the header x-isthmus-tenant; leave one of them out"
+        )
+    if not is_id(cache_salt):
+        raise InvalidParameter("cache_salt", f"must be at most {MAX_ID_CHARS} printable characters")
+    return of_header or cache_salt

@@ -1,0 +1,82 @@
+"""An entry of `choices`: what the two shapes of OpenAI's answers share."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.router.dialects.dialect_answer import Json
+from services.values.errors import Aborted
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
+from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
+from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes | None]
+
+# Clients that know an enumeration fail of any other word. `isthmus.finish_reason` tells the last two apart.
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CAPACITY: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePiece:
+    """A part of the answer, or all of it. `logprobs` is None where none were asked for."""
+
+    text: str
+    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+    index: int = 0
+    first_id: int | None = None  # of a prompt that is echoed: nothing tells of it
+    prompt_logprobs: Sequence[Json | None] | None = None  # vLLM's
+
+    @property
+    def is_empty(self) -> bool:
+        parts = (self.text, self.reasoning, self.calls, self.logprobs, self.token_ids, self.finish_reason)
+        return not any(parts) and self.first_id is None
+
+    def choice(self, content: Json, logprobs: Json | None) -> Json:
+        choice = {"index": self.index, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        if self.token_ids is not None:
+            choice["token_ids"] = list(self.token_ids)
+        return choice
+
+
+class AnswerFormat(Protocol):
+    """One of the two shapes. Made for one answer: offsets into its text are counted."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    has_prompts: bool  # the ids of its prompt are a choice's, as vLLM tells them; else the answer's
+
+    def whole(self, piece: ChoicePiece) -> Json:
+        """The one entry of `choices`."""
+
+    def delta(self, piece: ChoicePiece) -> Json:
+        """The one entry of a chunk's `choices`."""
+
+    def beside(self, piece: ChoicePiece) -> Json:
+        """What the whole answer tells beside its choices."""
+
+    def opening(self, index: int) -> Json | None:
+        """The choice of a chunk that comes before all text, if the shape has one."""
+
+
+def finish_reason(finish: generation_pb2.Finish) -> str:
+    """Raises Aborted for an answer that somebody stopped: OpenAI has no word for it."""
+    if finish.reason not in _FINISH_REASONS:
+        raise Aborted("the request was aborted before its answer was complete")
+    return _FINISH_REASONS[finish.reason]
+
+
+def finite(logprob: float) -> float:
+    # JSON has neither infinity nor NaN; -9999.0 is OpenAI's word for what is impossible.
+    return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0

@@ -1,0 +1,230 @@
+"""Chat completions and completions, each asked for and answered: one object, or chunks and [DONE]."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from json.encoder import encode_basestring
+
+from services.router.dialects.dialect import Envelope
+from services.router.dialects.dialect_answer import Event, Json, json_text
+from services.router.dialects.openai.answer_choice import (
+    AnswerFormat,
+    ChoicePiece,
+    TokenBytes,
+    TokenText,
+    finish_reason,
+)
+from services.router.dialects.openai.echo import cut, prompt_text, vllm_prompt_logprobs
+from services.router.dialects.openai.openai_call import OpenAiCall
+from services.router.dialects.openai.openai_errors import error_json
+from services.router.dialects.openai.usage_json import answers_json, isthmus_json, usage_json
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
+
+_MARK = "\0text\0"  # no id has a NUL
+
+
+class TextChunk:
+    """`chunk_of` makes the chunk of a text."""
+
+    def __init__(self, chunk_of: Callable[[str], Json]) -> None:
+        self._head, self._tail = json_text(chunk_of(_MARK)).split(encode_basestring(_MARK))
+
+    def filled(self, text: str) -> str:
+        """As JSON."""
+        return f"{self._head}{encode_basestring(text)}{self._tail}"
+
+
+def is_text_alone(response: GenerateResponse) -> bool:
+    """Of those that are not an answer's first, and of which no ids or log-probabilities are told."""
+    has_more = response.reasoning or response.tool_calls or response.HasField("finish")
+    return bool(response.text) and not has_more
+
+
+_ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults], OpenAiCall]
+_MakeFormat = Callable[[TokenText, TokenBytes], AnswerFormat]
+
+
+class OpenAiDialect:
+    def __init__(
+        self,
+        name: str,
+        read_call: _ReadCall,
+        make_format: _MakeFormat,
+        defaults: SamplingDefaults,
+        token_text: TokenText,
+        token_bytes: TokenBytes,
+    ) -> None:
+        self.name = name
+        self._read_call = read_call
+        self._make_format = make_format
+        self._defaults = defaults
+        self._token_text, self._token_bytes = token_text, token_bytes
+
+    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
+        return self._read_call(fields, headers, self._defaults)
+
+    def answer(self, call: OpenAiCall, envelope: Envelope) -> "OpenAiAnswer":
+        words = self._token_text, self._token_bytes
+        formats = [self._make_format(*words) for _ in range(call.num_answers)]
+        return OpenAiAnswer(call, formats, envelope, words)
+
+
+class OpenAiAnswer:
+    """Each answer is a choice. No [DONE] follows an error. Its id is the request's."""
+
+    ping = None
+
+    def __init__(
+        self,
+        call: OpenAiCall,
+        formats: Sequence[AnswerFormat],
+        envelope: Envelope,
+        words: tuple[TokenText, TokenBytes],
+    ) -> None:
+        """`formats`: one for each choice."""
+        self.request = call.request
+        self._call = call
+        self._formats = formats
+        self._said = envelope
+        self._token_text, self._token_bytes = words
+        self._prompts: dict[int, list[int]] = {}  # the ids of each, where they are asked for
+        self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        self._started: set[int] = set()
+        self._text_chunks: dict[int, TextChunk] = {}  # of those that have started
+        self._finished: dict[int, Finish] = {}
+
+    def whole(self, answers: Sequence[GenerateResponse]) -> Json:
+        for answer in answers:
+            self._note_prompt(answer)
+        finishes = [answer.finish for answer in answers]
+        each = self._call.answers_each  # of a prompt, of which the first tells of it
+        choices = [
+            answer_format.whole(self._piece(answer, answers[place // each * each]))
+            for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
+        ]
+        return {
+            **self._envelope(self._formats[0].object_name, answers[0], self._with_prompts(choices)),
+            **self._of_prompt(0),
+            **self._formats[0].beside(self._piece(answers[0], answers[0])),
+            "usage": self._usage(finishes),
+            "isthmus": answers_json(finishes),
+        }
+
+    def events(self, response: GenerateResponse) -> list[Event]:
+        if response.index in self._text_chunks and is_text_alone(response):
+            return [Event(self._text_chunks[response.index].filled(response.text))]
+        events = [Event(chunk) for chunk in self._chunks(response)]
+        return [*events, Event("[DONE]")] if self._is_over else events
+
+    def failure(self, error: Exception) -> list[Event]:
+        return [Event(error_json(error))]
+
+    @property
+    def _is_over(self) -> bool:
+        return len(self._finished) == self._call.num_answers
+
+    def _chunks(self, response: GenerateResponse) -> list[Json]:
+        self._note_prompt(response)
+        self._count(response)
+        piece, answer_format = self._piece(response, response), self._formats[response.index]
+        choices = [] if response.index in self._started else [answer_format.opening(response.index)]
+        if not piece.is_empty:
+            choices.append(answer_format.delta(piece))
+        chunks = [self._chunk(response, [choice]) for choice in choices if choice is not None]
+        if chunks and response.index not in self._started:
+            self._with_prompts(chunks[0]["choices"])
+            chunks[0] |= self._of_prompt(response.index)
+            self._started.add(response.index)
+            if self._call.tells_text_alone:
+                self._text_chunks[response.index] = self._text_chunk(response)
+        if response.HasField("finish"):
+            chunks[-1]["isthmus"] = isthmus_json(response.finish)
+            self._finished[response.index] = response.finish
+            if self._is_over and self._call.include_usage:
+                finishes = [self._finished[index] for index in range(self._call.num_answers)]
+                chunks.append({**self._chunk(response, []), "usage": self._usage(finishes)})
+        return chunks
+
+    def _count(self, response: GenerateResponse) -> None:
+        """Only a call that wants its usage with each chunk is told every prompt's ids."""
+        prompt, answer = len(response.prompt_token_ids), len(response.token_ids)
+        for name, count in zip(self._so_far, (prompt, answer, prompt + answer), strict=True):
+            self._so_far[name] += count
+
+    def _text_chunk(self, response: GenerateResponse) -> TextChunk:
+        index = response.index
+        delta = self._formats[index].delta
+        return TextChunk(lambda text: self._chunk(response, [delta(ChoicePiece(text, index=index))]))
+
+    def _usage(self, finishes: Sequence[Finish]) -> Json:
+        usage = usage_json(finishes, self._call.answers_each)
+        if not self._call.echo.only:
+            return usage
+        return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+    def _note_prompt(self, response: GenerateResponse) -> None:
+        if response.prompt_token_ids and self._call.return_token_ids:
+            self._prompts[response.index // self._call.answers_each] = list(response.prompt_token_ids)
+
+    def _with_prompts(self, choices: list[Json]) -> list[Json]:
+        """Completions', each with its prompt."""
+        if self._prompts and self._formats[0].has_prompts:
+            for choice in choices:
+                choice["prompt_token_ids"] = self._prompts[choice["index"] // self._call.answers_each]
+        return choices
+
+    def _of_prompt(self, index: int) -> Json:
+        """Beside the choices of a chat."""
+        if not self._prompts or self._formats[0].has_prompts:
+            return {}
+        return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}
+
+    def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
+        chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)
+        if not self._call.include_usage:
+            return chunk
+        return {**chunk, "usage": dict(self._so_far) if self._call.usage_in_chunks else None}
+
+    def _envelope(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
+        return {
+            "id": self._formats[0].id_prefix + response.request_id,
+            "object": object_name,
+            "created": self._said.created,
+            "model": self._said.model,
+            "choices": choices,
+        }
+
+    def _piece(self, response: GenerateResponse, told: GenerateResponse) -> ChoicePiece:
+        """`told`: which tells of its prompt; it may be another answer's."""
+        call = self._call
+        piece = ChoicePiece(
+            response.text,
+            token_ids=response.token_ids if call.return_token_ids else None,
+            logprobs=response.logprobs if call.wants_logprobs else None,
+            finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
+            reasoning=response.reasoning,
+            calls=response.tool_calls,
+            index=response.index,
+        )
+        if call.echo.echoes:
+            piece = self._echoing(piece, told)
+        if call.echo.num_top is None:
+            return piece
+        prompt = vllm_prompt_logprobs(told.prompt_logprobs, call.echo.num_top, self._token_text)
+        return replace(piece, prompt_logprobs=prompt)
+
+    def _echoing(self, piece: ChoicePiece, told: GenerateResponse) -> ChoicePiece:
+        """Before the answer's own, which may be left out: the prompt's text, once, and its tokens."""
+        call, text, logprobs, token_ids = self._call, piece.text, piece.logprobs, piece.token_ids
+        if call.echo.only:
+            text, token_ids = "", token_ids if token_ids is None else ()
+            logprobs = logprobs if logprobs is None else ()
+            piece = replace(piece, finish_reason=piece.finish_reason and "length")
+        if piece.index not in self._started:
+            request = call.requests[piece.index // call.answers_each]
+            text = prompt_text(request, self._token_text, self._token_bytes) + text
+        if logprobs is None:
+            return replace(piece, text=text, token_ids=token_ids)
+        logprobs = [*cut(told.prompt_logprobs, call.request.sampling.logprobs), *logprobs]
+        first_id = told.prompt_token_ids[0] if told.prompt_token_ids else None
+        return replace(piece, text=text, token_ids=token_ids, logprobs=logprobs, first_id=first_id)

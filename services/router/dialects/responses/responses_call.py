@@ -1,0 +1,198 @@
+"""Bodies of responses, read into GenerateRequest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.router.dialects.dialect_answer import Json
+from services.router.dialects.dialect_call import Call, read_addressee, traceparent_of
+from services.router.dialects.flat_tools import check_chosen, read_function
+from services.router.dialects.json_body import INT32_MAX, Body, Refused, json_text
+from services.router.dialects.openai import refused
+from services.router.dialects.openai.constraint_params import NamedConstraint, read_constraint, read_schema
+from services.router.dialects.responses.input_items import read_input
+from services.router.dialects.sampling import read_sampling
+from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.template_variables import read_variables
+from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolChoice
+
+_READ_HERE = (
+    *("tools", "tool_choice", "instructions", "reasoning", "max_output_tokens", "previous_response_id"),
+    "mcp_servers",
+)
+_REFUSED: Refused = {
+    **{name: ok for name, ok in refused.IN_CHATS.items() if name not in _READ_HERE},
+    **refused.CONTINUING,
+    "n": (1,),
+    "prompt_logprobs": (),
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "return_token_ids": (False,),
+    "reasoning_effort": (),
+    "max_tokens": (),
+    "messages": (),
+    "response_format": (),
+}
+_INSTEAD = {
+    **refused.INSTEAD,
+    "conversation": "use previous_response_id",
+    "prompt": "send its text as input and instructions",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "reasoning_effort": "use reasoning.effort",
+    "messages": "use input, or /v1/chat/completions",
+    "response_format": "use text.format",
+}
+# What an answer may hold beside what it always does; of other kinds nothing is ever there.
+_REFUSED_INCLUDES = ("message.output_text.logprobs",)
+_MODES = {
+    "auto": ToolChoice.MODE_AUTO,
+    "none": ToolChoice.MODE_NONE,
+    "required": ToolChoice.MODE_REQUIRED,
+}
+_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # OpenAI's
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "service_tier", "user"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesCall(Call):
+    """The request's chat has this response's input alone; what comes before it is the store's."""
+
+    instructions: str
+    previous_id: str  # "": there is none
+    is_stored: bool
+    names_conversation: bool
+    echo: Json  # what the response object says of the request
+
+
+def read_responses_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> ResponsesCall:
+    """Raises InvalidParameter."""
+    body = Body(fields)
+    body.refuse(_REFUSED, _INSTEAD)
+    _check_include(body)
+    max_tokens = body.integer("max_output_tokens", 1, INT32_MAX)
+    sampling = read_sampling(body, max_tokens, None, defaults)
+    if (named := read_constraint(body, _read_format(body.inner("text")))) is not None:
+        sampling.constraint.CopyFrom(named.constraint)
+    chat = Chat(messages=read_input(body), chat_template_kwargs=_read_effort(body))
+    left_out = _read_tools(body, chat)
+    request = GenerateRequest(chat=chat, sampling=sampling)
+    read_addressee(body, headers, request, body.text("prompt_cache_key"))
+    return ResponsesCall(
+        request=request,
+        stream=body.flag("stream"),
+        traceparent=traceparent_of(headers),
+        constraint_param="" if named is None else named.param,
+        left_out=left_out,
+        instructions=body.text("instructions"),
+        previous_id=body.text("previous_response_id"),
+        is_stored=body.get("store") is None or body.flag("store"),
+        names_conversation=bool(request.conversation_id),
+        echo=_echo(body, sampling),
+    )
+
+
+def _check_include(body: Body) -> None:
+    include = body.get("include")
+    if not isinstance(include, list | None):
+        raise body.wrong("include", "must be a list")
+    for name in include or ():
+        if name in _REFUSED_INCLUDES:
+            raise body.wrong("include", f"must not have {name!r}: this server does not tell it here")
+
+
+def _read_format(text: Body) -> NamedConstraint | None:
+    form, name = text.inner("format"), text.name_of("format")
+    match form.text("type"):
+        case "" | "text":
+            return None
+        case "json_object":
+            return NamedConstraint(name, Constraint(json_object=True))
+        case "json_schema":
+            return NamedConstraint(name, read_schema(form.get("schema"), form.name_of("schema")))
+        case _:
+            raise form.wrong("type", "must be one of text, json_object, json_schema")
+
+
+def _read_effort(body: Body) -> str:
+    effort = body.inner("reasoning").text("effort")
+    return read_variables(body, False if effort == "none" else None, effort)
+
+
+def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
+    """The kinds of those that this server cannot serve: a model that is not shown them does without."""
+    left_out = []
+    for tool in body.objects("tools"):
+        if _is_offered(tool):
+            chat.tools.append(read_function(tool))
+        else:
+            left_out.append(tool.text("type"))
+    if body.get("tool_choice") is not None:
+        _read_choice(body, chat)
+    if body.get("parallel_tool_calls") is not None:
+        chat.parallel_tool_calls = body.flag("parallel_tool_calls")
+    return tuple(left_out)
+
+
+def _is_offered(tool: Body) -> bool:
+    return tool.required_text("type") == "function"
+
+
+def _read_choice(body: Body, chat: Chat) -> None:
+    value = body.get("tool_choice")
+    if isinstance(value, str) and value in _MODES:
+        chat.tool_choice.mode = _MODES[value]
+        return
+    if isinstance(value, str):
+        raise body.wrong("tool_choice", f"must be one of {', '.join(_MODES)}, or an object")
+    choice = body.inner("tool_choice")
+    if choice.required_text("type") != "function":
+        raise choice.wrong("type", 'must be "function": this server chooses among no others')
+    chat.tool_choice.name = check_chosen(choice.required_text("name"), chat.tools, choice.name_of("name"))
+
+
+def _echo(body: Body, sampling: SamplingParams) -> Json:
+    reasoning = body.inner("reasoning")
+    echo: Json = {
+        **{name: body.get(name) for name in _ECHOED},
+        "temperature": round(sampling.temperature, 6),  # it is a float32
+        "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
+        "metadata": _read_metadata(body),
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "text": {"format": body.inner("text").get("format") or {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [tool.fields for tool in body.objects("tools") if _is_offered(tool)],
+        "truncation": "disabled",
+        "background": False,
+        "store": body.get("store") is None or body.flag("store"),
+    }
+    for name, value in echo.items():
+        json_text(value, name)  # much of it is looked at nowhere else
+    return echo
+
+
+def _read_metadata(body: Body) -> Json:
+    """As OpenAI has it: it comes back several times, and is kept."""
+    metadata = body.object("metadata")
+    fits = len(metadata) <= _MOST_METADATA and all(
+        len(key) <= _MOST_METADATA_KEY and isinstance(value, str) and len(value) <= _MOST_METADATA_VALUE
+        for key, value in metadata.items()
+    )
+    if not fits:
+        sizes = f"{_MOST_METADATA_VALUE} characters, with names of {_MOST_METADATA_KEY}"
+        raise body.wrong("metadata", f"must be at most {_MOST_METADATA} strings of {sizes}")
+    return dict(metadata)
+
+
+def turns_of(call: ResponsesCall) -> list[ChatMessage]:
+    return list(call.request.chat.messages)

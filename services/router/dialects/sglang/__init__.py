@@ -1,1 +1,0 @@
-"""SGLang's own API, as far as its bench_serving needs it."""

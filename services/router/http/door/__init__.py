@@ -1,1 +1,0 @@
-"""What is before the routes: connections, TLS, the framing of bodies, keys, the ids of requests."""

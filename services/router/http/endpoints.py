@@ -1,0 +1,201 @@
+"""What is asked beside generations: models, tokens, stored responses, the server itself and its metrics."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.observe import build_info
+from services.observe.metrics_page import MetricsPage
+from services.router.dialects.anthropic import messages_answer as anthropic
+from services.router.dialects.anthropic.messages_call import read_count_request
+from services.router.dialects.dialect_answer import Json
+from services.router.dialects.dialect_call import TENANT
+from services.router.dialects.json_body import Body
+from services.router.dialects.openai.chat_call import read_chat_call
+from services.router.dialects.openai.completion_call import read_completion_call
+from services.router.dialects.openai.openai_errors import error_object
+from services.router.dialects.responses.response_store import ResponseStore
+from services.router.dialects.sampling_defaults import OPENAI
+from services.router.http.body_reader import BodyReader
+from services.router.http.generating import only_model
+from services.router.keys import callers
+from services.router.request.generation import Generator
+from services.values.errors import Forbidden, NotFound
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, Model
+
+
+class Models:
+    """Endpoints. `created`: seconds since the epoch, when this router came up."""
+
+    def __init__(self, generation: Generator, created: int) -> None:
+        self._generation = generation
+        self._created = created
+
+    async def health(self, request: Request) -> Response:
+        """200 while a request could be taken, though it had to wait; else 503, and why."""
+        self._generation.check_usable()
+        return JSONResponse({"status": "ok"})
+
+    async def all(self, request: Request) -> Response:
+        models = await self._models(request)
+        if anthropic.asks(request.headers):
+            return JSONResponse(anthropic.models_json(models))
+        return JSONResponse({"object": "list", "data": models})
+
+    async def one(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if not name:
+            return await self.all(request)
+        for model in await self._models(request):
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise NotFound(f"model {name!r} is not served here")
+
+    async def _models(self, request: Request) -> list[Json]:
+        models = self._generation.list_models().models
+        if anthropic.asks(request.headers):
+            return [anthropic.model_json(model.id, self._created) for model in models]
+        return [self._model(model) for model in models]
+
+    def _model(self, model: Model) -> Json:
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "isthmus",
+            "max_model_len": model.max_context_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    request: GenerateRequest
+    wants_texts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeCall:
+    model: str
+    token_ids: list[int]
+
+
+def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> TokenizeCall:
+    """A prompt, or messages; with whatever changes them. Raises InvalidParameter."""
+    body, read = Body(fields), read_completion_call
+    if body.get("messages") is not None:
+        read = read_chat_call
+    call = read(fields, headers, OPENAI)
+    if call.more:
+        raise body.wrong("prompt", "must be one prompt; send a request for each of several")
+    return TokenizeCall(call.request, body.flag("return_token_strs"))
+
+
+def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> DetokenizeCall:
+    """Raises InvalidParameter."""
+    body = Body(fields)
+    if body.get("tokens") is None:
+        raise body.wrong("tokens", "must be set")
+    return DetokenizeCall(body.text("model"), body.integers("tokens"))
+
+
+class Tokenizing:
+    """Endpoints."""
+
+    def __init__(self, generation: Generator, bodies: BodyReader) -> None:
+        self._generation = generation
+        self._bodies = bodies
+
+    async def tokenize(self, request: Request) -> Response:
+        call = await self._bodies.read(request, read_tokenize_call)
+        told = await self._generation.tokenize(callers.own(call.request))
+        ids = list(told.token_ids)
+        answer = {"count": len(ids), "max_model_len": told.max_context_tokens, "tokens": ids}
+        if call.wants_texts:
+            answer["token_strs"] = list(map(self._generation.token_text, ids))
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        call = await self._bodies.read(request, read_detokenize_call)
+        text = await self._generation.detokenize(call.model, call.token_ids)
+        return JSONResponse({"prompt": text, "text": text})  # vLLM's word for it, and SGLang's
+
+    async def count(self, request: Request) -> Response:
+        """Anthropic's count_tokens."""
+        counted = await self._bodies.read(request, read_count_request)
+        told = await self._generation.tokenize(callers.own(counted))
+        return JSONResponse({"input_tokens": len(told.token_ids)})
+
+
+class StoredResponses:
+    """Endpoints."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def look(self, request: Request) -> Response:
+        stored = self._store.get(*_tenant_and_id(request))
+        return Response(stored.response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        tenant, response_id = _tenant_and_id(request)
+        self._store.delete(tenant, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _tenant_and_id(request: Request) -> tuple[str, str]:
+    """Raises Forbidden."""
+    return callers.current().tenant_of(request.headers.get(TENANT, "")), request.path_params["id"]
+
+
+_NO_FLUSH = (
+    "this router empties no cache: ranks serve other routers, too. Give each run a cache_salt of its own, or "
+    "start the cluster again"
+)
+
+
+class About:
+    """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine. An operator
+    is told it, and where no keys are asked for everybody is; others are told the model's name instead."""
+
+    def __init__(self, generation: Generator, model_path: str) -> None:
+        self._generation = generation
+        self._model_path = model_path
+        self._version = build_info.versions()["version"]
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version})
+
+    async def model_info(self, request: Request) -> Response:
+        path = self._told_path(only_model(self._generation))
+        return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
+
+    async def server_info(self, request: Request) -> Response:
+        """SGLang's has its settings and each scheduler's state; `isthmus status` and metrics have ours."""
+        name = only_model(self._generation)
+        names = {"served_model_name": name, "model_path": self._told_path(name)}
+        return JSONResponse({"version": self._version, **names, "internal_states": []})
+
+    def _told_path(self, name: str) -> str:
+        return self._model_path if callers.current().is_operator else name
+
+    async def flush_cache(self, request: Request) -> Response:
+        return JSONResponse(error_object(_NO_FLUSH, 501, None, 501), status_code=501)
+
+
+class Metrics:
+    """An endpoint."""
+
+    def __init__(self, page: MetricsPage) -> None:
+        self._page = page
+
+    async def show(self, request: Request) -> Response:
+        """They are of everybody's requests: not for a tenant's key, unless it is an operator's, too."""
+        caller = callers.current()
+        if caller.tenant is not None and not caller.is_operator:
+            raise Forbidden("metrics are of all tenants: this API key is one tenant's")
+        accept = request.headers.get("accept", "")
+        body, content_type = await asyncio.to_thread(self._page.rendered, accept)
+        return Response(body, headers={"content-type": content_type})

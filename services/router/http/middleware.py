@@ -1,0 +1,137 @@
+"""What stands before the routes: the framing of bodies, keys, and the ids of requests."""
+
+import secrets
+from collections.abc import Callable
+from functools import partial
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.router.dialects.dialect_call import REQUEST_ID, TENANT
+from services.router.http.error_answer import answer_error
+from services.router.keys.api_keys import ApiKeys
+from services.router.keys.callers import ANYBODY, calling
+from services.values.errors import Forbidden, InvalidRequest, Unauthenticated
+from services.values.request import MAX_ID_CHARS, is_id
+
+
+class OneLength:
+    """ASGI middleware. Of Content-Length beside Transfer-Encoding a proxy may heed the one and we the other:
+    then what is a body to it is another client's request to us (RFC 9112, 6.1 and 11.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if not {b"content-length", b"transfer-encoding"} <= names:
+            await self._app(scope, receive, send)
+            return
+        error = InvalidRequest("a request must not have both Content-Length and Transfer-Encoding")
+        answer = await answer_error(Request(scope), error)
+        answer.headers["connection"] = "close"
+        await answer(scope, receive, send)
+
+
+_NOBODY = "\0"  # no tenant has that name
+
+
+class HttpDoor:
+    """ASGI middleware that asks every request for a key, but for those to `open_paths`. What it wraps asks
+    `callers.current` whose it was."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        shown = _key_of(Headers(scope=scope))
+        try:
+            caller = self._keys.check(shown)
+        except Unauthenticated as error:
+            self._keys.refusals.note("http", _peer_of(scope), error)
+            answer = await answer_error(Request(scope), error)
+            await answer(scope, receive, send)
+            return
+        with calling(caller, partial(self._keys.is_good, shown, caller)):
+            await self._app(scope, receive, send)
+
+
+def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
+    """Whose a request is by its key and its header; with a key that belongs to no tenant its body may still
+    name one. Of those who are refused at the door it is nobody."""
+    try:
+        caller = ANYBODY if keys is None else keys.check(_key_of(headers))
+        return caller.tenant_of(headers.get(TENANT, ""))
+    except (Unauthenticated, Forbidden):
+        return _NOBODY
+
+
+def _key_of(headers: Headers) -> str | None:
+    """As a bearer's; Anthropic's clients have a header of their own for it."""
+    own = headers.get("x-api-key")
+    return headers.get("authorization") or (None if own is None else f"Bearer {own}")
+
+
+def _peer_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "-"
+
+
+_SUFFIX_BYTES = 3
+
+
+class RequestIds:
+    """ASGI middleware: the id of a request is the client's own where it can be, and told in every answer.
+
+        x-request-id: a    its tenant has none such  -> a
+                           a request of its has it   -> a-1f6e02   proxies hand one id to all of a trace
+                           absent, or no id          -> drawn
+
+    Tenants choose their ids apart, and learn nothing of each other's. Over gRPC a client that gives an id
+    twice at a time is told so (ALREADY_EXISTS). What it wraps reads the id from the request's header.
+    """
+
+    def __init__(
+        self, app: ASGIApp, is_running: Callable[[str, str], bool], tenant_of: Callable[[Headers], str]
+    ) -> None:
+        """`is_running`: whether a request of the tenant that came in otherwise has the id. `tenant_of`: whose
+        a request is, as far as its headers tell."""
+        self._app = app
+        self._is_running = is_running
+        self._tenant_of = tenant_of
+        self._used: set[tuple[str, str]] = set()  # by the requests that are answered now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        tenant = self._tenant_of(headers)
+        request_id = self._unused(tenant, headers.get(REQUEST_ID, ""))
+        header = (REQUEST_ID.encode(), request_id.encode("latin-1"))
+        others = [(name, value) for name, value in scope["headers"] if name != header[0]]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        self._used.add((tenant, request_id))
+        try:
+            await self._app({**scope, "headers": [*others, header]}, receive, send_with_id)
+        finally:
+            self._used.remove((tenant, request_id))
+
+    def _unused(self, tenant: str, given: str) -> str:
+        if not given or not is_id(given):
+            return secrets.token_hex(8)
+        request_id = given
+        while (tenant, request_id) in self._used or self._is_running(tenant, request_id):
+            suffix = "-" + secrets.token_hex(_SUFFIX_BYTES)
+            request_id = given[: MAX_ID_CHARS - len(suffix)] + suffix
+        return request_id
