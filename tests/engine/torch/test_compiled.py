@@ -26,29 +26,31 @@ def starts(folder):
     return sum(dispatcher.stats.cache_hits.values()), sum(dispatcher.stats.cache_misses.values())
 
 
-def test_the_next_one_compiles_nothing(tmp_path):
-    assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
-
-
-@pytest.mark.parametrize("pattern", ["*.nbc", "*.nbi"])
-def test_what_is_broken_is_compiled_anew(tmp_path, pattern, caplog):
-    starts(tmp_path)
-    for file in tmp_path.rglob(pattern):
-        file.write_bytes(file.read_bytes()[:100])
-    caplog.set_level(logging.WARNING)
-    assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
-    assert caplog.text.count("kernel_not_read") == 1
-
-
-def test_what_cannot_be_kept_is_compiled(tmp_path, caplog):
-    dispatcher = njit(twice)
-    compiled.keep(dispatcher, twice, tmp_path)
-    for folder in tmp_path.iterdir():
-        folder.rmdir()
-    tmp_path.rmdir()
-    tmp_path.write_text("no folder")
-    assert dispatcher(NUMBERS) == 12
-    assert "kernel_not_kept" in caplog.text
+def test_what_was_compiled_is_found_and_what_is_broken_is_made_anew(subtests, tmp_path_factory, caplog):
+    with subtests.test("the next one compiles nothing"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
+    for pattern in ["*.nbc", "*.nbi"]:
+        with subtests.test("what is broken is compiled anew", pattern=pattern):
+            tmp_path = tmp_path_factory.mktemp("own")
+            caplog.clear()
+            starts(tmp_path)
+            for file in tmp_path.rglob(pattern):
+                file.write_bytes(file.read_bytes()[:100])
+            caplog.set_level(logging.WARNING)
+            assert [starts(tmp_path), starts(tmp_path)] == [(0, 1), (1, 0)]
+            assert caplog.text.count("kernel_not_read") == 1
+    with subtests.test("what cannot be kept is compiled"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        caplog.clear()
+        dispatcher = njit(twice)
+        compiled.keep(dispatcher, twice, tmp_path)
+        for folder in tmp_path.iterdir():
+            folder.rmdir()
+        tmp_path.rmdir()
+        tmp_path.write_text("no folder")
+        assert dispatcher(NUMBERS) == 12
+        assert "kernel_not_kept" in caplog.text
 
 
 def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
@@ -108,30 +110,32 @@ def test_a_turn_that_takes_too_long_is_not_waited_for(tmp_path, caplog):
     assert not second.take()
 
 
-@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_the_folder_is_where_the_operator_says(tmp_path, monkeypatch, variable):
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path))
-    found = compiled.kernels_folder.__wrapped__()
-    assert found is not None and tmp_path in found.parents and found.is_dir()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(variable, str(tmp_path / "file"))
-    assert compiled.kernels_folder.__wrapped__() is None
-
-
-def test_a_change_of_any_source_is_another_folder(tmp_path):
-    sources = [tmp_path / "a.py", tmp_path / "b.py"]
-    for source in sources:
-        source.write_text("x = 1\n")
-    digests = [compiled.digest(sources)]
-    for source in sources:
-        source.write_text("x = 2\n")
-        digests.append(compiled.digest(sources))
-    assert len(set(digests)) == 3
-
-
-def test_whatever_numba_compiles_is_among_the_sources():
-    texts = {path: path.read_text() for path in Path(compiled.__file__).parent.rglob("*.py")}
-    users = {path for path, text in texts.items() if "from numba" in text or "torch.compiled" in text}
-    assert len(users) > 4
-    assert users <= set(compiled.kernel_sources())
+def test_the_folder_is_one_of_all_sources(subtests, tmp_path_factory):
+    for variable in ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"]:
+        with (
+            subtests.test("the folder is where the operator says", variable=variable),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            tmp_path = tmp_path_factory.mktemp("own")
+            monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+            monkeypatch.setenv(variable, str(tmp_path))
+            found = compiled.kernels_folder.__wrapped__()
+            assert found is not None and tmp_path in found.parents and found.is_dir()
+            (tmp_path / "file").touch()
+            monkeypatch.setenv(variable, str(tmp_path / "file"))
+            assert compiled.kernels_folder.__wrapped__() is None
+    with subtests.test("a change of any source is another folder"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        sources = [tmp_path / "a.py", tmp_path / "b.py"]
+        for source in sources:
+            source.write_text("x = 1\n")
+        digests = [compiled.digest(sources)]
+        for source in sources:
+            source.write_text("x = 2\n")
+            digests.append(compiled.digest(sources))
+        assert len(set(digests)) == 3
+    with subtests.test("whatever numba compiles is among the sources"):
+        texts = {path: path.read_text() for path in Path(compiled.__file__).parent.rglob("*.py")}
+        users = {path for path, text in texts.items() if "from numba" in text or "torch.compiled" in text}
+        assert len(users) > 4
+        assert users <= set(compiled.kernel_sources())

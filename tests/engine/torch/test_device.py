@@ -32,39 +32,42 @@ def waited_for(monkeypatch):
     return waited
 
 
-@pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
-def test_on_a_gpu_nothing_attends_by_cudnn(name, index, cudnn, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert open_device(name) == torch.device("cuda", index)
-    assert not cudnn()
+def test_on_a_gpu_alone_nothing_attends_by_cudnn(subtests, cudnn):
+    with subtests.test("on a cpu nothing is switched"):
+        assert open_device("cpu") == CPU
+        assert cudnn()
+    for name, index in [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)]:
+        with (
+            subtests.test("on a gpu nothing attends by cudnn", name=name),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+            assert open_device(name) == torch.device("cuda", index)
+            assert not cudnn()
 
 
-def test_on_a_cpu_nothing_is_switched(cudnn):
-    assert open_device("cpu") == CPU
-    assert cudnn()
+def test_steps_are_waited_for_on_a_gpu_alone(subtests, waited_for):
+    with subtests.test("on a cpu nobody waits"):
+        finish_step(CPU)
+        abandon_step(CPU, ValueError())
+        assert waited_for == []
+    with subtests.test("a step is over with its stream and a failed one with its device"):
+        finish_step(GPU)
+        assert waited_for == [("stream", GPU)]
+        abandon_step(GPU, ValueError())
+        assert waited_for == [("stream", GPU), ("device", GPU)]
+    with (
+        subtests.test("a device that cannot be waited for does not hide why the step failed"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
 
+        def broken(device):
+            raise RuntimeError("an illegal memory access")
 
-def test_a_step_is_over_with_its_stream_and_a_failed_one_with_its_device(waited_for):
-    finish_step(GPU)
-    assert waited_for == [("stream", GPU)]
-    abandon_step(GPU, ValueError())
-    assert waited_for == [("stream", GPU), ("device", GPU)]
-
-
-def test_on_a_cpu_nobody_waits(waited_for):
-    finish_step(CPU)
-    abandon_step(CPU, ValueError())
-    assert waited_for == []
-
-
-def test_a_device_that_cannot_be_waited_for_does_not_hide_why_the_step_failed(monkeypatch):
-    def broken(device):
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    error = ValueError("a mistake of the host's")
-    abandon_step(GPU, error)
-    assert error.__notes__ == ["cuda:1 could not be waited for: an illegal memory access"]
+        monkeypatch.setattr(torch.cuda, "synchronize", broken)
+        error = ValueError("a mistake of the host's")
+        abandon_step(GPU, error)
+        assert error.__notes__ == ["cuda:1 could not be waited for: an illegal memory access"]
 
 
 def test_half_precision_without_its_instructions_is_told(monkeypatch, caplog):

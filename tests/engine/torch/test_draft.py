@@ -73,27 +73,40 @@ def plain(runner, prompt, max_tokens, sampling=GREEDY):
     return sequence.output_ids[:max_tokens]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_output_is_that_without_drafts_and_many_come_true(runner, sampling):
-    prompts = [random_prompt(length, seed=length) for length in (5, 33, 61)]
-    tables = PageTables(runner)
-    sequences = [Drafting(runner, prompt, tables, sampling=sampling) for prompt in prompts]
-    run(runner, sequences, 40)
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.output_ids[:40] == plain(runner, prompt, 40, sampling)
-    accepted, drafted = (sum(getattr(s, name) for s in sequences) for name in ("accepted", "drafted"))
-    assert accepted / drafted > (0.75 if sampling is GREEDY else 0.5)
+def test_output_is_that_without_drafts_and_many_come_true(subtests, runner):
+    for sampling in [GREEDY, SAMPLED]:
+        with subtests.test(sampling=sampling):
+            prompts = [random_prompt(length, seed=length) for length in (5, 33, 61)]
+            tables = PageTables(runner)
+            sequences = [Drafting(runner, prompt, tables, sampling=sampling) for prompt in prompts]
+            run(runner, sequences, 40)
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                assert sequence.output_ids[:40] == plain(runner, prompt, 40, sampling)
+            accepted, drafted = (sum(getattr(s, name) for s in sequences) for name in ("accepted", "drafted"))
+            assert accepted / drafted > (0.75 if sampling is GREEDY else 0.5)
 
 
-def test_drafts_are_what_the_small_model_says():
-    """Its own greedy continuation, whether its KV is of the prompt, of drafts that came true, or late."""
-    runner, draft = make_runner(catch_up_tokens=24), make_runner(tiny_checkpoint())
-    prompt = random_prompt(50, seed=1)
-    tables = PageTables(runner)
-    sequence = Drafting(runner, prompt, tables, num_drafts=4)
-    run(runner, [sequence], 30)
-    for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
-        assert list(drafts) == plain(draft, ids, 4)
+def test_drafts_are_what_the_small_model_says_within_its_windows(subtests):
+    with subtests.test("drafts are what the small model says"):
+        # Its own greedy continuation, whether its KV is of the prompt, of drafts that came true, or late.
+        runner, draft = make_runner(catch_up_tokens=24), make_runner(tiny_checkpoint())
+        prompt = random_prompt(50, seed=1)
+        tables = PageTables(runner)
+        sequence = Drafting(runner, prompt, tables, num_drafts=4)
+        run(runner, [sequence], 30)
+        for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
+            assert list(drafts) == plain(draft, ids, 4)
+    with subtests.test("windows are kept whole"):
+        runner = make_runner(tiny_checkpoint("gemma3"), tiny_checkpoint("gemma3"))
+        assert len(runner.layout.groups) == 2 and runner.layout.draft.group.layer_ids == (0, 1, 2, 3)
+        runner.close()
+    with subtests.test("a draft of windows sees what it is to see"):
+        draft = tiny_checkpoint("mistral", window=24)
+        runner, small = make_runner(draft=draft), make_runner(draft)
+        sequence = Drafting(runner, random_prompt(60, seed=1), PageTables(runner))
+        run(runner, [sequence], 8)
+        for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
+            assert list(drafts) == plain(small, ids, 3)
 
 
 def starts(sequence):
@@ -109,50 +122,50 @@ def common(drafts, ids):
     return next((i for i, (draft, token_id) in pairs if draft != token_id), len(drafts))
 
 
-def test_what_is_missing_is_caught_up_with_by_slices(runner):
-    prompt = random_prompt(60, seed=9)
-    sequence = Drafting(runner, prompt, PageTables(runner))
-    run(runner, [sequence], 1)
-    runner.draft.lent(sequence.pages)  # as if the target's KV had come from elsewhere, without the draft's
-    run(runner, [sequence], 12)
-    assert sequence.output_ids[:12] == plain(runner, prompt, 12)
-    assert [len(drafts) for drafts in sequence.proposals[:4]] == [0, 0, 3, 3]  # 24, 24, the rest
-    assert sequence.accepted >= 3
+def test_what_is_missing_is_caught_up_with(subtests, runner):
+    with subtests.test("what is missing is caught up with by slices"):
+        prompt = random_prompt(60, seed=9)
+        sequence = Drafting(runner, prompt, PageTables(runner))
+        run(runner, [sequence], 1)
+        runner.draft.lent(
+            sequence.pages
+        )  # as if the target's KV had come from elsewhere, without the draft's
+        run(runner, [sequence], 12)
+        assert sequence.output_ids[:12] == plain(runner, prompt, 12)
+        assert [len(drafts) for drafts in sequence.proposals[:4]] == [0, 0, 3, 3]  # 24, 24, the rest
+        assert sequence.accepted >= 3
+    with subtests.test("who lacks much does not keep others from drafting"):
+        tables = PageTables(runner)
+        long, short = (Drafting(runner, random_prompt(n, seed=n), tables) for n in (100, 6))
+        run(runner, [long, short], 1)
+        runner.draft.lent(long.pages)
+        step(runner, [long, short])
+        assert [len(long.proposals[-1]), len(short.proposals[-1])] == [0, 3]
 
 
-def test_who_lacks_much_does_not_keep_others_from_drafting(runner):
-    tables = PageTables(runner)
-    long, short = (Drafting(runner, random_prompt(n, seed=n), tables) for n in (100, 6))
-    run(runner, [long, short], 1)
-    runner.draft.lent(long.pages)
-    step(runner, [long, short])
-    assert [len(long.proposals[-1]), len(short.proposals[-1])] == [0, 3]
-
-
-def test_drafts_go_past_the_pages(runner):
-    """They are as many at the end of a page, and what is behind it is computed again."""
-    prompt = random_prompt(15, seed=4)
-    sequence = Drafting(runner, prompt, PageTables(runner), num_drafts=5)
-    run(runner, [sequence], 40)
-    assert {len(drafts) for drafts in sequence.proposals} == {5}
-    assert sequence.output_ids[:40] == plain(runner, prompt, 40)
-    assert sequence.accepted / sequence.drafted > 0.75
-
-
-def test_nobodys_kv_is_taken_for_ones_own(runner):
-    """The same pages, lent to one after the other: what is drafted does not depend on who had them."""
-    prompts = [random_prompt(30, seed=seed) for seed in range(3)]
-    alone, after = [], []
-    for prompt in prompts:
-        fresh = make_runner()
-        sequence = Drafting(fresh, prompt, PageTables(fresh))
-        run(fresh, [sequence], 20)
-        alone.append(sequence.proposals)
-        fresh.close()
-        sequence = Drafting(runner, prompt, PageTables(runner, seed=5))
-        run(runner, [sequence], 20)
-        after.append(sequence.proposals)
-    assert after == alone
+def test_drafts_are_of_their_own_sequence_whatever_pages_they_have(subtests, runner):
+    with subtests.test("drafts go past the pages"):
+        # They are as many at the end of a page, and what is behind it is computed again.
+        prompt = random_prompt(15, seed=4)
+        sequence = Drafting(runner, prompt, PageTables(runner), num_drafts=5)
+        run(runner, [sequence], 40)
+        assert {len(drafts) for drafts in sequence.proposals} == {5}
+        assert sequence.output_ids[:40] == plain(runner, prompt, 40)
+        assert sequence.accepted / sequence.drafted > 0.75
+    with subtests.test("nobodys kv is taken for ones own"):
+        # The same pages, lent to one after the other: what is drafted does not depend on who had them.
+        prompts = [random_prompt(30, seed=seed) for seed in range(3)]
+        alone, after = [], []
+        for prompt in prompts:
+            fresh = make_runner()
+            sequence = Drafting(fresh, prompt, PageTables(fresh))
+            run(fresh, [sequence], 20)
+            alone.append(sequence.proposals)
+            fresh.close()
+            sequence = Drafting(runner, prompt, PageTables(runner, seed=5))
+            run(runner, [sequence], 20)
+            after.append(sequence.proposals)
+        assert after == alone
 
 
 class Computing:
@@ -171,56 +184,62 @@ class Computing:
         monkeypatch.setattr(perf_counter, lambda: self.now)
 
 
-def test_the_first_rounds_and_those_that_catch_up_do_not_tell_what_a_draft_takes(monkeypatch):
-    runner, compiles = make_runner(), iter([800.0, 600.0])
-    Computing(runner, monkeypatch, lambda ids: next(compiles, len(ids)))
-    assert runner.draft.step_s == 0
-    sequence = Drafting(runner, random_prompt(30, seed=2), PageTables(runner), num_drafts=3)
-    run(runner, [sequence], 1)
-    run(runner, [sequence], 6)
-    assert runner.draft.step_s == 1
-    for _ in range(9):
-        sequence.num_drafts = 1
-        runner.draft.lent(sequence.pages)
-        step(runner, [sequence])
-    assert runner.draft.step_s == 1
-    runner.close()
-
-
-def test_a_prompt_is_computed_though_its_draft_fails(monkeypatch, caplog):
-    """What that lacks then it catches up with."""
-    runner, prompt = make_runner(), random_prompt(50, seed=2)
-    sequence = Drafting(runner, prompt, PageTables(runner))
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.draft, "_compute", lambda chunks, rows: 1 / 0)
+def test_a_draft_knows_what_it_takes_and_how_far_it_goes(subtests, tmp_path_factory):
+    with (
+        subtests.test("the first rounds and those that catch up do not tell what a draft takes"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        runner, compiles = make_runner(), iter([800.0, 600.0])
+        Computing(runner, monkeypatch, lambda ids: next(compiles, len(ids)))
+        assert runner.draft.step_s == 0
+        sequence = Drafting(runner, random_prompt(30, seed=2), PageTables(runner), num_drafts=3)
         run(runner, [sequence], 1)
-    assert "draft_failed what=prompts" in caplog.text
-    run(runner, [sequence], 20)
-    assert sequence.output_ids[:20] == plain(runner, prompt, 20)
-    assert sequence.accepted / sequence.drafted > 0.75
-    runner.close()
+        run(runner, [sequence], 6)
+        assert runner.draft.step_s == 1
+        for _ in range(9):
+            sequence.num_drafts = 1
+            runner.draft.lent(sequence.pages)
+            step(runner, [sequence])
+        assert runner.draft.step_s == 1
+        runner.close()
+    with subtests.test("none are drafted past its context"), pytest.MonkeyPatch.context() as monkeypatch:
+        # And nothing is computed there: it may have no such positions.
+        tmp_path = tmp_path_factory.mktemp("own")
+        draft = edited(tmp_path, max_position_embeddings=40)
+        runner = make_runner(draft=draft)
+        computing = Computing(runner, monkeypatch)
+        sequence = Drafting(runner, random_prompt(60, seed=2), PageTables(runner))
+        run(runner, [sequence], 3)
+        assert max(end for _, end in computing.spans) == 40
+        sequence = Drafting(runner, random_prompt(34, seed=2), PageTables(runner))
+        run(runner, [sequence], 20)
+        assert sequence.output_ids[:20] == plain(runner, random_prompt(34, seed=2), 20)
+        assert len(sequence.proposals[0]) == 3 and sequence.proposals[-1] == ()
 
 
-def test_none_are_drafted_past_its_context(tmp_path, monkeypatch):
-    """And nothing is computed there: it may have no such positions."""
-    draft = edited(tmp_path, max_position_embeddings=40)
-    runner = make_runner(draft=draft)
-    computing = Computing(runner, monkeypatch)
-    sequence = Drafting(runner, random_prompt(60, seed=2), PageTables(runner))
-    run(runner, [sequence], 3)
-    assert max(end for _, end in computing.spans) == 40
-    sequence = Drafting(runner, random_prompt(34, seed=2), PageTables(runner))
-    run(runner, [sequence], 20)
-    assert sequence.output_ids[:20] == plain(runner, random_prompt(34, seed=2), 20)
-    assert len(sequence.proposals[0]) == 3 and sequence.proposals[-1] == ()
-
-
-def test_a_prompt_in_one_chunk_of_one_token_is_computed_where_nobody_decodes():
-    chunk = Chunk([7], 0, [3], True, GREEDY, [7])
-    for every_chunk, valid in ((True, 1), (False, 0)):
-        runner = make_runner(every_chunk=every_chunk)
-        runner.run([chunk])
-        assert runner.draft.validity.valid_len([3]) == valid
+def test_a_draft_computes_prompts_or_catches_up_with_them(subtests, caplog):
+    with (
+        subtests.test("a prompt is computed though its draft fails"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        # What that lacks then it catches up with.
+        caplog.clear()
+        runner, prompt = make_runner(), random_prompt(50, seed=2)
+        sequence = Drafting(runner, prompt, PageTables(runner))
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.draft, "_compute", lambda chunks, rows: 1 / 0)
+            run(runner, [sequence], 1)
+        assert "draft_failed what=prompts" in caplog.text
+        run(runner, [sequence], 20)
+        assert sequence.output_ids[:20] == plain(runner, prompt, 20)
+        assert sequence.accepted / sequence.drafted > 0.75
+        runner.close()
+    with subtests.test("a prompt in one chunk of one token is computed where nobody decodes"):
+        chunk = Chunk([7], 0, [3], True, GREEDY, [7])
+        for every_chunk, valid in ((True, 1), (False, 0)):
+            runner = make_runner(every_chunk=every_chunk)
+            runner.run([chunk])
+            assert runner.draft.validity.valid_len([3]) == valid
 
 
 def test_its_pages_lie_behind_the_last_groups(runner):
@@ -237,21 +256,6 @@ def test_its_pages_lie_behind_the_last_groups(runner):
     assert np.abs(layers - of_target[:2]).max() < 1e-3  # the grown one has its layers
 
 
-def test_windows_are_kept_whole():
-    runner = make_runner(tiny_checkpoint("gemma3"), tiny_checkpoint("gemma3"))
-    assert len(runner.layout.groups) == 2 and runner.layout.draft.group.layer_ids == (0, 1, 2, 3)
-    runner.close()
-
-
-def test_a_draft_of_windows_sees_what_it_is_to_see():
-    draft = tiny_checkpoint("mistral", window=24)
-    runner, small = make_runner(draft=draft), make_runner(draft)
-    sequence = Drafting(runner, random_prompt(60, seed=1), PageTables(runner))
-    run(runner, [sequence], 8)
-    for ids, drafts in zip(starts(sequence), sequence.proposals, strict=True):
-        assert list(drafts) == plain(small, ids, 3)
-
-
 def edited(tmp_path, **changes):
     directory = shutil.copytree(tiny_checkpoint(), tmp_path / "draft")
     config = json.loads((directory / "config.json").read_text())
@@ -259,24 +263,26 @@ def edited(tmp_path, **changes):
     return directory
 
 
-def test_a_draft_of_another_vocabulary_is_refused():
-    with pytest.raises(ConfigError, match="cannot draft: its vocabulary has 259 ids, the model's 512"):
+def test_a_draft_that_does_not_fit_is_refused(subtests, tmp_path_factory):
+    with (
+        subtests.test("a draft of another vocabulary is refused"),
+        pytest.raises(ConfigError, match="cannot draft: its vocabulary has 259 ids, the model's 512"),
+    ):
         make_runner(draft=tiny_checkpoint(tokenizer="bytes"))
-
-
-def test_a_draft_whose_tokens_are_others_is_refused(tmp_path):
-    directory = edited(tmp_path)
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[40:42]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="cannot draft: token 40 is another one than the model's"):
-        make_runner(draft=directory)
-    (directory / "tokenizer.json").unlink()
-    make_runner(draft=directory).close()
-
-
-def test_a_recurrent_draft_is_refused():
-    with pytest.raises(ConfigError, match="cannot draft: it has recurrent layers"):
+    with subtests.test("a draft whose tokens are others is refused"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        directory = edited(tmp_path)
+        tokenizer = json.loads((directory / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        first, second = list(vocab)[40:42]
+        vocab[first], vocab[second] = vocab[second], vocab[first]
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with pytest.raises(ConfigError, match="cannot draft: token 40 is another one than the model's"):
+            make_runner(draft=directory)
+        (directory / "tokenizer.json").unlink()
+        make_runner(draft=directory).close()
+    with (
+        subtests.test("a recurrent draft is refused"),
+        pytest.raises(ConfigError, match="cannot draft: it has recurrent layers"),
+    ):
         make_runner(draft=tiny_checkpoint("qwen3_5"))

@@ -41,14 +41,10 @@ pages_lists = st.lists(st.integers(0, NUM_PAGES - 1), max_size=30)
 
 
 @given(pages=pages_lists, staging_bytes=st.integers(1, 20 * PAGE_BYTES))
-def test_staged_pages_are_those_of_the_pool(pool, pages, staging_bytes):
+def test_staged_pages_and_their_digests_are_those_of_the_pool(pool, pages, staging_bytes):
     expected = content_of(pool, pages)
     assert [bytes(page) for page in page_reader(pool)(pages)] == expected
     assert [bytes(page) for page in staged(pool, staging_bytes).read(pages)] == expected
-
-
-@given(pages=pages_lists)
-def test_so_are_their_digests(pool, pages):
     digests = [digest_of(content) for content in page_reader(pool)(pages)]
     read_pages = staged(pool, 5 * PAGE_BYTES).read
     wrong = differing_pages(digests, [pages], lambda units, group: read_pages(units))
@@ -63,31 +59,28 @@ def test_as_many_as_fit_are_waited_for_together_and_before_they_are_read(pool, n
     assert waits == [1 + i // num_staged for i in range(num_pages)]
 
 
-def test_neighbours_are_copied_at_once(pool, monkeypatch):
-    copied = []
-    copy = torch.Tensor.copy_
+def test_neighbours_are_copied_at_once_into_memory_of_the_threads_own(subtests, pool):
+    with subtests.test("neighbours are copied at once"), pytest.MonkeyPatch.context() as monkeypatch:
+        copied = []
+        copy = torch.Tensor.copy_
 
-    def recording(self, source, non_blocking=False):
-        copied.append((len(source), non_blocking))
-        return copy(self, source)
+        def recording(self, source, non_blocking=False):
+            copied.append((len(source), non_blocking))
+            return copy(self, source)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", recording)
-    list(staged(pool, 6 * PAGE_BYTES).read([4, 5, 6, 1, 9, 10, 11, 2]))
-    assert copied == [(3, True), (1, True), (2, True), (1, True), (1, True)]
-
-
-def test_a_thread_keeps_its_staging_memory_and_shares_it_with_no_other(pool):
-    reader = staged(pool, 4 * PAGE_BYTES)
-    own = next(reader.read([3]))
-    thread = threading.Thread(target=lambda: list(reader.read([7])))
-    thread.start()
-    thread.join()
-    assert [bytes(own)] == content_of(pool, [3])
-    list(reader.read([7]))  # of this thread: the same memory
-    assert [bytes(own)] == content_of(pool, [7])
-
-
-def test_a_page_that_is_larger_is_staged_alone(pool):
-    stream = Stream()
-    assert [bytes(page) for page in staged(pool, 1, stream).read([2, 3])] == content_of(pool, [2, 3])
-    assert stream.num_waits == 2
+        monkeypatch.setattr(torch.Tensor, "copy_", recording)
+        list(staged(pool, 6 * PAGE_BYTES).read([4, 5, 6, 1, 9, 10, 11, 2]))
+        assert copied == [(3, True), (1, True), (2, True), (1, True), (1, True)]
+    with subtests.test("a thread keeps its staging memory and shares it with no other"):
+        reader = staged(pool, 4 * PAGE_BYTES)
+        own = next(reader.read([3]))
+        thread = threading.Thread(target=lambda: list(reader.read([7])))
+        thread.start()
+        thread.join()
+        assert [bytes(own)] == content_of(pool, [3])
+        list(reader.read([7]))  # of this thread: the same memory
+        assert [bytes(own)] == content_of(pool, [7])
+    with subtests.test("a page that is larger is staged alone"):
+        stream = Stream()
+        assert [bytes(page) for page in staged(pool, 1, stream).read([2, 3])] == content_of(pool, [2, 3])
+        assert stream.num_waits == 2

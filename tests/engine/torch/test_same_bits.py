@@ -89,15 +89,24 @@ def check(logits, runner, cuts):
     assert num_parted(logits, ids, len(PROMPT), 1 + len(runs)) == 0
 
 
-@pytest.mark.parametrize(("family", "dtype"), ATTENTION)
-def test_attention_alone_gives_the_same_bits_beside_others_and_however_it_is_cut(family, dtype, logits):
-    check(logits, runner_of(family, dtype), cuts=[160, 7])
-
-
-@pytest.mark.parametrize(("family", "dtype"), RECURRENT)
-def test_recurrent_layers_give_the_same_bits_beside_others(family, dtype, logits):
-    """And where chunks of its prompt end at other ones of the scans' borders."""
-    check(logits, runner_of(family, dtype), cuts=[64, 192])
+def test_a_request_gets_the_same_bits_beside_others(subtests):
+    for family, dtype in ATTENTION:
+        with (
+            subtests.test(
+                "attention alone gives the same bits beside others and however it is cut", family=family
+            ),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            logits = recorded_logits(monkeypatch)
+            check(logits, runner_of(family, dtype), cuts=[160, 7])
+    # And where chunks of its prompt end at other ones of the scans' borders.
+    for family, dtype in RECURRENT:
+        with (
+            subtests.test("recurrent layers give the same bits beside others", family=family),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            logits = recorded_logits(monkeypatch)
+            check(logits, runner_of(family, dtype), cuts=[64, 192])
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.request import GenerationRequest, SamplingParams
 
-FAMILIES = ["falcon_h1", "qwen3_5", "bamba"]
+FAMILIES = ["falcon_h1", "qwen3_5", pytest.param("bamba", marks=pytest.mark.exact)]
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95, seed=5, ignore_eos=True)
 PROMPT = random_prompt(211, seed=1)
 MAX_TOKENS = 7
@@ -30,11 +30,6 @@ OTHERS = {
     "many, at other times": [(0, 0, 30, 9), (0, 0, 77, 2), (2, 0, 5, 4), (2, 128, 60, 2), (3, 0, 140, 1)],
     "what it begins with, cut within a scan": [(0, 100, 0, 1), (1, 37, 40, 2)],
 }
-
-
-@pytest.fixture
-def logits(monkeypatch):
-    return recorded_logits(monkeypatch)
 
 
 class Core:
@@ -103,7 +98,12 @@ def check(logits, ids, runs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_gets_the_same_bits_beside_others(family, logits):
+def test_a_prompt_gets_the_same_bits_beside_others_and_when_it_is_computed_again(family, monkeypatch):
+    be_beside_others(family, recorded_logits(monkeypatch))
+    compute_again(family, recorded_logits(monkeypatch))
+
+
+def be_beside_others(family, logits):
     runner = runner_of(family)
     ids = alone(runner)
     runs = [alone(runner, chunk_size=16), *(beside(runner, others) for others in OTHERS.values())]
@@ -130,8 +130,7 @@ def moved(runner, ids, num_output):
     return seq.ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_it_has_generated_gets_the_same_bits_when_it_is_computed_again(family, logits):
+def compute_again(family, logits):
     """One by one, as before, though in one step: after a retraction, or where a stream has moved."""
     runner = runner_of(family)
     ids = alone(runner)
@@ -158,21 +157,28 @@ def ends_of_scans_otherwise(monkeypatch):
     monkeypatch.setattr(mixers, "EvenFunctions", nullcontext)
 
 
-@pytest.mark.parametrize("mutation", [chunks_anywhere, scans_anywhere, ends_of_scans_otherwise])
-def test_a_prompt_that_is_cut_otherwise_is_noticed(mutation, logits, monkeypatch):
-    runner = runner_of("falcon_h1")
-    ids = alone(runner)
-    mutation(monkeypatch)
-    for others in OTHERS.values():
-        assert beside(runner, others) == ids
-    assert parted(logits, ids) > 0
-
-
-def test_generated_tokens_that_are_computed_as_a_prompt_are_noticed(logits, monkeypatch):
-    runner = runner_of("qwen3_5")
-    ids = alone(runner)
-    run = type(runner).run
-    as_prompts = lambda self, chunks: run(self, [replace(chunk, generated=False) for chunk in chunks])  # noqa: E731
-    monkeypatch.setattr(type(runner), "run", as_prompts)
-    assert moved(runner, ids, 6) == ids
-    assert parted(logits, ids) > 0
+def test_what_is_cut_or_computed_otherwise_is_noticed(subtests):
+    for mutation in [chunks_anywhere, scans_anywhere, ends_of_scans_otherwise]:
+        with (
+            subtests.test("a prompt that is cut otherwise is noticed", mutation=mutation),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            logits = recorded_logits(monkeypatch)
+            runner = runner_of("falcon_h1")
+            ids = alone(runner)
+            mutation(monkeypatch)
+            for others in OTHERS.values():
+                assert beside(runner, others) == ids
+            assert parted(logits, ids) > 0
+    with (
+        subtests.test("generated tokens that are computed as a prompt are noticed"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        logits = recorded_logits(monkeypatch)
+        runner = runner_of("qwen3_5")
+        ids = alone(runner)
+        run = type(runner).run
+        as_prompts = lambda self, chunks: run(self, [replace(chunk, generated=False) for chunk in chunks])  # noqa: E731
+        monkeypatch.setattr(type(runner), "run", as_prompts)
+        assert moved(runner, ids, 6) == ids
+        assert parted(logits, ids) > 0

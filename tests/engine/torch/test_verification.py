@@ -18,7 +18,8 @@ from services.values.request import SamplingParams
 # Full attention, a window, chunks, a delta net, Mamba-2 beside attention in each layer.
 FAMILIES = ["llama", "gemma3", "llama4", "qwen3_5", "falcon_h1"]
 RECURRENT = ["qwen3_5", "falcon_h1"]
-TRIED_ELSEWHERE = ("gemma3", "qwen3_5")  # by default as whole engines, in paired/test_speculation.py
+# The first two are tried by default as whole engines, in paired/test_speculation.py.
+TRIED_ELSEWHERE = ("gemma3", "qwen3_5", "llama4")
 ROUNDED = ["llama4"]  # torch's product of experts gives a row other bits in another batch
 SAMPLED = SamplingParams(
     temperature=0.9,
@@ -142,8 +143,9 @@ def test_whatever_the_drafts_choices_and_states_are_those_of_plain_decoding(fami
     assert 1 < max(sizes["half"]) < max(sizes["right"])
 
 
-@pytest.mark.parametrize(("num_drafts", "sample"), [(1, True), (2, False)])
-def test_drafts_stand_behind_one_token_and_that_is_the_newest(num_drafts, sample):
-    chunk = Chunk([1, 2, 3], 0, [0], sample, GREEDY, [1], num_drafts=num_drafts)
-    with pytest.raises(ProtocolError, match="drafts"):
-        runner_of("llama").run([chunk])
+def test_drafts_stand_behind_one_token_and_that_is_the_newest(subtests):
+    for num_drafts, sample in [(1, True), (2, False)]:
+        with subtests.test(num_drafts=num_drafts):
+            chunk = Chunk([1, 2, 3], 0, [0], sample, GREEDY, [1], num_drafts=num_drafts)
+            with pytest.raises(ProtocolError, match="drafts"):
+                runner_of("llama").run([chunk])

@@ -1,5 +1,6 @@
 """What attends is compared with what is plain, and what is wrong is found out."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -23,12 +24,17 @@ def pool(dtype=torch.float32, page_size=16):
     return empty(PageShape(3, 2, page_size, 8, 8), num_pages=2, dtype=dtype)
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_kernel_that_is_right_agrees(dtype, page_size):
-    kv = pool(dtype, page_size)
-    require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
-    assert not kv.numbers.any()
+def test_what_is_right_agrees(subtests):
+    for dtype, page_size in itertools.product([torch.float32, torch.bfloat16, torch.float16], [1, 7, 16, 64]):
+        with subtests.test("a kernel that is right agrees", dtype=dtype, page_size=page_size):
+            kv = pool(dtype, page_size)
+            require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
+            assert not kv.numbers.any()
+    for dtype, page_size in itertools.product([torch.float32, torch.bfloat16, torch.float16], [1, 7, 16, 64]):
+        with subtests.test("prompts agree with a plain softmax", dtype=dtype, page_size=page_size):
+            kv = pool(dtype, page_size)
+            require_causal(kv, NUM_HEADS)
+            assert not kv.numbers.any()
 
 
 def forgetting(column, change):
@@ -84,9 +90,8 @@ def with_a_sink_in_every_part(view, query, kv, layer, scores, output):
         output[offset] = ((log_sums - total).exp()[..., None] * view.outputs[own]).sum(0)
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [
+def test_a_kernel_that_is_wrong_is_found_out(subtests):
+    for attend in [
         forgetting(2, 1),
         of_other_numbers,
         of_all_slots,
@@ -96,19 +101,9 @@ def with_a_sink_in_every_part(view, query, kv, layer, scores, output):
         without(softcap=None),
         of_whole_windows,
         with_a_sink_in_every_part,
-    ],
-)
-def test_a_kernel_that_is_wrong_is_found_out(attend):
-    with pytest.raises((KernelWrong, IndexError)):
-        require_agreement(OnDevice(attend, NUM_HEADS, num_programs=16), pool())
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_prompts_agree_with_a_plain_softmax(dtype, page_size):
-    kv = pool(dtype, page_size)
-    require_causal(kv, NUM_HEADS)
-    assert not kv.numbers.any()
+    ]:
+        with subtests.test(attend=attend), pytest.raises((KernelWrong, IndexError)):
+            require_agreement(OnDevice(attend, NUM_HEADS, num_programs=16), pool())
 
 
 def masked(diagonal):
@@ -133,9 +128,8 @@ def without_sinks(products, seen, scores):
     return _weights(products, seen, replace(scores, sinks=None))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_a_torch_that_attends_otherwise_is_refused(subtests):
+    for fault in [
         masked(lambda start: start + 1),  # one token too many
         masked(lambda start: start - 1),
         masked(lambda start: 0),  # the other corner
@@ -143,30 +137,32 @@ def without_sinks(products, seen, scores):
         attending(lambda attend, q, k, v, **settings: attend(q, k.flip(0), v, **settings)),  # the wrong heads
         attending(lambda attend, *args, **settings: attend(*args, **settings) * torch.nan),
         (attention, "_weights", without_sinks),
-    ],
-)
-def test_a_torch_that_attends_wrongly_is_refused(fault, monkeypatch):
-    monkeypatch.setattr(*fault)
-    with pytest.raises(ConfigError, match="plain softmax"):
-        require_causal(pool(), NUM_HEADS)
+    ]:
+        with (
+            subtests.test("a torch that attends wrongly is refused", fault=fault),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            monkeypatch.setattr(*fault)
+            with pytest.raises(ConfigError, match="plain softmax"):
+                require_causal(pool(), NUM_HEADS)
+    # With torch's own attention, and where scores are made one by one.
+    for module in [step_view, attention]:
+        with (
+            subtests.test("so is a window of one token too many", module=module),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
 
+            def also_before(positions, reach, first, end):
+                return seen_by(positions, replace(reach, window=reach.window + 1), first, end)
 
-@pytest.mark.parametrize("module", [step_view, attention])
-def test_so_is_a_window_of_one_token_too_many(module, monkeypatch):
-    """With torch's own attention, and where scores are made one by one."""
+            monkeypatch.setattr(module, "seen_by", also_before)
+            with pytest.raises(ConfigError, match="plain softmax"):
+                require_causal(pool(), NUM_HEADS)
+    with subtests.test("so is one that cannot"), pytest.MonkeyPatch.context() as monkeypatch:
 
-    def also_before(positions, reach, first, end):
-        return seen_by(positions, replace(reach, window=reach.window + 1), first, end)
+        def fail(*args, **settings):
+            raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(module, "seen_by", also_before)
-    with pytest.raises(ConfigError, match="plain softmax"):
-        require_causal(pool(), NUM_HEADS)
-
-
-def test_so_is_one_that_cannot(monkeypatch):
-    def fail(*args, **settings):
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", fail)
-    with pytest.raises(ConfigError, match="cannot attend on cpu: no kernel image"):
-        require_causal(pool(), NUM_HEADS)
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", fail)
+        with pytest.raises(ConfigError, match="cannot attend on cpu: no kernel image"):
+            require_causal(pool(), NUM_HEADS)

@@ -25,8 +25,7 @@ def pool(dtype=torch.float32, page_size=16):
     return empty(PageShape(3, 2, page_size, 8, 8), num_pages=2, dtype=dtype)
 
 
-@pytest.fixture
-def cuda(monkeypatch):
+def pool_on_a_gpu(monkeypatch):
     """A pool that says it is on a GPU, and what is computed there on the CPU."""
     properties = SimpleNamespace(multi_processor_count=8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -43,54 +42,66 @@ def install(monkeypatch, attend):
     monkeypatch.setitem(sys.modules, MODULE, module)
 
 
-def test_on_a_gpu_the_kernel_is_taken_that_works(cuda, monkeypatch):
-    install(monkeypatch, attend_parts_plainly)
-    assert choose_in_place([cuda], [HEADS]) == (OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),)
+def test_on_a_gpu(subtests, caplog):
+    with (
+        subtests.test("on a gpu the kernel is taken that works"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        cuda = pool_on_a_gpu(monkeypatch)
+        install(monkeypatch, attend_parts_plainly)
+        assert choose_in_place([cuda], [HEADS]) == (
+            OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),
+        )
+    with (
+        subtests.test("a pool whose layers differ in heads gathers"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        # The kernel's tables are for one number of them.
+        cuda = pool_on_a_gpu(monkeypatch)
+        caplog.clear()
+        tried = []
+        monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: tried.append(num_heads))
+        install(monkeypatch, attend_parts_plainly)
+        caplog.set_level(logging.INFO)
+        assert choose_in_place([cuda], [frozenset({4, 8})]) == (None,)
+        assert sorted(tried) == [4, 8]
+        assert "layers of one pool have [4, 8] heads" in caplog.text
+    for attend, reason in [(failing, "no C compiler"), (of_other_numbers, "KernelWrong")]:
+        with (
+            subtests.test("a kernel that does not work is left alone and that is said", attend=attend),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            cuda = pool_on_a_gpu(monkeypatch)
+            caplog.clear()
+            install(monkeypatch, attend)
+            assert choose_in_place([cuda], [HEADS]) == (None,)
+            (record,) = caplog.records
+            assert record.levelno == logging.WARNING
+            assert record.getMessage().startswith("attention_kernel_unusable error=")
+            assert reason in record.getMessage()
+    with subtests.test("so is one that is not there"), pytest.MonkeyPatch.context() as monkeypatch:
+        cuda = pool_on_a_gpu(monkeypatch)
+        caplog.clear()
+        monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
+        assert choose_in_place([cuda], [HEADS]) == (None,)
+        assert "attention_kernel_unusable error=" in caplog.text
+    with (
+        subtests.test("without a torch that attends nothing serves"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        cuda = pool_on_a_gpu(monkeypatch)
 
+        def refuse(kv, num_heads):
+            raise ConfigError("this torch does not attend as it should")
 
-def test_a_pool_whose_layers_differ_in_heads_gathers(cuda, monkeypatch, caplog):
-    """The kernel's tables are for one number of them."""
-    tried = []
-    monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: tried.append(num_heads))
-    install(monkeypatch, attend_parts_plainly)
-    caplog.set_level(logging.INFO)
-    assert choose_in_place([cuda], [frozenset({4, 8})]) == (None,)
-    assert sorted(tried) == [4, 8]
-    assert "layers of one pool have [4, 8] heads" in caplog.text
+        install(monkeypatch, attend_parts_plainly)
+        monkeypatch.setattr(in_place, "require_causal", refuse)
+        with pytest.raises(ConfigError, match="does not attend"):
+            choose_in_place([cuda], [HEADS])
 
 
 def failing(*_):
     raise RuntimeError("no C compiler")
-
-
-@pytest.mark.parametrize(
-    ("attend", "reason"), [(failing, "no C compiler"), (of_other_numbers, "KernelWrong")]
-)
-def test_a_kernel_that_does_not_work_is_left_alone_and_that_is_said(
-    cuda, monkeypatch, caplog, attend, reason
-):
-    install(monkeypatch, attend)
-    assert choose_in_place([cuda], [HEADS]) == (None,)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("attention_kernel_unusable error=")
-    assert reason in record.getMessage()
-
-
-def test_so_is_one_that_is_not_there(cuda, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, MODULE, None)  # as without Triton
-    assert choose_in_place([cuda], [HEADS]) == (None,)
-    assert "attention_kernel_unusable error=" in caplog.text
-
-
-def test_without_a_torch_that_attends_nothing_serves(cuda, monkeypatch):
-    def refuse(kv, num_heads):
-        raise ConfigError("this torch does not attend as it should")
-
-    install(monkeypatch, attend_parts_plainly)
-    monkeypatch.setattr(in_place, "require_causal", refuse)
-    with pytest.raises(ConfigError, match="does not attend"):
-        choose_in_place([cuda], [HEADS])
 
 
 def test_on_a_cpu_threads_read_the_pages(monkeypatch):

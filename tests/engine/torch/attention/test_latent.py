@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,8 +48,8 @@ def plainly(query, latents, rotated):
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=40),
     page_size=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_however_sequences_are_cut_into_steps_they_are_attended_to_whole(
     lengths, cuts, page_size, seed, dtype
 ):

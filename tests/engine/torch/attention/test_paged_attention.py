@@ -1,3 +1,4 @@
+import itertools
 import os
 import subprocess
 import sys
@@ -104,11 +105,8 @@ STEPS = {
 
 # Each worker that runs one in half precision compiles the kernel for it, for 12 s.
 IN_HALF = [dtype for dtype in IN_PLACE_DTYPES if dtype != torch.float32]
-WAYS = [(dtype, "gathered") for dtype in TOLERANCE] + [
-    pytest.param(dtype, way, marks=pytest.mark.exact if dtype in IN_HALF else ())
-    for dtype in IN_PLACE_DTYPES
-    for way in ("in place", "by three threads")
-]
+IN_PLACE_WAYS = ("in place", "by three threads")
+WAYS = [(dtype, "gathered") for dtype in TOLERANCE] + [(torch.float32, way) for way in IN_PLACE_WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +115,21 @@ def three_threads():
         yield InPlace(3, executor)
 
 
-@pytest.mark.parametrize(("dtype", "way"), WAYS)
-@pytest.mark.parametrize("name", list(STEPS))
-def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, three_threads, monkeypatch):
+def test_attention_over_pages_is_attention_over_the_sequence(subtests, three_threads, monkeypatch):
+    for name, (dtype, way) in itertools.product(STEPS, WAYS):
+        with subtests.test(name, dtype=dtype, way=way):
+            check_step(name, dtype, way, three_threads, monkeypatch)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("dtype", IN_HALF)
+def test_in_half_precision_it_is_too(subtests, dtype, three_threads, monkeypatch):
+    for name, way in itertools.product(STEPS, IN_PLACE_WAYS):
+        with subtests.test(name, way=way):
+            check_step(name, dtype, way, three_threads, monkeypatch)
+
+
+def check_step(name, dtype, way, three_threads, monkeypatch):
     monkeypatch.setattr(step_view, "_SHARE_BYTES", 1)
     in_place = {"gathered": None, "by three threads": three_threads}.get(way, InPlace())
     generator = torch.Generator().manual_seed(0)
@@ -135,10 +145,7 @@ def test_attention_over_pages_is_attention_over_the_sequence(name, dtype, way, t
     assert torch.equal(kv.double(), kv_after)  # the chunks' own slots and no others
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in STEPS if any(c.start and len(c.token_ids) > 1 for c in STEPS[name])]
-)
-def test_the_mask_that_a_gpu_is_only_told_of_is_the_one_that_a_cpu_gets(name, monkeypatch):
+def check_mask(name, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     chunks = STEPS[name]
     total = sum(len(c.token_ids) for c in chunks)
@@ -158,6 +165,12 @@ def test_the_mask_that_a_gpu_is_only_told_of_is_the_one_that_a_cpu_gets(name, mo
     assert all(isinstance(mask, CausalBias) for mask in masks)
 
 
+def test_the_mask_that_a_gpu_is_only_told_of_is_the_one_that_a_cpu_gets(subtests):
+    for name in [name for name in STEPS if any(c.start and len(c.token_ids) > 1 for c in STEPS[name])]:
+        with subtests.test(name=name), pytest.MonkeyPatch.context() as monkeypatch:
+            check_mask(name, monkeypatch)
+
+
 def test_the_kernel_is_compiled_once_whatever_a_step_looks_like():
     """It takes seconds, in which a rank stands still."""
     for chunks in STEPS.values():
@@ -171,31 +184,58 @@ def test_the_kernel_is_compiled_once_whatever_a_step_looks_like():
     assert len(pools) == len(set(pools))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_both_paths_agree_at_any_page_size(page_size):
-    generator = torch.Generator().manual_seed(page_size)
-    num_pages = 400 // page_size + 8
-    pages = torch.randperm(num_pages, generator=generator).tolist()
-    half = num_pages // 2
-    chunks = [chunk(1, half * page_size - 2, pages[:half]), chunk(1, 130, pages[half:])]
-    kv = random_pool(num_pages, page_size, torch.float32, generator)
-    query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
-    key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
-    gathered = attend(kv.clone(), chunks, query, key, value, in_place=None)
-    torch.testing.assert_close(
-        attend(kv, chunks, query, key, value, in_place=InPlace()), gathered, atol=2e-6, rtol=0
-    )
+def test_in_place_it_is_as_where_pages_are_gathered(subtests):
+    for page_size in [1, 3, 16, 64]:
+        with subtests.test("both paths agree at any page size", page_size=page_size):
+            generator = torch.Generator().manual_seed(page_size)
+            num_pages = 400 // page_size + 8
+            pages = torch.randperm(num_pages, generator=generator).tolist()
+            half = num_pages // 2
+            chunks = [chunk(1, half * page_size - 2, pages[:half]), chunk(1, 130, pages[half:])]
+            kv = random_pool(num_pages, page_size, torch.float32, generator)
+            query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
+            key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
+            gathered = attend(kv.clone(), chunks, query, key, value, in_place=None)
+            torch.testing.assert_close(
+                attend(kv, chunks, query, key, value, in_place=InPlace()), gathered, atol=2e-6, rtol=0
+            )
+    # Fewer heads than there are lanes, as many, more; and rows that no number of registers divides.
+    for head_dim, num_readers, (kv_heads, group) in itertools.product(
+        [3, 8, 20], READERS, [(1, 1), (1, 20), (2, 7), (4, 2)]
+    ):
+        with subtests.test(
+            "any number of heads reads a page at once",
+            head_dim=head_dim,
+            num_readers=num_readers,
+            kv_heads=kv_heads,
+            group=group,
+        ):
+            many_read_a_page(kv_heads, group, num_readers, head_dim)
+    for in_place in [False, True]:
+        with subtests.test("what slots past the end hold does not matter", in_place=in_place):
+            generator = torch.Generator().manual_seed(0)
+            kv = random_pool(12, 16, torch.float32, generator)
+            query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
+            key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
+            chunks = [chunk(1, 35, [2, 3, 4]), chunk(1, 41, [2, 3, 5])]
+            expected = attend(kv.clone(), chunks, query, key, value, in_place=InPlace() if in_place else None)
+            kv[4, ..., 4:, :] = torch.nan
+            torch.testing.assert_close(
+                attend(kv, chunks, query, key, value, in_place=InPlace() if in_place else None), expected
+            )
+    with subtests.test("scores far apart join without overflow"):
+        generator = torch.Generator().manual_seed(0)
+        kv = random_pool(4, 16, torch.float32, generator)
+        kv[2] *= 1000
+        query = 100 * torch.randn(1, NUM_KV_HEADS * GROUP, 1, HEAD_DIM, generator=generator)
+        key, value = torch.randn(2, 1, NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
+        chunks = [chunk(1, 60, [0, 2, 1, 3])]
+        expected, _ = expected_attention(kv, chunks, query, key, value)
+        got = attend(kv, chunks, query, key, value, in_place=InPlace())
+        torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=1e-3)
 
 
 READERS = [1, 2, 5, 9, 40]
-
-
-@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 20), (2, 7), (4, 2)])
-@pytest.mark.parametrize("num_readers", READERS)
-@pytest.mark.parametrize("head_dim", [3, 8, 20])
-def test_any_number_of_heads_reads_a_page_at_once(kv_heads, group, num_readers, head_dim):
-    """Fewer heads than there are lanes, as many, more; and rows that no number of registers divides."""
-    many_read_a_page(kv_heads, group, num_readers, head_dim)
 
 
 def many_read_a_page(kv_heads, group, num_readers, head_dim):
@@ -264,18 +304,6 @@ def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_
     assert max(parts) <= most
 
 
-def test_scores_far_apart_join_without_overflow():
-    generator = torch.Generator().manual_seed(0)
-    kv = random_pool(4, 16, torch.float32, generator)
-    kv[2] *= 1000
-    query = 100 * torch.randn(1, NUM_KV_HEADS * GROUP, 1, HEAD_DIM, generator=generator)
-    key, value = torch.randn(2, 1, NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
-    chunks = [chunk(1, 60, [0, 2, 1, 3])]
-    expected, _ = expected_attention(kv, chunks, query, key, value)
-    got = attend(kv, chunks, query, key, value, in_place=InPlace())
-    torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=1e-3)
-
-
 def planned(chunks, page_size=16):
     """Pieces as (readers, {page: tokens}), in their order."""
     view = reach_view_of(empty(PageShape(1, 1, page_size, 8, 8)), chunks, InPlace()).decode
@@ -289,26 +317,25 @@ def planned(chunks, page_size=16):
     ]
 
 
-def test_neighbouring_pages_with_the_same_readers_are_one_piece_wherever_they_are():
-    pieces = planned(
-        [
-            chunk(1, 74, [9, 3, 4, 25, 12]),
-            chunk(1, 74, [9, 3, 4, 25, 15]),
-            chunk(1, 77, [9, 3, 4, 25, 16]),
-            chunk(1, 45, [9, 3, 6]),
-            chunk(1, 15, [22]),
-        ]
-    )
-    assert len(pieces) == 7
-    assert ([0, 1, 2, 3], {9: 16, 3: 16}) in pieces  # what four share
-    assert ([0, 1, 2], {4: 16, 25: 16}) in pieces  # what only three of them share
-    for i, own in enumerate([{12: 11}, {15: 11}, {16: 14}, {6: 14}, {22: 16}]):
-        assert ([i], own) in pieces
-
-
-def test_of_a_page_that_is_being_filled_each_reads_what_it_knows():
-    pieces = planned([chunk(1, 9, [2]), chunk(1, 11, [2]), chunk(1, 9, [2])])
-    assert sorted(pieces) == [([0], {2: 10}), ([1], {2: 12}), ([2], {2: 10})]
+def test_pieces_are_pages_with_the_same_readers(subtests):
+    with subtests.test("neighbouring pages with the same readers are one piece wherever they are"):
+        pieces = planned(
+            [
+                chunk(1, 74, [9, 3, 4, 25, 12]),
+                chunk(1, 74, [9, 3, 4, 25, 15]),
+                chunk(1, 77, [9, 3, 4, 25, 16]),
+                chunk(1, 45, [9, 3, 6]),
+                chunk(1, 15, [22]),
+            ]
+        )
+        assert len(pieces) == 7
+        assert ([0, 1, 2, 3], {9: 16, 3: 16}) in pieces  # what four share
+        assert ([0, 1, 2], {4: 16, 25: 16}) in pieces  # what only three of them share
+        for i, own in enumerate([{12: 11}, {15: 11}, {16: 14}, {6: 14}, {22: 16}]):
+            assert ([i], own) in pieces
+    with subtests.test("of a page that is being filled each reads what it knows"):
+        pieces = planned([chunk(1, 9, [2]), chunk(1, 11, [2]), chunk(1, 9, [2])])
+        assert sorted(pieces) == [([0], {2: 10}), ([1], {2: 12}), ([2], {2: 10})]
 
 
 @given(
@@ -333,20 +360,6 @@ def test_every_query_reads_its_pages_in_their_order_and_a_full_one_is_read_once(
     places = {(place, page) for pages, _ in tables for place, page in enumerate(pages[:-1])}
     places |= {(len(pages) - 1, pages[-1]) for pages, less in tables if not less}
     assert full == Counter(page for _, page in places)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_slots_past_the_end_hold_does_not_matter(in_place):
-    generator = torch.Generator().manual_seed(0)
-    kv = random_pool(12, 16, torch.float32, generator)
-    query = torch.randn(1, NUM_KV_HEADS * GROUP, 2, HEAD_DIM, generator=generator)
-    key, value = torch.randn(2, 1, NUM_KV_HEADS, 2, HEAD_DIM, generator=generator)
-    chunks = [chunk(1, 35, [2, 3, 4]), chunk(1, 41, [2, 3, 5])]
-    expected = attend(kv.clone(), chunks, query, key, value, in_place=InPlace() if in_place else None)
-    kv[4, ..., 4:, :] = torch.nan
-    torch.testing.assert_close(
-        attend(kv, chunks, query, key, value, in_place=InPlace() if in_place else None), expected
-    )
 
 
 def test_a_chunks_context_is_copied_and_not_the_pool():

@@ -1,5 +1,6 @@
 """Windows, chunked windows, sinks, soft caps, unlike K and V, shared K and V: against plain attention."""
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,11 +31,7 @@ from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 from services.values.errors import ProtocolError
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
-# In half precision the kernel is compiled for it, for 12 s.
-WAYS = [(dtype, None) for dtype in TOLERANCE] + [
-    pytest.param(dtype, InPlace(), marks=pytest.mark.exact if dtype != torch.float32 else ())
-    for dtype in IN_PLACE_DTYPES
-]
+WAYS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, InPlace())]
 
 
 def check(case, in_place):
@@ -46,8 +43,20 @@ def check(case, in_place):
     assert torch.equal(made.pool.numbers.nan_to_num(7), pool.numbers.nan_to_num(7))
 
 
-@pytest.mark.parametrize(("dtype", "in_place"), WAYS, ids=str)
-def test_each_token_attends_to_what_it_sees(dtype, in_place):
+def test_each_token_attends_to_what_it_sees(subtests):
+    for dtype, in_place in WAYS:
+        with subtests.test(dtype=dtype, in_place=in_place):
+            check_cases(dtype, in_place)
+
+
+@pytest.mark.exact  # in half precision the kernel is compiled for it, for 12 s
+@pytest.mark.parametrize("dtype", [dtype for dtype in IN_PLACE_DTYPES if dtype != torch.float32])
+def test_each_token_attends_to_what_it_sees_in_half_precision(dtype):
+    check_cases(dtype, None)
+    check_cases(dtype, InPlace())
+
+
+def check_cases(dtype, in_place):
     # In float32 most is seen; the others have to show that they are read and rounded as what they are.
     @settings(max_examples=settings().max_examples // (1 if dtype == torch.float32 else 3))
     @given(case=cases(dtype=dtype))
@@ -81,26 +90,34 @@ def windowed(kind, window, start, length, page_size=4, **settings):
     )
 
 
-@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
-@pytest.mark.parametrize("length", [1, 5])
-def test_a_windows_first_page_counts(length, in_place):
-    """It is read, and a lost one is not passed over: by one token more or fewer the output is another."""
-    case = windowed(SLIDING, 10, 18, length)
-    [tail] = case.chunks[0].tails
-    assert tail.first_page == 2  # the window of 18 begins with 9, the second of its page
-    made = made_of(case)
-    output, _ = expected(case, made)
-    made.pool.layer(1)[0][tail.pages[0], :, 1] = 0
-    assert (attended(case, made, in_place)[0].double() - output[0]).abs().max() > 1e-3
-    without = replace(tail, first_page=3, pages=tail.pages[1:])
-    lost = replace(case, chunks=(replace(case.chunks[0], tails=(without,)),))
-    with pytest.raises(ProtocolError, match="needs pages 2 to"):
-        attended(lost, made, in_place)
+def test_a_window_begins_where_it_should(subtests):
+    # It is read, and a lost one is not passed over: by one token more or fewer the output is another.
+    for length, in_place in itertools.product([1, 5], [None, InPlace()]):
+        with subtests.test("a windows first page counts", length=length, in_place=in_place):
+            case = windowed(SLIDING, 10, 18, length)
+            [tail] = case.chunks[0].tails
+            assert tail.first_page == 2  # the window of 18 begins with 9, the second of its page
+            made = made_of(case)
+            output, _ = expected(case, made)
+            made.pool.layer(1)[0][tail.pages[0], :, 1] = 0
+            assert (attended(case, made, in_place)[0].double() - output[0]).abs().max() > 1e-3
+            without = replace(tail, first_page=3, pages=tail.pages[1:])
+            lost = replace(case, chunks=(replace(case.chunks[0], tails=(without,)),))
+            with pytest.raises(ProtocolError, match="needs pages 2 to"):
+                attended(lost, made, in_place)
+    for (kind, off_by), in_place in itertools.product(
+        [(SLIDING, 1), (SLIDING, -1), (CHUNKED, 4), (CHUNKED, -4)], [None, InPlace()]
+    ):
+        with (
+            subtests.test(
+                "a window that begins elsewhere is seen", kind=kind, off_by=off_by, in_place=in_place
+            ),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            see_another_beginning(kind, off_by, in_place, monkeypatch)
 
 
-@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
-@pytest.mark.parametrize(("kind", "off_by"), [(SLIDING, 1), (SLIDING, -1), (CHUNKED, 4), (CHUNKED, -4)])
-def test_a_window_that_begins_elsewhere_is_seen(kind, off_by, in_place, monkeypatch):
+def see_another_beginning(kind, off_by, in_place, monkeypatch):
     of_a_tail, single = windowed(kind, 12, 21, 7), windowed(kind, 12, 21, 1)
     reach = replace(single.reach, pool=0)  # masked only: the pages are there, or it would be refused
     whole = replace(single, reach=reach, chunks=(chunk_of(21, 1, list(range(6)), reach, 4),))
@@ -120,27 +137,26 @@ def several_pieces(**settings):
     return Case(PageShape(NUM_LAYERS, 2, 4, 8, 8), 3, reach, chunks, 2, **settings)
 
 
-def test_a_sink_joins_once(monkeypatch):
-    case = several_pieces(softcap=None, has_sinks=True)
-    for in_place in (None, InPlace()):
-        check(case, in_place)
-    finish = numba_kernel._attend_pieces
-    twice = np.float32(math.log(2))
-    monkeypatch.setattr(
-        numba_kernel, "_attend_pieces", lambda *args: finish(*args[:7], args[7] + twice, *args[8:])
-    )
-    with pytest.raises(AssertionError):
-        check(case, InPlace())
-
-
-@pytest.mark.parametrize("in_place", [None, InPlace()], ids=str)
-def test_a_soft_cap_comes_before_the_softmax(in_place):
-    case = several_pieces(softcap=0.7, has_sinks=True)
-    check(case, in_place)
-    made = made_of(case)
-    output, _ = expected(case, made)
-    uncapped = attended(replace(case, softcap=None), made, in_place)
-    assert (uncapped.double() - output).abs().max() > 0.05
+def test_sinks_and_soft_caps_count(subtests):
+    with subtests.test("a sink joins once"), pytest.MonkeyPatch.context() as monkeypatch:
+        case = several_pieces(softcap=None, has_sinks=True)
+        for in_place in (None, InPlace()):
+            check(case, in_place)
+        finish = numba_kernel._attend_pieces
+        twice = np.float32(math.log(2))
+        monkeypatch.setattr(
+            numba_kernel, "_attend_pieces", lambda *args: finish(*args[:7], args[7] + twice, *args[8:])
+        )
+        with pytest.raises(AssertionError):
+            check(case, InPlace())
+    for in_place in [None, InPlace()]:
+        with subtests.test("a soft cap comes before the softmax", in_place=in_place):
+            case = several_pieces(softcap=0.7, has_sinks=True)
+            check(case, in_place)
+            made = made_of(case)
+            output, _ = expected(case, made)
+            uncapped = attended(replace(case, softcap=None), made, in_place)
+            assert (uncapped.double() - output).abs().max() > 0.05
 
 
 def test_pages_inside_windows_are_read_together():

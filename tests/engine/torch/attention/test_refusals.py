@@ -26,9 +26,8 @@ def attend(*, module=None, mask=None, reach=Reach(0), **asked):  # noqa: B008
     return paged_attention(module, numbers, numbers, numbers, mask, scaling=1.0, paged=view, **asked)
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
+def test_what_is_not_known_is_refused_and_what_says_nothing_new_passes(subtests):
+    for asked, named in [
         ({"position_bias": torch.ones(2)}, "position_bias"),
         ({"indices": torch.ones(2), "block_indices": 3}, "block_indices, indices"),
         ({"cu_seq_lens_q": torch.ones(2)}, "cu_seq_lens_q"),
@@ -37,23 +36,19 @@ def attend(*, module=None, mask=None, reach=Reach(0), **asked):  # noqa: B008
         ({"mask": torch.ones(1, 1, 3, 3)}, "attention_mask"),
         ({"sliding_window": 8}, "a window of 8 tokens"),
         ({"sliding_window": 9, "reach": SLIDING}, "a window of 9 tokens"),
-    ],
-)
-def test_what_is_not_known_is_not_ignored(asked, named):
-    with pytest.raises(ConfigError, match=named):
-        attend(**asked)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
+    ]:
+        with (
+            subtests.test("what is not known is not ignored", asked=asked),
+            pytest.raises(ConfigError, match=named),
+        ):
+            attend(**asked)
+    for asked in [
         {"dropout": 0.0, "position_ids": torch.ones(3), "use_cache": False, "output_attentions": False},
         {"position_bias": None, "s_aux": None, "softcap": None, "is_causal": True},
         {"sliding_window": 8, "reach": SLIDING},
         {"sliding_window": None, "reach": SLIDING},  # where the model's own mask would say it
         {"module": SimpleNamespace(is_causal=True)},
-    ],
-)
-def test_what_says_nothing_new_passes(asked):
-    output, _ = attend(**asked)
-    assert output.shape == (1, 3, 2, 4)
+    ]:
+        with subtests.test("what says nothing new passes", asked=asked):
+            output, _ = attend(**asked)
+            assert output.shape == (1, 3, 2, 4)

@@ -80,35 +80,39 @@ def parted(case):
     return not torch.equal(together, alone)
 
 
-def test_many_heads_and_long_prefixes_are_the_same_too():
-    assert not parted(a_tree_of_readers())
+def test_a_softmax_is_cut_by_no_reader(subtests):
+    with subtests.test("many heads and long prefixes are the same too"):
+        assert not parted(a_tree_of_readers())
+    with (
+        subtests.test("a softmax that is cut by who reads is noticed"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        # As it was: each piece by itself, joined by their log-sum-exps.
+        attend = numba_kernel._attend_pieces
 
+        def attend_and_join(query, numbers, shape, layer, cap, pieces, softmax, sinks, first, end):
+            outputs = [[] for _ in query]  # of each query: what it gets of each piece, and its log-sum-exp
+            for i, (page, end_page) in enumerate(pairwise(pieces.page_starts)):
+                readers = pieces.readers[pieces.reader_starts[i] : pieces.reader_starts[i + 1]]
+                own = Pieces(
+                    *(of_pages[page:end_page] for of_pages in pieces[:3]),
+                    np.array([0, end_page - page]),
+                    np.arange(len(readers)),
+                    np.array([0, len(readers)]),
+                )
+                anew = type(softmax)(
+                    *(np.zeros((len(readers), *part.shape[1:]), np.float32) for part in softmax)
+                )
+                anew.greatest.fill(numba_kernel._LOWEST)
+                none = np.full_like(sinks, -np.inf)
+                num_items = len(readers) * shape.num_kv_heads
+                attend(query[readers], numbers, shape, layer, cap, own, anew, none, 0, num_items)
+                for j, reader in enumerate(readers):
+                    outputs[reader].append((anew.weighted[j], anew.greatest[j] + np.log(anew.totals[j])))
+            for i, of_query in enumerate(outputs):
+                log_sums = torch.tensor(np.stack([log_sum for _, log_sum in of_query] + [sinks]))
+                shares = log_sums.softmax(0)[:-1, :, None].numpy()
+                softmax.weighted[i] = (shares * np.stack([output for output, _ in of_query])).sum(0)
 
-def test_a_softmax_that_is_cut_by_who_reads_is_noticed(monkeypatch):
-    """As it was: each piece by itself, joined by their log-sum-exps."""
-    attend = numba_kernel._attend_pieces
-
-    def attend_and_join(query, numbers, shape, layer, cap, pieces, softmax, sinks, first, end):
-        outputs = [[] for _ in query]  # of each query: what it gets of each piece, and its log-sum-exp
-        for i, (page, end_page) in enumerate(pairwise(pieces.page_starts)):
-            readers = pieces.readers[pieces.reader_starts[i] : pieces.reader_starts[i + 1]]
-            own = Pieces(
-                *(of_pages[page:end_page] for of_pages in pieces[:3]),
-                np.array([0, end_page - page]),
-                np.arange(len(readers)),
-                np.array([0, len(readers)]),
-            )
-            anew = type(softmax)(*(np.zeros((len(readers), *part.shape[1:]), np.float32) for part in softmax))
-            anew.greatest.fill(numba_kernel._LOWEST)
-            none = np.full_like(sinks, -np.inf)
-            num_items = len(readers) * shape.num_kv_heads
-            attend(query[readers], numbers, shape, layer, cap, own, anew, none, 0, num_items)
-            for j, reader in enumerate(readers):
-                outputs[reader].append((anew.weighted[j], anew.greatest[j] + np.log(anew.totals[j])))
-        for i, of_query in enumerate(outputs):
-            log_sums = torch.tensor(np.stack([log_sum for _, log_sum in of_query] + [sinks]))
-            shares = log_sums.softmax(0)[:-1, :, None].numpy()
-            softmax.weighted[i] = (shares * np.stack([output for output, _ in of_query])).sum(0)
-
-    monkeypatch.setattr(numba_kernel, "_attend_pieces", attend_and_join)
-    assert parted(a_tree_of_readers())
+        monkeypatch.setattr(numba_kernel, "_attend_pieces", attend_and_join)
+        assert parted(a_tree_of_readers())

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,17 +28,16 @@ def test_every_product_is_exact(num_rows, num_columns, depth, biased, seed):
     assert np.array_equal(got, rows @ weight.T + (0 if bias is None else bias))
 
 
-def test_a_view_of_rows_is_as_good_as_a_copy():
-    rng = np.random.default_rng(1)
-    panels, rows = pack(whole_numbers(rng, 40, 24), None), whole_numbers(rng, 24, 30)
-    assert np.array_equal(multiply(rows.T, panels), multiply(rows.T.copy(), panels))
-
-
-@pytest.mark.parametrize("num_rows", [1, 13, 150])
-def test_a_row_is_the_same_among_whatever_others(num_rows):
-    """To the last bit: what a request gets does not depend on its batch."""
-    rng = np.random.default_rng(2)
-    rows = rng.standard_normal((num_rows, 300), np.float32)
-    panels = pack(rng.standard_normal((90, 300), np.float32), None)
-    alone = np.concatenate([multiply(row[None], panels) for row in rows])
-    assert np.array_equal(multiply(rows, panels), alone)
+def test_a_row_is_the_same_whatever_it_is_beside_or_a_view_of(subtests):
+    # To the last bit: what a request gets does not depend on its batch.
+    for num_rows in [1, 13, 150]:
+        with subtests.test("a row is the same among whatever others", num_rows=num_rows):
+            rng = np.random.default_rng(2)
+            rows = rng.standard_normal((num_rows, 300), np.float32)
+            panels = pack(rng.standard_normal((90, 300), np.float32), None)
+            alone = np.concatenate([multiply(row[None], panels) for row in rows])
+            assert np.array_equal(multiply(rows, panels), alone)
+    with subtests.test("a view of rows is as good as a copy"):
+        rng = np.random.default_rng(1)
+        panels, rows = pack(whole_numbers(rng, 40, 24), None), whole_numbers(rng, 24, 30)
+        assert np.array_equal(multiply(rows.T, panels), multiply(rows.T.copy(), panels))

@@ -18,75 +18,84 @@ from services.engine.torch.linear.shared_weights import SharedWeights, share_par
 CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
 
 
-def test_the_same_bytes_are_one_file_whoever_asks(tmp_path):
-    for _ in range(2):
-        found = SharedWeights(tmp_path).shared(CONTENT)
-        assert np.array_equal(found, CONTENT) and is_mapped(found)
-        assert found.flags.writeable  # or numba would compile its kernels anew
-        assert found.ctypes.data % 64 == 0
-    other = CONTENT.copy()
-    other[500] ^= 1
-    assert np.array_equal(SharedWeights(tmp_path).shared(other), other)
-    assert len([*tmp_path.iterdir()]) == 2
-
-
-def test_a_file_that_is_not_what_its_name_says_is_not_used(tmp_path, caplog):
-    SharedWeights(tmp_path).shared(CONTENT)
-    (path,) = tmp_path.iterdir()
-    for wrong in (CONTENT[::-1].tobytes(), CONTENT[:-1].tobytes(), b"x"):
-        path.chmod(0o600)
-        path.write_bytes(wrong)
-        assert np.array_equal(SharedWeights(tmp_path).shared(CONTENT), CONTENT)
-        assert path.read_bytes() == CONTENT.tobytes()
-    assert caplog.text.count("shared_weights_differ") == 3
-
-
-def test_writing_to_what_is_mapped_changes_nobody_elses(tmp_path):
-    first, second = (SharedWeights(tmp_path).shared(CONTENT) for _ in range(2))
-    first[0] ^= 1
-    assert np.array_equal(second, CONTENT)
-
-
-@pytest.mark.parametrize("fault", ["no folder", "full disk"])
-def test_where_there_is_no_room_weights_stay_our_own(tmp_path, monkeypatch, caplog, fault):
-    folder = tmp_path / "file" / "weights" if fault == "no folder" else tmp_path
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(shared_weights, "_LEFT_FREE_BYTES", 1 << 60)
-    weights = SharedWeights(folder)
-    assert all(weights.shared(CONTENT) is CONTENT for _ in range(2))
-    assert caplog.text.count("weights_not_shared") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_what_nobody_asks_for_goes(tmp_path):
-    weights = SharedWeights(tmp_path)
-    kept, left = (weights.shared(CONTENT[:size]) for size in (1000, 2000))
-    for path in tmp_path.iterdir():
-        os.utime(path, times=(time.time() - 8 * 24 * 3600,) * 2)
-    weights.shared(CONTENT[:1000])
-    SharedWeights(tmp_path)
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000]
-    assert np.array_equal(left, CONTENT[:2000]) and np.array_equal(kept, CONTENT[:1000])
-
-
-def test_what_nobody_finished_goes_after_an_hour(tmp_path, monkeypatch):
-    def killed(*names):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "link", killed)
-    kept = partial(tempfile.NamedTemporaryFile, delete=False)  # as of a process that is gone
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", kept)
-    with pytest.raises(KeyboardInterrupt):
+def test_the_same_bytes_are_one_file(subtests, tmp_path_factory, caplog):
+    with subtests.test("the same bytes are one file whoever asks"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        for _ in range(2):
+            found = SharedWeights(tmp_path).shared(CONTENT)
+            assert np.array_equal(found, CONTENT) and is_mapped(found)
+            assert found.flags.writeable  # or numba would compile its kernels anew
+            assert found.ctypes.data % 64 == 0
+        other = CONTENT.copy()
+        other[500] ^= 1
+        assert np.array_equal(SharedWeights(tmp_path).shared(other), other)
+        assert len([*tmp_path.iterdir()]) == 2
+    with subtests.test("writing to what is mapped changes nobody elses"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        first, second = (SharedWeights(tmp_path).shared(CONTENT) for _ in range(2))
+        first[0] ^= 1
+        assert np.array_equal(second, CONTENT)
+    with subtests.test("a file that is not what its name says is not used"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        caplog.clear()
         SharedWeights(tmp_path).shared(CONTENT)
-    monkeypatch.undo()
-    (left,) = tmp_path.iterdir()
-    SharedWeights(tmp_path).shared(CONTENT)
-    for age_s, num_files in ((1800, 2), (2 * 3600, 1)):
+        (path,) = tmp_path.iterdir()
+        for wrong in (CONTENT[::-1].tobytes(), CONTENT[:-1].tobytes(), b"x"):
+            path.chmod(0o600)
+            path.write_bytes(wrong)
+            assert np.array_equal(SharedWeights(tmp_path).shared(CONTENT), CONTENT)
+            assert path.read_bytes() == CONTENT.tobytes()
+        assert caplog.text.count("shared_weights_differ") == 3
+    for fault in ["no folder", "full disk"]:
+        with (
+            subtests.test("where there is no room weights stay our own", fault=fault),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            tmp_path = tmp_path_factory.mktemp("own")
+            caplog.clear()
+            folder = tmp_path / "file" / "weights" if fault == "no folder" else tmp_path
+            (tmp_path / "file").touch()
+            monkeypatch.setattr(shared_weights, "_LEFT_FREE_BYTES", 1 << 60)
+            weights = SharedWeights(folder)
+            assert all(weights.shared(CONTENT) is CONTENT for _ in range(2))
+            assert caplog.text.count("weights_not_shared") == 1
+            assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_that_nobody_needs_go(subtests, tmp_path_factory):
+    with subtests.test("what nobody asks for goes"):
+        tmp_path = tmp_path_factory.mktemp("own")
+        weights = SharedWeights(tmp_path)
+        kept, left = (weights.shared(CONTENT[:size]) for size in (1000, 2000))
         for path in tmp_path.iterdir():
-            os.utime(path, times=(time.time() - age_s,) * 2)
+            os.utime(path, times=(time.time() - 8 * 24 * 3600,) * 2)
+        weights.shared(CONTENT[:1000])
         SharedWeights(tmp_path)
-        assert len([*tmp_path.iterdir()]) == num_files
-    assert not left.exists()
+        assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000]
+        assert np.array_equal(left, CONTENT[:2000]) and np.array_equal(kept, CONTENT[:1000])
+    with (
+        subtests.test("what nobody finished goes after an hour"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        tmp_path = tmp_path_factory.mktemp("own")
+
+        def killed(*names):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "link", killed)
+        kept = partial(tempfile.NamedTemporaryFile, delete=False)  # as of a process that is gone
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", kept)
+        with pytest.raises(KeyboardInterrupt):
+            SharedWeights(tmp_path).shared(CONTENT)
+        monkeypatch.undo()
+        (left,) = tmp_path.iterdir()
+        SharedWeights(tmp_path).shared(CONTENT)
+        for age_s, num_files in ((1800, 2), (2 * 3600, 1)):
+            for path in tmp_path.iterdir():
+                os.utime(path, times=(time.time() - age_s,) * 2)
+            SharedWeights(tmp_path)
+            assert len([*tmp_path.iterdir()]) == num_files
+        assert not left.exists()
 
 
 def test_a_model_computes_the_same_bits_with_shared_weights(tmp_path, monkeypatch):

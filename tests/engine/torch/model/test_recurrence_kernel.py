@@ -1,3 +1,4 @@
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -37,42 +38,45 @@ def states_of(numbers, starts, *shape):
 SHARES = [[range(9)], [range(0, 4), range(4, 9)], [range(0), range(9)]]
 
 
-@pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize(("d_k", "d_v"), [(16, 16), (5, 7), (64, 32)])
-def test_the_delta_rule_is_what_it_says(shares, d_k, d_v, executor):
-    """Three sequences of three heads."""
-    numbers, starts = pool(1), np.array([4, 0, 2]) * STRIDE + OFFSET
-    before = numbers.copy()
-    query, key, value, decay, beta = random_arrays(2, (3, 3, d_k), (3, 3, d_k), (3, 3, d_v), (3, 3), (3, 3))
-    decay = np.exp(-np.abs(decay))
-    states = states_of(numbers, starts, 3, d_k, d_v) * decay[..., None, None]
-    change = (value - np.einsum("mhk,mhkv->mhv", key, states)) * beta[..., None]
-    expected = states + key[..., None] * change[..., None, :]
-    output = delta_rule(
-        numbers, singles(starts), query, key, value, decay, beta, shares=shares, executor=executor
-    )
-    np.testing.assert_allclose(output, np.einsum("mhk,mhkv->mhv", query, expected), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(states_of(numbers, starts, 3, d_k, d_v), expected, rtol=1e-4, atol=1e-4)
-    assert_nothing_else_is_written(before, numbers, starts, 3 * d_k * d_v)
-
-
-@pytest.mark.parametrize("shares", [[range(12)], [range(0, 5), range(5, 12)]])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_mamba2_is_what_it_says(groups, shares, executor):
-    """Three sequences of four heads, which share B and C by groups."""
-    numbers, starts = pool(3), np.array([1, 5, 3]) * STRIDE + OFFSET
-    before = numbers.copy()
-    inputs, decay, b, c = random_arrays(4, (3, 4, 8), (3, 4), (3, groups, 16), (3, groups, 16))
-    decay = np.exp(-np.abs(decay))
-    of_heads = [np.repeat(part, 4 // groups, axis=1) for part in (b, c)]
-    expected = states_of(numbers, starts, 4, 8, 16) * decay[..., None, None]
-    expected += inputs[..., None] * of_heads[0][:, :, None]
-    output = mamba2(numbers, singles(starts), inputs, decay, b, c, shares=shares, executor=executor)
-    np.testing.assert_allclose(
-        output, np.einsum("mhpn,mhn->mhp", expected, of_heads[1]), rtol=1e-4, atol=1e-4
-    )
-    np.testing.assert_allclose(states_of(numbers, starts, 4, 8, 16), expected, rtol=1e-4, atol=1e-4)
-    assert_nothing_else_is_written(before, numbers, starts, 4 * 8 * 16)
+def test_the_kernels_compute_what_they_say(subtests, executor):
+    # Three sequences of three heads.
+    for (d_k, d_v), shares in itertools.product([(16, 16), (5, 7), (64, 32)], SHARES):
+        with subtests.test("the delta rule is what it says", d_k=d_k, d_v=d_v, shares=shares):
+            numbers, starts = pool(1), np.array([4, 0, 2]) * STRIDE + OFFSET
+            before = numbers.copy()
+            query, key, value, decay, beta = random_arrays(
+                2, (3, 3, d_k), (3, 3, d_k), (3, 3, d_v), (3, 3), (3, 3)
+            )
+            decay = np.exp(-np.abs(decay))
+            states = states_of(numbers, starts, 3, d_k, d_v) * decay[..., None, None]
+            change = (value - np.einsum("mhk,mhkv->mhv", key, states)) * beta[..., None]
+            expected = states + key[..., None] * change[..., None, :]
+            output = delta_rule(
+                numbers, singles(starts), query, key, value, decay, beta, shares=shares, executor=executor
+            )
+            np.testing.assert_allclose(
+                output, np.einsum("mhk,mhkv->mhv", query, expected), rtol=1e-4, atol=1e-4
+            )
+            np.testing.assert_allclose(
+                states_of(numbers, starts, 3, d_k, d_v), expected, rtol=1e-4, atol=1e-4
+            )
+            assert_nothing_else_is_written(before, numbers, starts, 3 * d_k * d_v)
+    # Three sequences of four heads, which share B and C by groups.
+    for groups, shares in itertools.product([1, 2, 4], [[range(12)], [range(0, 5), range(5, 12)]]):
+        with subtests.test("mamba2 is what it says", groups=groups, shares=shares):
+            numbers, starts = pool(3), np.array([1, 5, 3]) * STRIDE + OFFSET
+            before = numbers.copy()
+            inputs, decay, b, c = random_arrays(4, (3, 4, 8), (3, 4), (3, groups, 16), (3, groups, 16))
+            decay = np.exp(-np.abs(decay))
+            of_heads = [np.repeat(part, 4 // groups, axis=1) for part in (b, c)]
+            expected = states_of(numbers, starts, 4, 8, 16) * decay[..., None, None]
+            expected += inputs[..., None] * of_heads[0][:, :, None]
+            output = mamba2(numbers, singles(starts), inputs, decay, b, c, shares=shares, executor=executor)
+            np.testing.assert_allclose(
+                output, np.einsum("mhpn,mhn->mhp", expected, of_heads[1]), rtol=1e-4, atol=1e-4
+            )
+            np.testing.assert_allclose(states_of(numbers, starts, 4, 8, 16), expected, rtol=1e-4, atol=1e-4)
+            assert_nothing_else_is_written(before, numbers, starts, 4 * 8 * 16)
 
 
 def assert_nothing_else_is_written(before, after, starts, size):

@@ -73,7 +73,8 @@ async def test_tokens_are_those_of_no_drafts_which_are_as_good_through_pd():
     assert remote >= 0.99 * local
 
 
-@pytest.mark.parametrize("family", [pytest.param(WINDOWED, marks=pytest.mark.exact), RECURRENT])
+@pytest.mark.exact
+@pytest.mark.parametrize("family", [WINDOWED, RECURRENT])
 async def test_tokens_of_a_model_that_carries_something_are_those_of_no_drafts(family):
     await check_tokens(family, [Plan.REMOTE])
 
@@ -98,20 +99,21 @@ async def test_the_drafts_bytes_are_counted_by_the_page():
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-async def test_tokens_are_those_of_no_drafts_with_a_draft_on_one_side(side):
-    both = settings_of(FULL)
-    without = replace(both, draft_model="")
-    decode, prefill = (both, without) if side == "decode" else (without, both)
-    async with Pair(decode, prefill_settings=prefill) as pair:
-        plain = await answers(pair, None, Plan.REMOTE)
-        assert all(answer.admitted.carried_bytes == {} for answer in plain)
-        if side == "decode":
-            drafting = drafting_of(pair)
-            drafted = await answers(pair, drafting, Plan.REMOTE)
-            assert [a.tokens for a in drafted] == [a.tokens for a in plain]
-            assert drafting.acceptance > 0.5  # it has caught up
-        await pair.assert_nothing_held()
+async def test_tokens_are_those_of_no_drafts_with_a_draft_on_one_side(subtests):
+    for side in ["decode", "prefill"]:
+        with subtests.test(side=side):
+            both = settings_of(FULL)
+            without = replace(both, draft_model="")
+            decode, prefill = (both, without) if side == "decode" else (without, both)
+            async with Pair(decode, prefill_settings=prefill) as pair:
+                plain = await answers(pair, None, Plan.REMOTE)
+                assert all(answer.admitted.carried_bytes == {} for answer in plain)
+                if side == "decode":
+                    drafting = drafting_of(pair)
+                    drafted = await answers(pair, drafting, Plan.REMOTE)
+                    assert [a.tokens for a in drafted] == [a.tokens for a in plain]
+                    assert drafting.acceptance > 0.5  # it has caught up
+                await pair.assert_nothing_held()
 
 
 async def test_a_crowd_that_has_some_retracted_drafts_all_the_same():
@@ -141,7 +143,7 @@ async def test_a_crowd_that_has_some_retracted_drafts_all_the_same():
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.exact), SEEDED])
 async def test_a_stream_moves_between_ranks_that_draft_and_do_not(sampling):
     async with Pair(settings_of(FULL), dp_size=2) as pair:
         prompt = new_text(PROMPT, 1)

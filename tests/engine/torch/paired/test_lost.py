@@ -170,7 +170,7 @@ async def test_what_is_lost_or_mixed_up_is_seen(family, plan):
         assert noticed == expected, dict(zip([fault.__name__ for fault in faults], noticed, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.exact)])
 async def test_a_slot_that_is_not_zeroed_is_seen(family, monkeypatch):
     async with Pair(torch_settings(family, max_running_requests=2)) as pair:
         await Talk(pair).turn(new_text(67, 1))

@@ -59,9 +59,10 @@ async def check_moved(family, plan, sampling):
             assert books.locked == books.private == books.quarantined == 0
 
 
-@pytest.mark.parametrize(("family", "plan", "sampling"), DEFAULT, ids=named)
-async def test_a_stream_goes_on_where_its_rank_was_stopped(family, plan, sampling):
-    await check_moved(family, plan, sampling)
+async def test_a_stream_goes_on_where_its_rank_was_stopped(subtests):
+    for family, plan, sampling in DEFAULT:
+        with subtests.test(family=family):
+            await check_moved(family, plan, sampling)
 
 
 @pytest.mark.exact

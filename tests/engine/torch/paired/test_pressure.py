@@ -49,9 +49,10 @@ async def check_crowd(family):
         await pair.assert_nothing_held()
 
 
-@pytest.mark.parametrize("family", DEFAULT)
-async def test_a_crowd_that_has_some_retracted_is_exact(family):
-    await check_crowd(family)
+async def test_a_crowd_that_has_some_retracted_is_exact(subtests):
+    for family in DEFAULT:
+        with subtests.test(family=family):
+            await check_crowd(family)
 
 
 @pytest.mark.exact

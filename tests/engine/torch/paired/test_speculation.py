@@ -13,7 +13,6 @@ from engine.torch.paired.speculating import (
     FAMILIES,
     FULL,
     GREEDY,
-    MAMBA,
     MODES,
     SEEDED,
     WINDOWED,
@@ -38,10 +37,7 @@ of_modes = pytest.mark.parametrize("mode", MODES)
 of_families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [(FULL, "tree"), (FULL, "draft"), (WINDOWED, "tree"), (MAMBA, "draft"), (DELTA_NET, "tree")],
-)
+@pytest.mark.parametrize(("family", "mode"), [(FULL, "draft"), (WINDOWED, "tree"), (DELTA_NET, "tree")])
 async def test_two_turns(family, mode):
     await compare(settings_of(family, mode), repeat_two_turns)
 

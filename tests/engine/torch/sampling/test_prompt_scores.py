@@ -20,37 +20,41 @@ from services.kv.carried.pool_sizes import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 
 # Whose layers have an unusual name, and one of the usual.
-UNUSUAL = ("llama4", "qwen3")
+UNUSUAL = ("llama4",)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_tell_of_tokens_what_log_softmax_does(dtype, monkeypatch):
-    monkeypatch.setattr(prompt_scores, "_CPU_BLOCK", 200)
-    logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
-    token_ids = [3, 99, 0, 50, 3, 7, 8]
-    expected = logits.double().log_softmax(1)
-    for token, row, told in zip(token_ids, expected, told_by(logits, token_ids, 5).tokens(), strict=True):
-        assert told.logprob == pytest.approx(float(row[token]))
-        assert told.rank == 1 + int((row > row[token]).sum())
-        assert [token_id for token_id, _ in told.top] == row.argsort(descending=True, stable=True)[
-            :5
-        ].tolist()
-        assert [p for _, p in told.top] == pytest.approx(row.sort(descending=True).values[:5].tolist())
-
-
-def test_of_a_small_vocabulary_there_are_no_more_than_it_has():
-    [told] = told_by(torch.tensor([[0.0, math.log(3)]]), [0], 5).tokens()
-    assert told.logprob == pytest.approx(math.log(0.25))
-    assert told.rank == 2
-    assert [token_id for token_id, _ in told.top] == [1, 0]
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_where_the_model_overflowed_nothing_is_told(broken):
-    rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
-    overflowed, sound = told_by(rows, [0, 2], 2).tokens()
-    assert overflowed == ScoredToken(-math.inf, 0, ())
-    assert sound.rank == 1
+def test_rows_tell_of_tokens(subtests):
+    for dtype in [torch.float32, torch.bfloat16]:
+        with (
+            subtests.test("rows tell of tokens what log softmax does", dtype=dtype),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            monkeypatch.setattr(prompt_scores, "_CPU_BLOCK", 200)
+            logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
+            token_ids = [3, 99, 0, 50, 3, 7, 8]
+            expected = logits.double().log_softmax(1)
+            for token, row, told in zip(
+                token_ids, expected, told_by(logits, token_ids, 5).tokens(), strict=True
+            ):
+                assert told.logprob == pytest.approx(float(row[token]))
+                assert told.rank == 1 + int((row > row[token]).sum())
+                assert [token_id for token_id, _ in told.top] == row.argsort(descending=True, stable=True)[
+                    :5
+                ].tolist()
+                assert [p for _, p in told.top] == pytest.approx(
+                    row.sort(descending=True).values[:5].tolist()
+                )
+    with subtests.test("of a small vocabulary there are no more than it has"):
+        [told] = told_by(torch.tensor([[0.0, math.log(3)]]), [0], 5).tokens()
+        assert told.logprob == pytest.approx(math.log(0.25))
+        assert told.rank == 2
+        assert [token_id for token_id, _ in told.top] == [1, 0]
+    for broken in [math.nan, math.inf]:
+        with subtests.test("where the model overflowed nothing is told", broken=broken):
+            rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
+            overflowed, sound = told_by(rows, [0, 2], 2).tokens()
+            assert overflowed == ScoredToken(-math.inf, 0, ())
+            assert sound.rank == 1
 
 
 @pytest.mark.parametrize(

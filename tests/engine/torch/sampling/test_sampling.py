@@ -123,115 +123,107 @@ def test_every_choice_is_the_oracles_whoever_shares_the_batch(rows):
     assert got == [sample(logits[i : i + 1], [c])[0] for i, (_, c) in enumerate(rows)]
 
 
-def test_greedy_takes_the_lowest_of_equal_ids_in_one_batch_and_alone():
-    row = [0.0, 3.0, 1.0, 3.0]
-    assert choose(row, GREEDY).token_id == 1
-    assert choose(row, dataclasses.replace(GREEDY, presence_penalty=1), [0]).token_id == 1
-    assert [s.token_id for s in sample(torch.tensor([row, row[::-1]]), [chunk(GREEDY)] * 2)] == [1, 0]
+def test_ties_and_extremes(subtests):
+    with subtests.test("greedy takes the lowest of equal ids in one batch and alone"):
+        row = [0.0, 3.0, 1.0, 3.0]
+        assert choose(row, GREEDY).token_id == 1
+        assert choose(row, dataclasses.replace(GREEDY, presence_penalty=1), [0]).token_id == 1
+        assert [s.token_id for s in sample(torch.tensor([row, row[::-1]]), [chunk(GREEDY)] * 2)] == [1, 0]
+    for broken in [math.nan, math.inf]:
+        with subtests.test("logits that overflowed fail nobody else", broken=broken):
+            hot = SamplingParams(temperature=1, top_p=0.9, seed=1)
+            rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
+            assert [sampled.token_id for sampled in sample(rows, [chunk(hot)] * 2)] == [1, 2]
+    with subtests.test("tiny temperature neither overflows nor strays"):
+        assert choose([-1e4, 1e4, 0.0], SamplingParams(temperature=1e-6)).token_id == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logprobs_are_of_the_raw_logits(dtype):
-    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0]], dtype=dtype)
-    params = SamplingParams(temperature=0, logprobs=3, repetition_penalty=100)
-    [got] = sample(logits, [chunk(params, history=[1, 3])])
-    expected = logits[0].double().log_softmax(0).tolist()
-    assert got.token_id == 0  # 2.0 has been penalized to 0.02
-    assert got.logprobs.token_id == 0
-    assert got.logprobs.logprob == pytest.approx(expected[0])
-    assert [token_id for token_id, _ in got.logprobs.top] == [1, 3, 0]
-    assert [logprob for _, logprob in got.logprobs.top] == pytest.approx([expected[i] for i in (1, 3, 0)])
+def test_log_probabilities(subtests):
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        with subtests.test("logprobs are of the raw logits", dtype=dtype):
+            logits = torch.tensor([[0.5, 2.0, -1.0, 2.0]], dtype=dtype)
+            params = SamplingParams(temperature=0, logprobs=3, repetition_penalty=100)
+            [got] = sample(logits, [chunk(params, history=[1, 3])])
+            expected = logits[0].double().log_softmax(0).tolist()
+            assert got.token_id == 0  # 2.0 has been penalized to 0.02
+            assert got.logprobs.token_id == 0
+            assert got.logprobs.logprob == pytest.approx(expected[0])
+            assert [token_id for token_id, _ in got.logprobs.top] == [1, 3, 0]
+            assert [logprob for _, logprob in got.logprobs.top] == pytest.approx(
+                [expected[i] for i in (1, 3, 0)]
+            )
+    with subtests.test("logprobs are of the logits before biases and bans"):
+        params = SamplingParams(temperature=0, logprobs=2, logit_bias=((0, 9.0),), bad_token_ids=((1,),))
+        got = choose([0.5, 2.0, 1.0], params)
+        expected = torch.tensor([0.5, 2.0, 1.0]).double().log_softmax(0).tolist()
+        assert got.token_id == got.logprobs.token_id == 0
+        assert got.logprobs.logprob == pytest.approx(expected[0])
+        assert [token_id for token_id, _ in got.logprobs.top] == [1, 2]
+    with subtests.test("logprobs zero is the chosen token only"):
+        assert choose([0.0, 1.0], dataclasses.replace(GREEDY, logprobs=0)).logprobs.top == ()
+        assert choose([0.0, 1.0], GREEDY).logprobs is None
 
 
-def test_logprobs_are_of_the_logits_before_biases_and_bans():
-    params = SamplingParams(temperature=0, logprobs=2, logit_bias=((0, 9.0),), bad_token_ids=((1,),))
-    got = choose([0.5, 2.0, 1.0], params)
-    expected = torch.tensor([0.5, 2.0, 1.0]).double().log_softmax(0).tolist()
-    assert got.token_id == got.logprobs.token_id == 0
-    assert got.logprobs.logprob == pytest.approx(expected[0])
-    assert [token_id for token_id, _ in got.logprobs.top] == [1, 2]
+def test_bans_and_min_tokens(subtests):
+    for temperature in [0, 1]:
+        with subtests.test(
+            "where all is banned no token is chosen and nobody else minds", temperature=temperature
+        ):
+            params = SamplingParams(temperature=temperature, seed=1)
+            barred = dataclasses.replace(params, bad_token_ids=((0,), (1, 0), (1,), (2, 2), (2,)))
+            logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
+            got = sample(logits, [chunk(barred), chunk(params)])
+            assert got[0].token_id == NO_TOKEN
+            assert got[1] == sample(logits[:1], [chunk(params)])[0]
+    with subtests.test("a ban beside min tokens leaves none that would end it"):
+        params = SamplingParams(temperature=0, min_tokens=2, bad_token_ids=((1,), (2,)))
+        assert choose([1.0, 3.0, 2.0], params, eos_token_ids=(0,)).token_id == NO_TOKEN
+    with subtests.test("min tokens holds off eos and stop ids until they are there"):
+        params = dataclasses.replace(GREEDY, min_tokens=2, stop_token_ids=(0, 10**6))
+        row = [3.0, 2.0, 1.0]
+        assert choose(row, params, [1, 1], 1, eos_token_ids=(1,)).token_id == 2
+        assert choose(row, params, [1, 1], 2, eos_token_ids=(1,)).token_id == 0
+        assert choose(row, dataclasses.replace(params, ignore_eos=True), [1, 1], 1, (1,)).token_id == 1
+    for temperature in [0, 1]:
+        with subtests.test(
+            "where every token would end it one is chosen all the same", temperature=temperature
+        ):
+            params = SamplingParams(
+                temperature=temperature, top_k=1, min_tokens=2, stop_token_ids=(0, 1, 2, 1)
+            )
+            assert choose([1.0, 3.0, 2.0], params).token_id == 1
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_where_all_is_banned_no_token_is_chosen_and_nobody_else_minds(temperature):
-    params = SamplingParams(temperature=temperature, seed=1)
-    barred = dataclasses.replace(params, bad_token_ids=((0,), (1, 0), (1,), (2, 2), (2,)))
-    logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
-    got = sample(logits, [chunk(barred), chunk(params)])
-    assert got[0].token_id == NO_TOKEN
-    assert got[1] == sample(logits[:1], [chunk(params)])[0]
+def test_numbers_are_uniform_and_choices_follow_the_probabilities(subtests):
+    with subtests.test("the uniform number is pinned"):
+        # A replayed request must go on with the same tokens on a newer release too.
+        assert uniform(0, 0) == pytest.approx(0.8833108082136426, abs=1e-16)
+        assert 0 <= uniform(2**64 - 1, 10**6) < 1
+    with subtests.test("uniform numbers are uniform over positions and over seeds"):
+        for numbers in ([uniform(7, n) for n in range(20_000)], [uniform(n, 7) for n in range(20_000)]):
+            counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+            chi_square = ((counts - 1000) ** 2 / 1000).sum()
+            assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
+            assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+    with subtests.test("choices follow the probabilities"):
+        logits = torch.linspace(-2, 2, VOCAB_SIZE)
+        params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05)
+        num_draws = 4000
+        draws = [chunk(dataclasses.replace(params, seed=seed)) for seed in range(num_draws)]
+        counts = Counter(s.token_id for s in sample(logits.expand(num_draws, -1), draws))
+        expected = expected_probabilities(logits.tolist(), draws[0])
+        assert counts.keys() <= expected.keys()
+        chi_square = sum((counts[i] - p * num_draws) ** 2 / (p * num_draws) for i, p in expected.items())
+        degrees = len(expected) - 1
+        assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
+    with subtests.test("the same seed and position choose the same and others do not"):
+        flat = torch.zeros(1, 1000)
+        params = SamplingParams(seed=5)
 
+        def token_at(seed, position):
+            [sampled] = sample(flat, [chunk(dataclasses.replace(params, seed=seed), range(position))])
+            return sampled.token_id
 
-def test_a_ban_beside_min_tokens_leaves_none_that_would_end_it():
-    params = SamplingParams(temperature=0, min_tokens=2, bad_token_ids=((1,), (2,)))
-    assert choose([1.0, 3.0, 2.0], params, eos_token_ids=(0,)).token_id == NO_TOKEN
-
-
-def test_logprobs_zero_is_the_chosen_token_only():
-    assert choose([0.0, 1.0], dataclasses.replace(GREEDY, logprobs=0)).logprobs.top == ()
-    assert choose([0.0, 1.0], GREEDY).logprobs is None
-
-
-def test_min_tokens_holds_off_eos_and_stop_ids_until_they_are_there():
-    params = dataclasses.replace(GREEDY, min_tokens=2, stop_token_ids=(0, 10**6))
-    row = [3.0, 2.0, 1.0]
-    assert choose(row, params, [1, 1], 1, eos_token_ids=(1,)).token_id == 2
-    assert choose(row, params, [1, 1], 2, eos_token_ids=(1,)).token_id == 0
-    assert choose(row, dataclasses.replace(params, ignore_eos=True), [1, 1], 1, (1,)).token_id == 1
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_where_every_token_would_end_it_one_is_chosen_all_the_same(temperature):
-    params = SamplingParams(temperature=temperature, top_k=1, min_tokens=2, stop_token_ids=(0, 1, 2, 1))
-    assert choose([1.0, 3.0, 2.0], params).token_id == 1
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_overflowed_fail_nobody_else(broken):
-    hot = SamplingParams(temperature=1, top_p=0.9, seed=1)
-    rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
-    assert [sampled.token_id for sampled in sample(rows, [chunk(hot)] * 2)] == [1, 2]
-
-
-def test_the_uniform_number_is_pinned():
-    # A replayed request must go on with the same tokens on a newer release too.
-    assert uniform(0, 0) == pytest.approx(0.8833108082136426, abs=1e-16)
-    assert 0 <= uniform(2**64 - 1, 10**6) < 1
-
-
-def test_uniform_numbers_are_uniform_over_positions_and_over_seeds():
-    for numbers in ([uniform(7, n) for n in range(20_000)], [uniform(n, 7) for n in range(20_000)]):
-        counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
-        chi_square = ((counts - 1000) ** 2 / 1000).sum()
-        assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
-        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
-
-
-def test_choices_follow_the_probabilities():
-    logits = torch.linspace(-2, 2, VOCAB_SIZE)
-    params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05)
-    num_draws = 4000
-    draws = [chunk(dataclasses.replace(params, seed=seed)) for seed in range(num_draws)]
-    counts = Counter(s.token_id for s in sample(logits.expand(num_draws, -1), draws))
-    expected = expected_probabilities(logits.tolist(), draws[0])
-    assert counts.keys() <= expected.keys()
-    chi_square = sum((counts[i] - p * num_draws) ** 2 / (p * num_draws) for i, p in expected.items())
-    degrees = len(expected) - 1
-    assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
-
-
-def test_the_same_seed_and_position_choose_the_same_and_others_do_not():
-    flat = torch.zeros(1, 1000)
-    params = SamplingParams(seed=5)
-
-    def token_at(seed, position):
-        [sampled] = sample(flat, [chunk(dataclasses.replace(params, seed=seed), range(position))])
-        return sampled.token_id
-
-    assert token_at(5, 9) == token_at(5, 9)
-    assert len({token_at(5, position) for position in range(50)}) > 40
-    assert len({token_at(seed, 9) for seed in range(50)}) > 40
-
-
-def test_tiny_temperature_neither_overflows_nor_strays():
-    assert choose([-1e4, 1e4, 0.0], SamplingParams(temperature=1e-6)).token_id == 1
+        assert token_at(5, 9) == token_at(5, 9)
+        assert len({token_at(5, position) for position in range(50)}) > 40
+        assert len({token_at(seed, 9) for seed in range(50)}) > 40

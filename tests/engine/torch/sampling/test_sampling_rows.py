@@ -1,6 +1,7 @@
 """Many rows at once choose what each would choose alone, and what the plain definition chooses."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -94,47 +95,44 @@ def test_a_batch_chooses_what_each_row_alone_does_by_definition(rows, kind, seed
         assert sampled == sample(logits[row : row + 1], [own])[0]
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_who_else_is_in_the_batch_changes_no_row(case, dtype):
-    logits = random_logits(len(CASES) + 1, "ties", 1).to(dtype)
-    own = chunk(case, 12, [1, 2, 3, 2], 2)
-    others = [chunk(other, n, [n], 1) for n, other in enumerate(sorted(CASES))]
-    [alone] = sample(logits[:1], [own])
-    assert sample(logits, [own, *others])[0] == alone
-    assert sample(logits.flip(0), [*others, own])[-1] == alone
-    assert_same(alone, sample_row(logits[0].double().numpy(), own))
-
-
-def test_a_row_that_overflowed_fails_no_other_of_its_block():
-    logits = random_logits(4, "peaked", 3)
-    chunks = [chunk(case, 1, [1], 0) for case in ("top_p", "top_k of few", "all", "greedy, logprobs")]
-    expected = sample(logits, chunks)
-    for broken in (torch.nan, torch.inf):
-        for row in range(4):
-            damaged = logits.clone()
-            damaged[row, 17] = broken
-            got = sample(damaged, chunks)
-            assert got[row].token_id == 17
-            if got[row].logprobs is not None:
-                assert got[row].logprobs == TokenLogprobs(17, -np.inf, ())
-            assert [s for i, s in enumerate(got) if i != row] == [
-                s for i, s in enumerate(expected) if i != row
-            ]
-
-
-def test_what_is_sampled_leaves_the_logits_as_they_were():
-    logits = random_logits(len(CASES), "peaked", 4).double()
-    before = logits.clone()
-    sample(logits, [chunk(case, 1, [1, 2], 1) for case in CASES])
-    assert torch.equal(logits, before)
-
-
-def test_a_point_that_rounding_puts_at_the_very_end_finds_the_last_id_that_can_be(monkeypatch):
-    monkeypatch.setattr(sampling, "uniform", lambda seed, position: 1.0)
-    logits = torch.full((1, VOCAB_SIZE), -torch.inf)
-    logits[0, [3, 500]] = 0.0
-    for case in ("all", "top_p", "top_k of few"):
-        params = dataclasses.replace(SamplingParams(), **CASES[case])
-        assert sample(logits, [Chunk([0], 0, [0], True, params, [1])])[0].token_id == 500
-    assert np.isfinite(sample(logits, [chunk("greedy, logprobs", 1, [1], 0)])[0].logprobs.logprob)
+def test_rows_are_chosen_each_by_itself(subtests):
+    for dtype, case in itertools.product([torch.float32, torch.bfloat16], sorted(CASES)):
+        with subtests.test("who else is in the batch changes no row", dtype=dtype, case=case):
+            logits = random_logits(len(CASES) + 1, "ties", 1).to(dtype)
+            own = chunk(case, 12, [1, 2, 3, 2], 2)
+            others = [chunk(other, n, [n], 1) for n, other in enumerate(sorted(CASES))]
+            [alone] = sample(logits[:1], [own])
+            assert sample(logits, [own, *others])[0] == alone
+            assert sample(logits.flip(0), [*others, own])[-1] == alone
+            assert_same(alone, sample_row(logits[0].double().numpy(), own))
+    with subtests.test("a row that overflowed fails no other of its block"):
+        logits = random_logits(4, "peaked", 3)
+        chunks = [chunk(case, 1, [1], 0) for case in ("top_p", "top_k of few", "all", "greedy, logprobs")]
+        expected = sample(logits, chunks)
+        for broken in (torch.nan, torch.inf):
+            for row in range(4):
+                damaged = logits.clone()
+                damaged[row, 17] = broken
+                got = sample(damaged, chunks)
+                assert got[row].token_id == 17
+                if got[row].logprobs is not None:
+                    assert got[row].logprobs == TokenLogprobs(17, -np.inf, ())
+                assert [s for i, s in enumerate(got) if i != row] == [
+                    s for i, s in enumerate(expected) if i != row
+                ]
+    with subtests.test("what is sampled leaves the logits as they were"):
+        logits = random_logits(len(CASES), "peaked", 4).double()
+        before = logits.clone()
+        sample(logits, [chunk(case, 1, [1, 2], 1) for case in CASES])
+        assert torch.equal(logits, before)
+    with (
+        subtests.test("a point that rounding puts at the very end finds the last id that can be"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        monkeypatch.setattr(sampling, "uniform", lambda seed, position: 1.0)
+        logits = torch.full((1, VOCAB_SIZE), -torch.inf)
+        logits[0, [3, 500]] = 0.0
+        for case in ("all", "top_p", "top_k of few"):
+            params = dataclasses.replace(SamplingParams(), **CASES[case])
+            assert sample(logits, [Chunk([0], 0, [0], True, params, [1])])[0].token_id == 500
+        assert np.isfinite(sample(logits, [chunk("greedy, logprobs", 1, [1], 0)])[0].logprobs.logprob)

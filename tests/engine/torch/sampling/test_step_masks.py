@@ -36,39 +36,36 @@ def masks_of(allowed: list[set[int]]) -> Masks:
     return Masks(np.packbits(bits, axis=1, bitorder="little").view(np.int32), VOCAB_SIZE)
 
 
-def test_rows_with_a_mask_and_without_are_each_as_alone():
-    chance = random.Random(3)
-    logits = 3 * torch.randn(28, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
-    chunks = [chunk_of(SAMPLINGS[row % len(SAMPLINGS)], row) for row in range(28)]
-    masked = [row for row in range(28) if row // 7 in (1, 3)]
-    allowed = [set(chance.sample(range(VOCAB_SIZE), chance.choice([1, 2, 50]))) for _ in masked]
-    masks = RowMasks(masks_of(allowed), {row: index for index, row in enumerate(masked)})
-    together = sample(logits, chunks, masks)
-    for row, (chunk, got) in enumerate(zip(chunks, together, strict=True)):
-        own = logits[row : row + 1]
-        if row not in masked:
-            assert got == sample(own, [chunk])[0]
-            continue
-        ids = allowed[masked.index(row)]
-        assert got == sample(own, [chunk], RowMasks(masks_of([ids]), {0: 0}))[0]
-        forbidden = own.clone()
-        forbidden[0, [i for i in range(VOCAB_SIZE) if i not in ids]] = -torch.inf
-        [expected] = sample(forbidden, [replace(chunk, sampling=replace(chunk.sampling, logprobs=None))])
-        assert got.token_id == expected.token_id in ids
-        if chunk.sampling.logprobs is not None:  # of the raw logits
-            raw = own[0].double().log_softmax(0)
-            assert abs(got.logprobs.logprob - raw[got.token_id].item()) < 1e-9
-
-
-def test_where_nothing_is_allowed_no_token_is_chosen():
-    logits = torch.randn(7, VOCAB_SIZE)
-    chunks = [chunk_of(params, row) for row, params in enumerate(SAMPLINGS)]
-    masks = RowMasks(masks_of([set()] * 7), {row: row for row in range(7)})
-    assert sample(logits, chunks, masks) == [Sampled(NO_TOKEN)] * 7
-
-
-def test_an_overflow_chooses_what_is_allowed_all_the_same():
-    logits = torch.full((2, VOCAB_SIZE), torch.nan)
-    chunks = [chunk_of(SAMPLINGS[0], 0), chunk_of(SAMPLINGS[3], 1)]
-    masks = RowMasks(masks_of([{17, 40}, {299}]), {0: 0, 1: 1})
-    assert [sampled.token_id for sampled in sample(logits, chunks, masks)] == [17, 299]
+def test_masks_are_each_rows_own(subtests):
+    with subtests.test("rows with a mask and without are each as alone"):
+        chance = random.Random(3)
+        logits = 3 * torch.randn(28, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+        chunks = [chunk_of(SAMPLINGS[row % len(SAMPLINGS)], row) for row in range(28)]
+        masked = [row for row in range(28) if row // 7 in (1, 3)]
+        allowed = [set(chance.sample(range(VOCAB_SIZE), chance.choice([1, 2, 50]))) for _ in masked]
+        masks = RowMasks(masks_of(allowed), {row: index for index, row in enumerate(masked)})
+        together = sample(logits, chunks, masks)
+        for row, (chunk, got) in enumerate(zip(chunks, together, strict=True)):
+            own = logits[row : row + 1]
+            if row not in masked:
+                assert got == sample(own, [chunk])[0]
+                continue
+            ids = allowed[masked.index(row)]
+            assert got == sample(own, [chunk], RowMasks(masks_of([ids]), {0: 0}))[0]
+            forbidden = own.clone()
+            forbidden[0, [i for i in range(VOCAB_SIZE) if i not in ids]] = -torch.inf
+            [expected] = sample(forbidden, [replace(chunk, sampling=replace(chunk.sampling, logprobs=None))])
+            assert got.token_id == expected.token_id in ids
+            if chunk.sampling.logprobs is not None:  # of the raw logits
+                raw = own[0].double().log_softmax(0)
+                assert abs(got.logprobs.logprob - raw[got.token_id].item()) < 1e-9
+    with subtests.test("where nothing is allowed no token is chosen"):
+        logits = torch.randn(7, VOCAB_SIZE)
+        chunks = [chunk_of(params, row) for row, params in enumerate(SAMPLINGS)]
+        masks = RowMasks(masks_of([set()] * 7), {row: row for row in range(7)})
+        assert sample(logits, chunks, masks) == [Sampled(NO_TOKEN)] * 7
+    with subtests.test("an overflow chooses what is allowed all the same"):
+        logits = torch.full((2, VOCAB_SIZE), torch.nan)
+        chunks = [chunk_of(SAMPLINGS[0], 0), chunk_of(SAMPLINGS[3], 1)]
+        masks = RowMasks(masks_of([{17, 40}, {299}]), {0: 0, 1: 1})
+        assert [sampled.token_id for sampled in sample(logits, chunks, masks)] == [17, 299]

@@ -1,7 +1,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,15 +80,16 @@ def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, nu
         assert all(query_at[reading] == query for reading in readings[start:end])
 
 
-def test_a_long_context_keeps_every_program_busy_and_a_short_one_is_left_whole():
-    long = cut_pieces(pieces_of([(512, 1)]), pool(), 32, num_programs=264)
-    assert 264 / 8 - 3 <= len(long.table) <= 264 / 8
-    assert np.ptp(long.table[:, 1] - long.table[:, 0]) <= 1
-    short = cut_pieces(pieces_of([(8, 1)]), pool(), 32, num_programs=264)
-    assert len(short.table) == 1
-
-
-@pytest.mark.parametrize(("num_readers", "num_parts"), [(1, 1), (16, 1), (17, 2), (40, 3)])
-def test_pages_are_read_once_for_as_many_readers_as_are_multiplied_at_once(num_readers, num_parts):
-    parts = cut_pieces(pieces_of([(4, num_readers)]), pool(), 32, num_programs=264)
-    assert len(parts.table) == num_parts
+def test_parts_keep_programs_busy_and_read_pages_once(subtests):
+    with subtests.test("a long context keeps every program busy and a short one is left whole"):
+        long = cut_pieces(pieces_of([(512, 1)]), pool(), 32, num_programs=264)
+        assert 264 / 8 - 3 <= len(long.table) <= 264 / 8
+        assert np.ptp(long.table[:, 1] - long.table[:, 0]) <= 1
+        short = cut_pieces(pieces_of([(8, 1)]), pool(), 32, num_programs=264)
+        assert len(short.table) == 1
+    for num_readers, num_parts in [(1, 1), (16, 1), (17, 2), (40, 3)]:
+        with subtests.test(
+            "pages are read once for as many readers as are multiplied at once", num_readers=num_readers
+        ):
+            parts = cut_pieces(pieces_of([(4, num_readers)]), pool(), 32, num_programs=264)
+            assert len(parts.table) == num_parts

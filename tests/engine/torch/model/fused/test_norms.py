@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
@@ -27,48 +26,43 @@ def norms_of(made: type, config: PreTrainedConfig, dtype: torch.dtype) -> list[t
     return norms
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 300])
-def test_a_norm_that_is_one_call_is_as_near_as_its_definition(num_rows):
-    norms = norms_of(LlamaForCausalLM, LlamaConfig(**SIZES), torch.float32)
-    rows = torch.randn(1, num_rows, 24)
-    assert len(norms) == 3
-    for norm in norms:
-        assert "forward" in vars(norm)
-        with torch.inference_mode():
-            normed, theirs = norm(rows), type(norm).forward(norm, rows)
-        precise = rows.double()
-        scales = (precise.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-        exact = norm.weight.detach().double() * precise * scales
-        assert normed.dtype is torch.float32
-        assert (normed - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+def test_a_norm_is_one_call_where_it_is_a_llamas(subtests):
+    for num_rows in [1, 7, 300]:
+        with subtests.test("a norm that is one call is as near as its definition", num_rows=num_rows):
+            norms = norms_of(LlamaForCausalLM, LlamaConfig(**SIZES), torch.float32)
+            rows = torch.randn(1, num_rows, 24)
+            assert len(norms) == 3
+            for norm in norms:
+                assert "forward" in vars(norm)
+                with torch.inference_mode():
+                    normed, theirs = norm(rows), type(norm).forward(norm, rows)
+                precise = rows.double()
+                scales = (precise.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+                exact = norm.weight.detach().double() * precise * scales
+                assert normed.dtype is torch.float32
+                assert (normed - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+    for made, config, dtype in [
+        (Gemma2ForCausalLM, Gemma2Config, torch.float32),  # one-is-added-to-the-weight
+        (LlamaForCausalLM, LlamaConfig, torch.bfloat16),  # rounded-before-the-weight
+    ]:
+        with subtests.test("a norm that computes something else stays as it is", made=made):
+            norms = norms_of(made, config(**SIZES), dtype)
+            assert norms
+            assert not any("forward" in vars(norm) for norm in norms)
 
 
-@pytest.mark.parametrize("width", [1, 7, 24, 64, 100, 512])
-def test_a_row_is_the_same_among_whatever_others(width):
-    rows, weight = torch.randn(70, width).numpy(), torch.randn(width).numpy()
-    alone = np.concatenate([rms_norm(row[None], weight, 1e-6) for row in rows])
-    for count in (2, 33, 70):
-        assert np.array_equal(rms_norm(rows[None, :count], weight, 1e-6)[0], alone[:count])
-    with_gaps = np.zeros((70, 2 * width), np.float32)[:, :width]
-    with_gaps[:] = rows
-    assert np.array_equal(rms_norm(with_gaps, weight, 1e-6), alone)
-
-
-def test_rows_that_are_zeros_and_rows_that_are_none():
-    weight = np.ones(24, np.float32)
-    assert np.array_equal(rms_norm(np.zeros((1, 2, 24), np.float32), weight, 1e-6), np.zeros((1, 2, 24)))
-    assert rms_norm(np.zeros((1, 0, 24), np.float32), weight, 1e-6).shape == (1, 0, 24)
-    assert np.isnan(rms_norm(np.full((1, 24), np.nan, np.float32), weight, 1e-6)).all()
-
-
-@pytest.mark.parametrize(
-    ("made", "config", "dtype"),
-    [
-        pytest.param(Gemma2ForCausalLM, Gemma2Config, torch.float32, id="one-is-added-to-the-weight"),
-        pytest.param(LlamaForCausalLM, LlamaConfig, torch.bfloat16, id="rounded-before-the-weight"),
-    ],
-)
-def test_a_norm_that_computes_something_else_stays_as_it_is(made, config, dtype):
-    norms = norms_of(made, config(**SIZES), dtype)
-    assert norms
-    assert not any("forward" in vars(norm) for norm in norms)
+def test_rows_are_computed_each_by_itself(subtests):
+    for width in [1, 7, 24, 64, 100, 512]:
+        with subtests.test("a row is the same among whatever others", width=width):
+            rows, weight = torch.randn(70, width).numpy(), torch.randn(width).numpy()
+            alone = np.concatenate([rms_norm(row[None], weight, 1e-6) for row in rows])
+            for count in (2, 33, 70):
+                assert np.array_equal(rms_norm(rows[None, :count], weight, 1e-6)[0], alone[:count])
+            with_gaps = np.zeros((70, 2 * width), np.float32)[:, :width]
+            with_gaps[:] = rows
+            assert np.array_equal(rms_norm(with_gaps, weight, 1e-6), alone)
+    with subtests.test("rows that are zeros and rows that are none"):
+        weight = np.ones(24, np.float32)
+        assert np.array_equal(rms_norm(np.zeros((1, 2, 24), np.float32), weight, 1e-6), np.zeros((1, 2, 24)))
+        assert rms_norm(np.zeros((1, 0, 24), np.float32), weight, 1e-6).shape == (1, 0, 24)
+        assert np.isnan(rms_norm(np.full((1, 24), np.nan, np.float32), weight, 1e-6)).all()

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,33 +54,26 @@ def test_one_call_gives_the_same_bits(num_tokens, num_heads, kv_heads, half, by_
     assert all(torch.equal(one, other) for one, other in zip(given_before, (q, k, cos, sin), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "cos", "named"),
-    [
-        pytest.param((2, 4, 3, 8), (2, 4, 3, 8), (2, 3, 8), {}, id="of-several-sequences"),
-        pytest.param((1, 4, 3, 8), (1, 4, 3, 8), (1, 1, 8), {}, id="of-one-place"),
-        pytest.param((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 8), {"unsqueeze_dim": 2}, id="tokens-first"),
-        pytest.param((1, 4, 3, 8), (1, 4, 3, 8), (3, 8), {"unsqueeze_dim": 0}, id="of-no-batch"),
-    ],
-)
-def test_what_the_kernel_does_not_take_goes_where_it_went(q, k, cos, named):
-    numbers = [torch.randn(shape) for shape in (q, k, cos, cos)]
-    rotated = fused(apply_rotary_pos_emb)(*numbers, **named)
-    for one, other in zip(rotated, apply_rotary_pos_emb(*numbers, **named), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("made", "config", "is_fused"),
-    [
+def test_what_is_not_a_llamas_rotation_stays_as_it_is(subtests):
+    for q, k, cos, named in [
+        ((2, 4, 3, 8), (2, 4, 3, 8), (2, 3, 8), {}),  # of-several-sequences
+        ((1, 4, 3, 8), (1, 4, 3, 8), (1, 1, 8), {}),  # of-one-place
+        ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 8), {"unsqueeze_dim": 2}),  # tokens-first
+        ((1, 4, 3, 8), (1, 4, 3, 8), (3, 8), {"unsqueeze_dim": 0}),  # of-no-batch
+    ]:
+        with subtests.test("what the kernel does not take goes where it went", q=q):
+            numbers = [torch.randn(shape) for shape in (q, k, cos, cos)]
+            rotated = fused(apply_rotary_pos_emb)(*numbers, **named)
+            for one, other in zip(rotated, apply_rotary_pos_emb(*numbers, **named), strict=True):
+                assert torch.equal(one, other)
+    for made, config, is_fused in [
         (LlamaForCausalLM, LlamaConfig, True),
         (Qwen3ForCausalLM, Qwen3Config, True),
         (GemmaForCausalLM, GemmaConfig, True),
         (GptOssForCausalLM, GptOssConfig, False),  # turns halves that are not repeated
-    ],
-)
-def test_those_are_fused_that_are_llamas(made, config, is_fused):
-    model = made(config(**SIZES))
-    fuse_rotations(model)
-    changed = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
-    assert changed == [made.__name__.removesuffix("ForCausalLM") + "Attention"] * 2 * is_fused
+    ]:
+        with subtests.test("those are fused that are llamas", made=made):
+            model = made(config(**SIZES))
+            fuse_rotations(model)
+            changed = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
+            assert changed == [made.__name__.removesuffix("ForCausalLM") + "Attention"] * 2 * is_fused
