@@ -20,7 +20,7 @@ from cluster.harness import FakeCluster
 from exactness.reference import random_prompt
 from services.cli.model.make_model import make_model
 from services.etcd.embedded import EmbeddedEtcd
-from services.router.request.answers.seeds import seed_of
+from services.router.request.client_request import seed_of
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateRequest, TokenIds
 

@@ -30,7 +30,7 @@ from services.observe import build_info
 from services.prefill.metrics import PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.http.bounded_connection import HttpMetrics
-from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
+from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
 from services.router.watch.cluster_watch import WatchMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad

@@ -35,6 +35,13 @@ from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.config import RouterConfig
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
+from services.router.generation_service import (
+    GENERATE,
+    SERVICE_NAME,
+    GenerationService,
+    add_to_server,
+    generate_handler,
+)
 from services.router.http.bounded_connection import BoundedConnection, HttpBounds, HttpMetrics, HttpTls
 from services.router.http.routes import http_app
 from services.router.keys import callers
@@ -47,8 +54,7 @@ from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
-from services.router.request.telemetry.metrics import RankCollector, RouterMetrics
-from services.router.server import GENERATE, SERVICE_NAME, GenerationService, add_to_server, generate_handler
+from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.prompt import most_message_bytes

@@ -9,7 +9,7 @@ from cluster.harness import FakeCluster
 from etcd.real_etcd import until
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.router.request.answers.seeds import seed_of
+from services.router.request.client_request import seed_of
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, TokenIds
 

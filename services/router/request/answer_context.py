@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.router.cluster import Cluster
 from services.router.request.client_request import ClientRequest
 from services.router.request.parsers import Parsers
-from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.router.text.chats.conversations import ConversationMemory
 from services.router.text.tokenizer import Tokenizer
 

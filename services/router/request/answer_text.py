@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from services.router.parsing.parser import AnswerParser
 from services.router.parsing.piece import CallPiece, Piece
-from services.router.request.resumption import Resumption
 from services.router.text.chats.answers import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import TokenDecoder, detokenizer_of
 from services.router.text.stop_strings import StopStrings
@@ -25,6 +24,7 @@ _CONTEXT = 12  # ids: after so many a decoder is in step
 _ID_CHARS = 24
 _OWN_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _ALPHABET = string.ascii_letters + string.digits
+_TAIL = 16  # characters: enough to find again
 
 
 @dataclass(slots=True)
@@ -165,3 +165,22 @@ class AnswerText:
 
 def _new_id() -> str:
     return "call_" + "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))
+
+
+class Resumption:
+    """`parser` is brought to where `said` ends. What it holds back of that, white space or half a marker,
+    comes with the next text of the answer, and is taken off there."""
+
+    def __init__(self, parser: AnswerParser, said: str) -> None:
+        piece = parser.feed(said)
+        told = (piece.reasoning if parser.thinks else piece.content)[-_TAIL:]
+        self._held = said[said.rfind(told) + len(told) :] if told else said
+
+    def rest_of(self, piece: Piece) -> Piece:
+        return replace(piece, reasoning=self._rest(piece.reasoning), content=self._rest(piece.content))
+
+    def _rest(self, text: str) -> str:
+        if not text:
+            return text
+        held, self._held = self._held, self._held[len(text) :] if self._held.startswith(text) else ""
+        return "" if held.startswith(text) else text.removeprefix(held)

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Self
 
-from services.router.request.answers.seeds import seed_of
 from services.router.request.tools import ChatTools
 from services.router.text.chats.past_answers import PastAnswers
 from services.values.request import SamplingParams
 from services.wire.packed_ids import PackedIds
 
 _NO_IDS = PackedIds.of(())
+_64_BITS = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,20 @@ class ClientRequest:
         if index:
             sampling = sampling.without_prompt_logprobs
         return replace(self, sampling=sampling, index=index)
+
+
+"""Each answer's seed, drawn from the request's. Pure."""
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The first answer's is the request's own, so that it is the answer to n = 1. That of answer i is the
+    i-th number of SplitMix64 from there: no two of them are the same.
+
+    https://prng.di.unimi.it/splitmix64.c
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * _STEP) & _64_BITS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+    return mixed ^ mixed >> 31

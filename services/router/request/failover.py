@@ -24,8 +24,8 @@ from services.router.cluster import HashedPrompt, Placed
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
 from services.router.request.answer_context import AnswerContext
-from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.progress import Progress
+from services.router.request.prompt_turns import PromptTurns
 from services.values.errors import (
     DeadlineExceeded,
     IsthmusError,

@@ -24,14 +24,13 @@ from services.router.cluster import Cluster, Explained
 from services.router.parsing.choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
 from services.router.request.answer_context import AnswerContext
-from services.router.request.answers.answers import answers_to, counts_of
 from services.router.request.client_request import ClientRequest
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Progress
+from services.router.request.several_answers import answers_to, counts_of
 from services.router.request.telemetry import gen_ai
-from services.router.request.telemetry.metrics import RouterMetrics
-from services.router.request.telemetry.story import tell
-from services.router.request.telemetry.trace_attributes import attributes_of
+from services.router.request.telemetry.router_metrics import RouterMetrics
+from services.router.request.telemetry.story import attributes_of, tell
 from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
 from services.router.text.chats.conversations import ConversationMemory
@@ -98,7 +97,7 @@ class Generator:
         self._metrics = metrics
         self._grammars = grammars or Grammars(None, 0)
         self._parsers = Parsers(tokenizer, parsers or ParserChoice(), keeps_strict)
-        self._obligations = self._parsers.obligations(self._grammars)
+        self._tool_constraints = self._parsers.tool_constraints(self._grammars)
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
         self._max_priority = max_priority
@@ -159,7 +158,7 @@ class Generator:
         """
         past = self._past(request)
         asked = await self._check(request)
-        asked = await self._obliged(asked, await self._encoder().encode(request, past), past)
+        asked = await self._encoded(asked, await self._encoder().encode(request, past), past)
         ids, sampling = asked.prompt.ids, asked.sampling
         prompt = await self._cluster.hash(ids, asked.tenant, sampling.max_tokens)
         prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=asked.answers)
@@ -226,7 +225,7 @@ class Generator:
                 past = self._past(request)
                 encoder = self._encoder()
                 prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
-                asked = await self._obliged(asked, prompt, past)
+                asked = await self._encoded(asked, prompt, past)
                 scored_of(asked.sampling, len(prompt.ids))
                 progress.encoded(asked, self._clock())
                 self._metrics.past_answers(progress.past_answers)
@@ -342,11 +341,11 @@ class Generator:
             tells_logprobs=tells_logprobs,
         )
 
-    async def _obliged(
+    async def _encoded(
         self, asked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
     ) -> ClientRequest:
         """Return the request with its prompt, and with what its tools ask of the answer."""
-        sampling = await self._obligations.put(asked.tools, asked.sampling, prompt.ids)
+        sampling = await self._tool_constraints.put(asked.tools, asked.sampling, prompt.ids)
         return asked.encoded(prompt, past, sampling)
 
     def _check_model(self, model: str) -> None:

@@ -8,7 +8,7 @@ from services.router.parsing.call_texts import CALL_TEXTS, CallText
 from services.router.parsing.choice import ParserChoice
 from services.router.parsing.formats import NONE
 from services.router.request.answer_text import AnswerText
-from services.router.request.obligations import Obligations
+from services.router.request.tool_constraints import ToolConstraints
 from services.router.request.tools import ChatTools, read_tools
 from services.router.text.chats.own_ids import unended
 from services.router.text.detokenizer import TokenDecoder
@@ -65,9 +65,9 @@ class Parsers:
         is_asked = self._choice != ParserChoice()
         return self._tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if is_asked else ""
 
-    def obligations(self, grammars: Grammars) -> Obligations:
+    def tool_constraints(self, grammars: Grammars) -> ToolConstraints:
         special = self._tokenizer.special_tokens if self._choice != ParserChoice() else {}
-        return Obligations(self._choice, special, grammars, self.begins_thinking)
+        return ToolConstraints(self._choice, special, grammars, self.begins_thinking)
 
     def text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
         """Of an answer to that prompt."""

@@ -7,8 +7,8 @@ from opentelemetry.trace import Span
 
 from services.router.cluster import Placed
 from services.router.links.output_stream import OutputStream
-from services.router.request.answers.prompt_turns import PromptTurns
 from services.router.request.client_request import ClientRequest
+from services.router.request.prompt_turns import PromptTurns
 from services.router.request.telemetry.stages import Stages, stages_of
 from services.values.rank import RankId
 from services.values.request import Admitted, FinishReason, Output

@@ -8,7 +8,7 @@ import pytest
 from cluster.harness import FakeCluster, ids_request, prompt_of
 from etcd.real_etcd import until
 from services.engine.fake import continuation, prompt_scores
-from services.router.request.answers import prompt_scores as prompt_scores_of_answers
+from services.router.request import response_stream
 from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = prompt_of(5, 203)
@@ -47,7 +47,7 @@ async def test_it_is_told_whatever_is_cached_and_computed_is_what_was_asked_for(
 ):
     for number, plans in enumerate([("remote",), ("local",)]):
         with subtests.test(plans=plans):
-            monkeypatch.setattr(prompt_scores_of_answers, "_PIECE", 1_000)
+            monkeypatch.setattr(response_stream, "_PIECE", 1_000)
             async with FakeCluster(
                 etcd_endpoint, model_dir, f"{cluster_name}-{number}", plans=plans, decode=(1,)
             ) as cluster:

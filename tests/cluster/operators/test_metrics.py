@@ -15,7 +15,7 @@ from cluster.metrics_page import samples, value
 from services.decode.metrics import DecodeMetrics
 from services.prefill.metrics import PrefillMetrics
 from services.router.config import RouterConfig
-from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.router.request.telemetry.stages import STAGES
 from services.values.load import RankLoad
 from services.wire.isthmus.v1 import generation_pb2

@@ -13,7 +13,7 @@ from router.keys.tenants import TENANT_CALLS, bearer
 from services.cli.client import key_metadata
 from services.router.keys.api_keys import ApiKeys
 from services.router.keys.refusals import WRONG_KEY, KeyRefusals
-from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.values.errors import ConfigError, Unauthenticated
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from services.observe import traces
 from services.observe.children import Children
 from services.router.request.progress import Progress
-from services.router.request.telemetry.trace_attributes import Attributes
+from services.router.request.telemetry.story import Attributes
 from services.values.request import MAX_ID_CHARS
 from services.wire.isthmus.v1 import generation_pb2
 

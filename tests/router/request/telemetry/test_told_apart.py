@@ -12,7 +12,7 @@ from services.router.links.output_stream import OutputStream
 from services.router.parsing.choice import choose
 from services.router.request.generation import Generator
 from services.router.request.telemetry import gen_ai
-from services.router.request.telemetry.metrics import RouterMetrics
+from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan

@@ -3,21 +3,54 @@
 import secrets
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from services.router.request.answer_context import AnswerContext
 from services.router.request.answer_text import Said
-from services.router.request.answers.prompt_scores import PromptScores
 from services.router.request.failover import FailoverStream
 from services.router.request.finish import finish_of
 from services.router.request.progress import Progress
 from services.router.text.chats.conversations import drift_tokens
 from services.router.text.chats.own_ids import until_stop_string, without_stop_token
+from services.values.prompt_logprobs import PromptLogprobs, ScoredToken
 from services.values.request import Admitted, FinishReason, Output
 from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
+from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 
+# TokenLogprobs of a piece: they take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
+_PIECE = 8_192
 _THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templates do
+
+
+class PromptScores:
+    """The last tokens of a prompt, as many as have been told of."""
+
+    def __init__(self, prompt_ids: Sequence[int], told: PromptLogprobs) -> None:
+        self._ids = iter(prompt_ids[len(prompt_ids) - len(told) :])
+        self._tokens = told.tokens()
+        self._num_left = len(told)
+        self._size = max(1, _PIECE // (1 + told.num_top))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one more piece has all that is left."""
+        return self._num_left <= self._size
+
+    def next_piece(self) -> list[TokenLogprobs]:
+        self._num_left -= self._size
+        pairs = islice(zip(self._ids, self._tokens, strict=True), self._size)
+        return [_scored_message(token_id, scored) for token_id, scored in pairs]
+
+
+def _scored_message(token_id: int, scored: ScoredToken) -> TokenLogprobs:
+    chosen = TokenLogprob(token_id=token_id, logprob=scored.logprob, rank=scored.rank)
+    top = [
+        TokenLogprob(token_id=other, logprob=logprob, rank=rank)
+        for rank, (other, logprob) in enumerate(scored.top, start=1)
+    ]
+    return TokenLogprobs(chosen=chosen, top=top)
 
 
 class ResponseStream:

@@ -1,6 +1,6 @@
 from struct import pack
 
-from services.router.request.answers.prompt_scores import PromptScores
+from services.router.request.response_stream import PromptScores
 from services.values.prompt_logprobs import PromptLogprobs
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from services.router.request.answers import held_logprobs
-from services.router.request.answers.best import BestAnswers
+from services.router.request import held_logprobs
 from services.router.request.client_request import ClientRequest
+from services.router.request.several_answers import BestAnswers
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs

@@ -9,7 +9,7 @@ import pytest
 
 from services.net import channels, servers
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.router.server import GenerationService, add_to_server
+from services.router.generation_service import GenerationService, add_to_server
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.packed_ids import PackedIds
 
@@ -111,7 +111,7 @@ async def test_what_is_unset_is_the_models_own():
 
 
 async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):
-    monkeypatch.setattr("services.router.server._UNREAD_S", 0.2)
+    monkeypatch.setattr("services.router.generation_service._UNREAD_S", 0.2)
     closed = asyncio.Event()
 
     async def follow(request):

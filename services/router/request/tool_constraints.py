@@ -22,7 +22,7 @@ _ANY: Mapping[str, Any] = {"type": "object"}
 _BEHIND = ", behind thinking or calls,"
 
 
-class Obligations:
+class ToolConstraints:
     """Of one router. `special`: the model's special tokens. `begins_thinking`: whether a prompt of a chat
     with those tools ends within thinking."""
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.request.answers.seeds import seed_of
+from services.router.request.client_request import seed_of
 
 
 def test_they_are_splitmix64s_and_the_first_is_the_requests_own():

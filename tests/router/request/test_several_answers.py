@@ -11,7 +11,7 @@ from router.request.telemetry.test_told_apart import CALL, TEMPLATE, F, TalkingC
 from router.request.test_generation import LosingCluster
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
-from services.router.request.answers.seeds import seed_of
+from services.router.request.client_request import seed_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan

@@ -44,12 +44,12 @@ class Family:
         self.grammars = Grammars(directory, SIZE)
         choice = choose("auto", "auto", self.tokenizer.chat_template, None)
         self.parsers = Parsers(self.tokenizer, choice)
-        self.obligations = self.parsers.obligations(self.grammars)
+        self.tool_constraints = self.parsers.tool_constraints(self.grammars)
 
     async def constraint(self, tools, constraint=None, prompt=""):
         prompt_ids = self.tokenizer.encode(prompt, special_tokens=False) or [1]
         sampling = SamplingParams(constraint=constraint)
-        return (await self.obligations.put(tools, sampling, prompt_ids)).constraint
+        return (await self.tool_constraints.put(tools, sampling, prompt_ids)).constraint
 
     async def write(self, tools, seed, constraint=None, prompt="", hurry=()):
         """What a random model answers, read; None where it does not come to an end. `hurry`: texts that it
@@ -293,10 +293,10 @@ async def test_what_cannot_be_kept_to_is_named(qwen):
 
 
 async def test_strict_tools_that_nobody_may_call_or_no_router_keeps_to_are_as_any_others(qwen):
-    obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
+    tool_constraints = Parsers(qwen.tokenizer, ParserChoice()).tool_constraints(qwen.grammars)
     tools = ChatTools(SCHEMAS, CallMode.NONE, strict=frozenset({"stop"}), told_apart=True)
     asked = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT))
-    assert await obligations.put(tools, asked, [1]) == asked
+    assert await tool_constraints.put(tools, asked, [1]) == asked
     assert (await qwen.constraint(tools, asked.constraint)).kind is ConstraintKind.GRAMMAR
 
     request = GenerateRequest(chat=Chat(tools=[Tool(name="f", strict=True)]))
@@ -320,6 +320,6 @@ async def test_a_format_binds_no_answer_that_is_calls(qwen, subtests):
 async def test_what_is_not_known_to_write_calls_cannot_be_kept_to_them(qwen, subtests):
     for tools in [{"mode": CallMode.REQUIRED}, {"strict": frozenset({"stop"})}]:
         with subtests.test(tools=tools):
-            obligations = Parsers(qwen.tokenizer, ParserChoice()).obligations(qwen.grammars)
+            tool_constraints = Parsers(qwen.tokenizer, ParserChoice()).tool_constraints(qwen.grammars)
             with pytest.raises(InvalidRequest, match="cannot be kept to"):
-                await obligations.put(ChatTools(SCHEMAS, **tools), SamplingParams(), [1])
+                await tool_constraints.put(ChatTools(SCHEMAS, **tools), SamplingParams(), [1])

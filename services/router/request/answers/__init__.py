@@ -1,1 +1,0 @@
-"""The answers to one request: one, several to one prompt, the best of more."""

@@ -1,0 +1,165 @@
+"""Several answers to one prompt, each with ranks, a seed and an end of its own.
+
+An error of one is the request's: the others are given up. For a call has one status, and an answer that were
+missing without a word would be lost.
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from services.router.request.answer_context import AnswerContext
+from services.router.request.client_request import ClientRequest
+from services.router.request.held_logprobs import HeldLogprobs
+from services.router.request.merged import merged
+from services.router.request.progress import Progress
+from services.router.request.response_stream import ResponseStream
+from services.router.request.telemetry.story import tell_answer
+from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, Totals
+from services.wire.joined_responses import JoinedResponses
+
+MAX_ANSWERS = 128
+
+
+class SeveralAnswers:
+    """As ResponseStream, which it has one of for each; `progress` is the first one's."""
+
+    def __init__(self, context: AnswerContext, progress: Progress) -> None:
+        self._context = context
+        progress.split()
+        self._responses = merged([self._answer(each) for each in progress.answers])
+
+    async def next_response(self) -> GenerateResponse:
+        """Of whichever answer has said something. Raises as ResponseStream.next_response."""
+        _, response = await anext(self._responses)
+        return response
+
+    async def aclose(self) -> None:
+        """None of them runs any more."""
+        await self._responses.aclose()
+
+    async def _answer(self, progress: Progress) -> AsyncGenerator[GenerateResponse, None]:
+        with self._ending(progress):
+            stream = ResponseStream(self._context, progress)
+            response = await stream.next_response()
+            while not response.HasField("finish"):
+                yield response
+                response = await stream.next_response()
+        yield response
+
+    @contextmanager
+    def _ending(self, progress: Progress) -> Iterator[None]:
+        outcome = "finished"
+        try:
+            yield
+        except Exception as error:
+            outcome = type(error).__name__
+            raise
+        except BaseException:
+            outcome = "cancelled"
+            raise
+        finally:
+            progress.leave()
+            self._context.cluster.ended(progress.request.answer_key)
+            tell_answer(progress, outcome)
+
+
+class BestAnswers:
+    """As SeveralAnswers, but none is heard before all of them have ended: each then in one response. What is
+    told of the prompt goes before them as it comes, for it may be more than one message holds."""
+
+    def __init__(self, answers: SeveralAnswers, request: ClientRequest) -> None:
+        self._answers = answers
+        self._request = request
+        self._joined = [JoinedResponses() for _ in range(request.answers)]
+        self._held = HeldLogprobs()
+        self._unfinished = request.answers
+        self._best: Iterator[GenerateResponse] | None = None
+
+    async def next_response(self) -> GenerateResponse:
+        if self._best is None:
+            with self._naming_best_of():
+                of_prompt = await self._read()
+            if of_prompt is not None:
+                return of_prompt
+            self._best = iter(self._chosen())
+        return next(self._best)
+
+    async def aclose(self) -> None:
+        await self._answers.aclose()
+
+    @contextmanager
+    def _naming_best_of(self) -> Iterator[None]:
+        """Nobody has asked for log-probabilities whose want could be told."""
+        try:
+            yield
+        except InvalidRequest as error:
+            if self._request.tells_logprobs or error.field != "sampling.logprobs":
+                raise
+            raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
+
+    async def _read(self) -> GenerateResponse | None:
+        """What is told of the prompt next, which is no answer's own; None: all answers have ended."""
+        while self._unfinished:
+            response = await self._answers.next_response()
+            told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)
+            response.ClearField("prompt_logprobs")
+            if self._request.tells_logprobs:
+                self._held.add(response)
+            self._joined[response.index].add(response)
+            self._unfinished -= response.HasField("finish")
+            if told.prompt_logprobs:
+                return told
+        return None
+
+    def _chosen(self) -> list[GenerateResponse]:
+        """Numbered anew, best first; the last one says what the others took."""
+        answers = [each.whole() for each in self._joined]
+        ranked = sorted(answers, key=mean_logprob, reverse=True)  # those that are equal stay in their order
+        best, left_out = ranked[: self._request.answered], ranked[self._request.answered :]
+        for index, answer in enumerate(best):
+            answer.index = index
+            if not self._request.tells_logprobs:
+                del answer.logprobs[:]
+        best[-1].finish.left_out.CopyFrom(_sums([answer.finish.totals for answer in left_out]))
+        return best
+
+
+def mean_logprob(answer: GenerateResponse) -> float:
+    """Of its tokens; of one that has none it is as low as can be."""
+    logprobs = [token.chosen.logprob for token in answer.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _sums(totals: Sequence[Totals]) -> Totals:
+    names = [field.name for field in Totals.DESCRIPTOR.fields]
+    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
+
+
+class Answers(Protocol):
+    async def next_response(self) -> GenerateResponse:
+        """Of any of them, until each has had its last. Raises as FailoverStream.next."""
+
+    async def aclose(self) -> None:
+        """Give up those that run."""
+
+
+def counts_of(request: GenerateRequest) -> tuple[int, int]:
+    """Answers to be generated, and of them those that the client gets. Raises InvalidRequest."""
+    answered = request.n if request.HasField("n") else 1
+    answers = request.best_of if request.HasField("best_of") else answered
+    if not 1 <= answered <= MAX_ANSWERS:
+        raise InvalidRequest(f"n must be between 1 and {MAX_ANSWERS}, got {answered}")
+    if not answered <= answers <= MAX_ANSWERS:
+        raise InvalidRequest(f"best_of must be between n, {answered}, and {MAX_ANSWERS}, got {answers}")
+    return answers, answered
+
+
+def answers_to(context: AnswerContext, progress: Progress) -> Answers:
+    """The answers to an encoded request, to be closed."""
+    request = progress.request
+    if request.answers == 1:
+        return ResponseStream(context, progress)
+    several = SeveralAnswers(context, progress)
+    return several if request.answered == request.answers else BestAnswers(several, request)
