@@ -49,7 +49,7 @@ from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
 from services.router.links.suspects import SuspectChecks
 from services.router.page.serving import Page
-from services.router.parsing.choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
+from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance

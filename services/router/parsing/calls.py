@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from services.router.parsing.arguments import TypedText
 from services.router.parsing.blanks import Unlined
 from services.router.parsing.json_text import arguments_of, is_text, members_of, text_of, value_of
-from services.router.parsing.piece import Call, CallPiece, Sink
+from services.router.parsing.piece import CallPiece, ParsedCall, Sink
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
 _Result = TypeVar("_Result")
@@ -39,7 +39,7 @@ class Calls:
     sink: Sink
     schemas: Schemas
 
-    def add(self, *calls: Call) -> None:
+    def add(self, *calls: ParsedCall) -> None:
         for call in calls:
             self.tell(CallPiece(call.name, call.arguments, ends=True, id=call.id))
 
@@ -94,7 +94,7 @@ class Arguments:
         if self._begun:
             self._calls.tell(CallPiece(ends=True))
         else:
-            self._calls.add(Call(self.name, arguments, self._id))
+            self._calls.add(ParsedCall(self.name, arguments, self._id))
 
 
 class TextArguments:
@@ -142,9 +142,9 @@ class TextArguments:
         self._arguments.end()
 
 
-def call_of(name: str, arguments: str) -> Call:
+def call_of(name: str, arguments: str) -> ParsedCall:
     """Raises Unreadable for a name that is none, and for arguments that are no object."""
-    return Call(_checked(name), arguments_of(arguments))
+    return ParsedCall(_checked(name), arguments_of(arguments))
 
 
 def _checked(name: str) -> str:
@@ -154,12 +154,12 @@ def _checked(name: str) -> str:
     return name
 
 
-def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> Call:
+def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> ParsedCall:
     """Of an object with a name and arguments, by the first of these names."""
     return _call_of_members(members_of(source), arguments)
 
 
-def _call_of_members(members: Mapping[str, str], arguments: tuple[str, ...]) -> Call:
+def _call_of_members(members: Mapping[str, str], arguments: tuple[str, ...]) -> ParsedCall:
     return call_of(_name_in(members), next((members[key] for key in arguments if key in members), ""))
 
 
@@ -430,7 +430,7 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
     yield from json_arguments(calls, name, id_)
 
 
-def _with_id(found: Any) -> Call:
+def _with_id(found: Any) -> ParsedCall:
     """{"name": "f", "arguments": {...}, "id": "abcdefghi"}"""
     call = object_call(text_of(found))
     id_ = found.get("id")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A tool's. `arguments`: a JSON object, as the model wrote it where it wrote JSON. `id`: what the model
     itself calls it, by which its template tells results apart; most do not."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.router.parsing.blanks import Trailed
 from services.router.parsing.calls import Schemas, call_of
 from services.router.parsing.json_text import text_of
-from services.router.parsing.piece import Call, CallPiece, Piece, Sink
+from services.router.parsing.piece import CallPiece, ParsedCall, Piece, Sink
 from services.router.parsing.reader import Unreadable
 from services.values.errors import ConfigError
 
@@ -114,11 +114,11 @@ class TemplateParser:
         self._field, self._is_first = "", False
 
 
-def _calls_of(value: Any) -> list[Call]:
+def _calls_of(value: Any) -> list[ParsedCall]:
     return [_call_of(each) for each in (value if isinstance(value, list) else [value])]
 
 
-def _call_of(value: Any) -> Call:
+def _call_of(value: Any) -> ParsedCall:
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Unreadable

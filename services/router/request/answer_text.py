@@ -13,9 +13,9 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.router.parsing.parser import AnswerParser
+from services.router.parsing.answer_parser import AnswerParser
 from services.router.parsing.piece import CallPiece, Piece
-from services.router.text.chats.answers import AnswerCall, AnswerMessage
+from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import TokenDecoder, detokenizer_of
 from services.router.text.stop_strings import StopStrings
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta

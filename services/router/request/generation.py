@@ -21,7 +21,7 @@ from opentelemetry.trace import Span
 from services.grammar.grammars import Grammars
 from services.observe import traces
 from services.router.cluster import Cluster, Explained
-from services.router.parsing.choice import ParserChoice
+from services.router.parsing.parser_choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
 from services.router.request.answer_context import AnswerContext
 from services.router.request.client_request import ClientRequest
@@ -33,9 +33,9 @@ from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.router.request.telemetry.story import attributes_of, tell
 from services.router.text.bad_words import banned_ids
 from services.router.text.chats.answer_memory import AnswerMemory
+from services.router.text.chats.chat_turns import ToolSpellings
 from services.router.text.chats.conversations import ConversationMemory
 from services.router.text.chats.past_answers import PastAnswers
-from services.router.text.chats.tool_spellings import ToolSpellings
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (

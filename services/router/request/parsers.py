@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.grammar.grammars import Grammars
-from services.router.parsing.call_texts import CALL_TEXTS, CallText
-from services.router.parsing.choice import ParserChoice
-from services.router.parsing.formats import NONE
+from services.router.parsing.answer_formats import CALL_TEXTS, NONE, CallText
+from services.router.parsing.parser_choice import ParserChoice
 from services.router.request.answer_text import AnswerText
 from services.router.request.tool_constraints import ToolConstraints
 from services.router.request.tools import ChatTools, read_tools
 from services.router.text.chats.own_ids import unended
-from services.router.text.detokenizer import TokenDecoder
-from services.router.text.marker_decoder import MarkerDecoder
+from services.router.text.detokenizer import MarkerDecoder, TokenDecoder
 from services.router.text.tokenizer import SHOWS_NO_TOOLS, Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams

@@ -8,11 +8,11 @@ from typing import Any
 
 from services.grammar.grammars import Grammars
 from services.grammar.lowering import lark_of
-from services.router.parsing.choice import ParserChoice
-from services.router.parsing.formats import NONE
+from services.router.parsing.answer_formats import NONE
 from services.router.parsing.grammars.lark import Lark, one_of
 from services.router.parsing.grammars.obligation import AnswerWriting, Obligation
 from services.router.parsing.json_text import text_of
+from services.router.parsing.parser_choice import ParserChoice
 from services.router.request.tools import ChatTools
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from services.router.text.chats.turns import said_in
+from services.router.text.chats.chat_turns import said_in
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
 

@@ -1,7 +1,7 @@
 """Ids to text while they come, never half a character. Pure, given a decoder.
 
-Where ids are bytes no decoder is needed (byte_detokenizer.py). Else the latest ids are kept in a window and
-decoded together:
+Where ids are bytes no decoder is needed: a character's first bytes are held until its last one comes. Else
+the latest ids are kept in a window and decoded together:
 
     window   | context ........ | pending ........ |     context: gives the decoder its left side
     text     | released ........... | held ....... |     held: U+FFFD that may yet become a character
@@ -11,10 +11,10 @@ cut at the clean point before. While the text ends in U+FFFD that tail is held; 
 an incomplete character can have, only as much of it as an incomplete character can look like.
 """
 
-from collections.abc import Sequence
+from codecs import utf_8_decode
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from services.router.text.byte_detokenizer import ByteDetokenizer
 from services.router.text.byte_pieces import Pieces
 
 _INCOMPLETE = "\ufffd"
@@ -46,6 +46,37 @@ class TokenDecoder(Protocol):
 def detokenizer_of(decoder: TokenDecoder) -> "ByteDetokenizer | Detokenizer":
     """The text of one stream of ids."""
     return Detokenizer(decoder) if decoder.pieces is None else ByteDetokenizer(decoder.pieces)
+
+
+class ByteDetokenizer:
+    """The text of one stream of ids. Silent ones have no bytes in `pieces`."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._held = b""
+        self._drops_space = pieces.drops_space  # as long as there is no text
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that is final; "" while a character is incomplete."""
+        data = self._held + self._bytes_of(token_ids)
+        text, num_read = utf_8_decode(data, "replace", False)
+        self._held = data[num_read:]
+        return self._begun(text) if text and self._drops_space else text
+
+    def finish(self) -> str:
+        """What was held back."""
+        rest, self._held = self._held, b""
+        return rest.decode(errors="replace")
+
+    def _bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        try:
+            return b"".join(map(self._pieces.of_ids.__getitem__, token_ids))
+        except IndexError:
+            return self._pieces.joined(token_ids)
+
+    def _begun(self, text: str) -> str:
+        self._drops_space = False
+        return text.removeprefix(" ")
 
 
 class Detokenizer:
@@ -116,3 +147,43 @@ class Detokenizer:
         self._window = self._window[-_MIN_WINDOW:]
         self._released = max(0, len(self._tokenizer.text_of(self._window)) - held)
         self._clean_point = 0
+
+
+class SpecialTokens(Protocol):
+    """Tokenizer's side of it."""
+
+    @property
+    def all_pieces(self) -> Pieces | None:
+        """The bytes of each id, special tokens' too; None: text is more than these."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The text of each, by its id."""
+
+    def is_silent(self, token_id: int) -> bool: ...
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """With special tokens written out."""
+
+
+class MarkerDecoder:
+    """A detokenizer.TokenDecoder. `is_marker` says it of a special token's text."""
+
+    def __init__(self, tokenizer: SpecialTokens, is_marker: Callable[[str], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = frozenset(
+            token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
+        )
+        pieces = tokenizer.all_pieces
+        self._pieces = pieces and pieces.without(tokenizer.special_tokens.keys() - self._shown)
+
+    @property
+    def pieces(self) -> Pieces | None:
+        return self._pieces
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.text_of(token_ids)
+
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        is_silent, shown = self._tokenizer.is_silent, self._shown
+        return [token_id for token_id in token_ids if token_id in shown or not is_silent(token_id)]

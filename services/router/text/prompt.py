@@ -8,8 +8,8 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from services.router.text.chats.chat import NO_ANSWERS, CallText, ChatTokenizer, render_chat
 from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.chats.rendered_chat import NO_ANSWERS, CallText, ChatTokenizer, render_chat
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest
 from services.wire.packed_ids import PackedIds

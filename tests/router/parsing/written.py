@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from services.router.parsing.choice import ParserChoice
+from services.router.parsing.parser_choice import ParserChoice, choose
 
 
 @dataclass(frozen=True)
@@ -335,3 +335,14 @@ def read(choice: ParserChoice, pieces, schemas=None, prompt_end="") -> Read:
         tuple(joined(call for part in parts for call in part.calls)),
         sum(part.broken for part in parts),
     )
+
+
+SCHEMAS = {name: {"type": "object"} for name in ("f", "get_weather", "mcp.server-tool", "g2")}
+
+
+TYPED = {"f": {"properties": {"text": {"type": "string"}, "days": {"type": "integer"}}}}
+DECLARED = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "t": {"type": "string"}}}}
+
+
+def choice_of(name, reasoning):
+    return choose(name, reasoning, "", OWN if name == "template" else None)

@@ -10,7 +10,7 @@ import pytest
 from router.templates.formats import FORMATS, Call, Said
 from services.grammar.grammars import Grammars
 from services.grammar.masks import Asked, MaskMaker
-from services.router.parsing.choice import ParserChoice, choose
+from services.router.parsing.parser_choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import CallMode, ChatTools
 from services.router.text.tokenizer import Tokenizer

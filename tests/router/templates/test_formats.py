@@ -6,10 +6,10 @@ import pytest
 
 from router.parsing.written import Answer, deepseek_v3, deepseek_v31
 from router.templates.formats import FORMATS, Call, Format, Said
-from services.router.parsing.choice import PROBE, PROBE_SCHEMA, choose
+from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, choose
 from services.router.text import chats
-from services.router.text.chats.answers import AnswerCall
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.answer_message import AnswerCall
+from services.router.text.chats.chat_turns import Turn
 from services.router.text.tokenizer import Tokenizer
 
 TOOL = {

@@ -15,7 +15,7 @@ from services.router.dialects.dialect import Envelope
 from services.router.dialects.dialect_answer import Event, Json
 from services.router.dialects.openai.usage_json import isthmus_json
 from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.router.text.chats.whole_characters import with_whole_characters
+from services.router.text.chats.answer_message import with_whole_characters
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from services.router.text.chats.answer_memory import AnswerMemory, RememberedAnswer
-from services.router.text.chats.answers import AnswerCall, AnswerMessage, digest, said
-from services.router.text.chats.chat import PastAnswer
-from services.router.text.chats.turns import said_in
+from services.router.text.chats.answer_message import AnswerCall, AnswerMessage, digest, said
+from services.router.text.chats.chat_turns import said_in
+from services.router.text.chats.rendered_chat import PastAnswer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
 # Of past answers in a chat: the client sent their ids; we put their ids in; we knew them, but the template

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.router.text.chats.answers import AnswerCall
-from services.router.text.chats.turns import Turn
+from services.router.text.chats.answer_message import AnswerCall
+from services.router.text.chats.chat_turns import Turn
 
 _MOST_UNSEEN = 64  # after so many no others are searched for
 _MIN_STEM = 4  # characters: less may be the beginning of any marker

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.router.text.chats.turns import Content
+from services.router.text.chats.chat_turns import Content
 
 Rendered = str | list[dict[str, str]]
 

@@ -21,10 +21,10 @@ from enum import Enum
 from itertools import product
 from typing import Any
 
-from services.router.text.chats.answers import AnswerCall, digest
+from services.router.text.chats.answer_message import AnswerCall, digest
+from services.router.text.chats.chat_turns import Content, Turn
 from services.router.text.chats.template_content import TemplateContent
 from services.router.text.chats.turn_order import find_order
-from services.router.text.chats.turns import Content, Turn
 
 Message = dict[str, Any]
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -3,10 +3,10 @@
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from router.parsing.written import WRITERS, Answer, read
-from services.router.parsing.choice import choose
 from services.router.parsing.grammars.lark import Lark
 from services.router.parsing.grammars.obligation import HarmonyWriting, MarkedWriting, Obligation
 from services.router.parsing.grammars.writing import WRITINGS
+from services.router.parsing.parser_choice import choose
 
 SPECIAL = {"<x>": 7, "<tool_call>": 8, "[TOOL_CALLS]": 9}
 TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from router.templates.agents import LOOK_UP, RESULT, Client
 from router.templates.formats import Format, Said, own_id
 from services.router.text.chats.answer_memory import AnswerMemory
-from services.router.text.chats.answers import AnswerCall, AnswerMessage
+from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
 from services.router.text.chats.past_answers import PastAnswers
 from services.router.text.prompt import PromptEncoder
 from services.router.text.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from router.templates.formats import FORMATS
 from services.router.text.chats import past_answers
 from services.router.text.chats.answer_memory import AnswerMemory
-from services.router.text.chats.answers import AnswerCall, AnswerMessage
-from services.router.text.chats.chat import render_chat
+from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
 from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.chats.rendered_chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
 

@@ -1,10 +1,13 @@
 """The formats of answers that we know, by name, and how a model's chat template tells which it is. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from services.router.parsing import calls, harmony, literals, tagged
+from services.router.parsing.json_text import text_of
 from services.router.parsing.listed import ReadCall, gemma_call, json_call, keyed_call, listed, python_call
 from services.router.parsing.marked import NO_WRAPPING, CallMarkers, Thinking, Wrapping
 
@@ -257,3 +260,51 @@ def told_thinking(written: str) -> str:
 
 def _has_all(text: str, signs: Iterable[str]) -> bool:
     return all(sign in text for sign in signs)
+
+
+class WrittenCall(Protocol):
+    """`arguments`: a JSON object."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> str: ...
+
+
+CallText = Callable[[Sequence[WrittenCall]], str]
+
+
+def _written(call: WrittenCall) -> str:
+    return f'{{"name": {text_of(call.name)}, "arguments": {call.arguments}}}'
+
+
+def _written_hermes(calls: Sequence[WrittenCall]) -> str:
+    return "\n".join(f"<tool_call>\n{_written(call)}\n</tool_call>" for call in calls)
+
+
+def _written_list(opens: str, closes: str = "") -> CallText:
+    return lambda calls: f"{opens}[{', '.join(map(_written, calls))}]{closes}"
+
+
+def _written_lfm2(calls: Sequence[WrittenCall]) -> str:
+    return f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>"
+
+
+def _python(call: WrittenCall) -> str:
+    """f(a=1, b="x")"""
+    arguments = json.loads(call.arguments).items()
+    return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in arguments)})"
+
+
+# Calls are written here as the text that a model would have written, by the name of the format. Some chat
+# templates show tools and no past calls (SmolLM3, LFM2, Granite 3.3, Hunyuan), and some models have one that
+# shows past calls only beside tools (Hermes). There a past call is content.
+CALL_TEXTS: Mapping[str, CallText] = {
+    "hermes": _written_hermes,
+    "granite": _written_list("<|tool_call|>"),
+    "tool_calls": _written_list("<tool_calls>", "</tool_calls>"),
+    "phi4_mini": _written_list("functools"),
+    "nemotron_nano_v2": _written_list("<TOOLCALL>", "</TOOLCALL>"),
+    "lfm2": _written_lfm2,
+}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.router.parsing import harmony
-from services.router.parsing.calls import Calls, Schemas
-from services.router.parsing.formats import (
+from services.router.parsing.answer_formats import (
     AUTO,
     CALL_FORMATS,
     HARMONY,
@@ -17,17 +16,18 @@ from services.router.parsing.formats import (
     told_calls,
     told_thinking,
 )
+from services.router.parsing.answer_parser import AnswerParser, ReadingParser
+from services.router.parsing.calls import Calls, Schemas
 from services.router.parsing.grammars.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.harmony import HarmonyAnswer
 from services.router.parsing.marked import NO_WRAPPING, MarkedAnswer, Thinking, Wrapping
-from services.router.parsing.parser import AnswerParser, ReadingParser
-from services.router.parsing.piece import Call, CallPiece
+from services.router.parsing.piece import CallPiece, ParsedCall
 from services.router.parsing.response_template import ResponseTemplate
 from services.values.errors import ConfigError
 
 # A call that a chat template is given to write, and the tool's schema.
-PROBE = Call("look_up", '{"count": 7}')
+PROBE = ParsedCall("look_up", '{"count": 7}')
 PROBE_SCHEMA: Mapping[str, Any] = {
     "type": "object",
     "properties": {"count": {"type": "integer", "description": "How many."}},

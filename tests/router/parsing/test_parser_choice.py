@@ -1,7 +1,7 @@
 import pytest
 
 from router.parsing.written import OWN
-from services.router.parsing.choice import choose
+from services.router.parsing.parser_choice import choose
 from services.values.errors import ConfigError
 
 # What tells them, of public templates.

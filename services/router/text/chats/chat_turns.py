@@ -6,17 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.router.text.chats.answers import AnswerCall
-from services.router.text.chats.whole_characters import with_whole_characters
+from services.router.tenant_lru import TenantLru
+from services.router.text.chats.answer_message import (
+    AnswerCall,
+    canonical_json,
+    digest,
+    with_whole_characters,
+)
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_VARIABLES_BYTES = 4096
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_ENTRY_BYTES = 256  # an entry of a table takes about that beside its text
+_MOST_TOOLS = 1024
+_MOST_CHARS = 256 << 10  # of all tools of a chat: some 15 ms the first time
 _OF_ASSISTANTS = ("token_ids", "reasoning", "tool_calls", "answer_id")
 
 Content = str | Sequence[str]  # parts
+_AsSent = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +157,45 @@ def _read_object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(name, "must be a JSON object")
     return value
+
+
+class ToolSpellings:
+    """Tools that say the same are spelt as they were at first, so that prompts that show them begin alike.
+
+    Clients order the keys of a schema anew when they start again; to a cache of prefixes that is another
+    prompt. Each tenant's first spelling of a tool's parameters is remembered. Tools differ where their names
+    do, or their descriptions, or where their parameters do as JSON values; the order of an object's keys is
+    no part of a JSON value (RFC 8259, 4).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` bounds what is remembered; the tenant that has the most forgets first."""
+        self._known: TenantLru[_AsSent, str] = TenantLru(max_bytes // 2)
+        self._first: TenantLru[bytes, str] = TenantLru(max_bytes // 2)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._known.size + self._first.size
+
+    def restore(self, tenant: str, chat: Chat) -> None:
+        """Gives each tool of the chat the spelling that the tenant used first; not where there is so much to
+        compare that the loop would be held up."""
+        if len(chat.tools) > _MOST_TOOLS or sum(len(tool.parameters) for tool in chat.tools) > _MOST_CHARS:
+            return
+        for tool in chat.tools:
+            spelling = self._spelling(tenant, (tool.name, tool.description, tool.parameters))
+            if spelling != tool.parameters:
+                tool.parameters = spelling
+
+    def _spelling(self, tenant: str, as_sent: _AsSent) -> str:
+        known = self._known.get(tenant, as_sent)
+        if known is not None:
+            return known
+        name, description, parameters = as_sent
+        value = digest(name, description, canonical_json(parameters))
+        first = self._first.get(tenant, value)
+        if first is None:
+            first = parameters
+            self._first.put(tenant, value, first, len(first) + _ENTRY_BYTES)
+        self._known.put(tenant, as_sent, first, sum(map(len, as_sent)) + _ENTRY_BYTES)
+        return first

@@ -54,6 +54,16 @@ def _number(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
+def with_whole_characters(source: str) -> str:
+    """The JSON, with U+FFFD where it escapes half of a surrogate pair: models write that, and nobody can pass
+    it on. As it is if it has none. Raises ValueError, RecursionError."""
+    if "\\u" not in source:
+        return source
+    text = json.dumps(json.loads(source), ensure_ascii=False)
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return source if whole == text else whole
+
+
 def digest(*parts: str | bytes) -> bytes:
     """Of the parts in their order, each apart from the next."""
     hashed = blake2b(digest_size=_DIGEST_BYTES)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from services.router.text.chats.answers import AnswerCall
+from services.router.text.chats.answer_message import AnswerCall
+from services.router.text.chats.chat_turns import ChatTurns, Turn, read_chat
 from services.router.text.chats.own_ids import unended
 from services.router.text.chats.splices import (
     Frame,
@@ -15,7 +16,6 @@ from services.router.text.chats.splices import (
     example_before,
     unseen,
 )
-from services.router.text.chats.turns import ChatTurns, Turn, read_chat
 from services.router.text.control_tokens import ControlTokens
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
