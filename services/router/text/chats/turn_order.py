@@ -51,18 +51,18 @@ class TurnOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTurn:
     """A turn, and the indices of the messages that it was made of. A part of a message names it twice."""
 
     turn: Turn
     origins: tuple[int, ...]
 
 
-def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[Placed]:
+def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[PlacedTurn]:
     """Where no developer is known, as OpenAI has come to name the system, it is the system."""
     if not order.developers:
         turns = [replace(turn, role="system") if turn.role == "developer" else turn for turn in turns]
-    placed = [Placed(turn, (index,)) for index, turn in enumerate(turns)]
+    placed = [PlacedTurn(turn, (index,)) for index, turn in enumerate(turns)]
     if not order.several_calls:
         placed = _with_calls_apart(placed)
         turns = [each.turn for each in placed]
@@ -79,9 +79,9 @@ def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[Placed]:
     return [*leading, *_without_neighbours(rest, order)]
 
 
-def _with_calls_apart(placed: Sequence[Placed]) -> list[Placed]:
+def _with_calls_apart(placed: Sequence[PlacedTurn]) -> list[PlacedTurn]:
     """Each call in a turn of its own, with its result behind it."""
-    apart, at = list[Placed](), 0
+    apart, at = list[PlacedTurn](), 0
     while at < len(placed):
         each, at = placed[at], at + 1
         if len(each.turn.calls) < 2:
@@ -93,13 +93,13 @@ def _with_calls_apart(placed: Sequence[Placed]) -> list[Placed]:
         results, at = list(placed[at : at + num_results]), at + num_results
         for number, call in enumerate(each.turn.calls):
             said = each.turn if number == 0 else replace(each.turn, content="", reasoning="")
-            apart.append(Placed(replace(said, calls=(call,)), each.origins * 2))
+            apart.append(PlacedTurn(replace(said, calls=(call,)), each.origins * 2))
             apart += [results.pop(index) for index in _result_of(call.id, results)]
         apart += results
     return apart
 
 
-def _result_of(call_id: str, results: Sequence[Placed]) -> list[int]:
+def _result_of(call_id: str, results: Sequence[PlacedTurn]) -> list[int]:
     """The call's result is found by its id, else it is the next one that has none."""
     for wanted in (call_id, ""):
         for index, result in enumerate(results):
@@ -112,11 +112,11 @@ def _num_leading(turns: Sequence[Turn]) -> int:
     return next((i for i, turn in enumerate(turns) if turn.role not in SYSTEM_ROLES), len(turns))
 
 
-def _as_user(placed: Placed) -> Placed:
+def _as_user(placed: PlacedTurn) -> PlacedTurn:
     return replace(placed, turn=replace(placed.turn, role="user", tool_call_id="", name=""))
 
 
-def _folded(system: Placed, rest: list[Placed], place: SystemPlace) -> list[Placed]:
+def _folded(system: PlacedTurn, rest: list[PlacedTurn], place: SystemPlace) -> list[PlacedTurn]:
     """A chat that has no user gets a user's turn for it."""
     users = [index for index, each in enumerate(rest) if each.turn.role == "user"]
     if not users or (place is SystemPlace.FIRST_USER and users[0] != 0):
@@ -125,17 +125,17 @@ def _folded(system: Placed, rest: list[Placed], place: SystemPlace) -> list[Plac
     return [*rest[:at], _joined([_as_user(system), rest[at]]), *rest[at + 1 :]]
 
 
-def _bridged(placed: list[Placed]) -> list[Placed]:
-    bridged: list[Placed] = []
+def _bridged(placed: list[PlacedTurn]) -> list[PlacedTurn]:
+    bridged: list[PlacedTurn] = []
     for each in placed:
         if bridged and bridged[-1].turn.role == "tool" and each.turn.role == "user":
-            bridged.append(Placed(_BRIDGE, ()))
+            bridged.append(PlacedTurn(_BRIDGE, ()))
         bridged.append(each)
     return bridged
 
 
-def _without_neighbours(placed: list[Placed], order: TurnOrder) -> list[Placed]:
-    runs: list[list[Placed]] = []
+def _without_neighbours(placed: list[PlacedTurn], order: TurnOrder) -> list[PlacedTurn]:
+    runs: list[list[PlacedTurn]] = []
     for each in placed:
         if runs and _are_joined(runs[-1][-1].turn, each.turn, order):
             runs[-1].append(each)
@@ -151,7 +151,7 @@ def _are_joined(first: Turn, second: Turn, order: TurnOrder) -> bool:
     return not takes.get(first.role, True)
 
 
-def _joined(placed: Sequence[Placed]) -> Placed:
+def _joined(placed: Sequence[PlacedTurn]) -> PlacedTurn:
     """One turn that says what they say; text that was one part stays within one."""
     first, turns = placed[0].turn, [each.turn for each in placed]
     contents = [turn.content for turn in turns if turn.content]
@@ -162,7 +162,7 @@ def _joined(placed: Sequence[Placed]) -> Placed:
         calls=tuple(call for turn in turns for call in turn.calls),
         name=first.name if all(turn.name == first.name for turn in turns) else "",
     )
-    return Placed(turn, tuple(index for each in placed for index in each.origins))
+    return PlacedTurn(turn, tuple(index for each in placed for index in each.origins))
 
 
 def _joined_content(contents: Sequence[Content]) -> Content:
@@ -238,7 +238,7 @@ class _Trial:
     def is_before_last_user(self) -> bool:
         """Whether a system's text is written as if it were the beginning of the last user's."""
         system, first, answer, last = self._turns("SUAU")
-        joined = _joined([_as_user(Placed(system, ())), Placed(last, ())]).turn
+        joined = _joined([_as_user(PlacedTurn(system, ())), PlacedTurn(last, ())]).turn
         as_told = self._render([system, first, answer, last])
         return bool(as_told) and as_told == self._render([first, answer, joined])
 
