@@ -1,1 +1,1 @@
-"""What a model wrote, told apart: content, thinking and calls of tools."""
+"""An answer is split here into content, thinking and calls of tools."""

@@ -1,4 +1,4 @@
-"""The formats of answers that we know, by name, and how a model's chat template tells which it is. Pure."""
+"""We know these formats of answers, by name, and how a model's chat template tells which it is. Pure."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """`tells`: a template with all of these writes so. `markers` may be special tokens of the tokenizer, or
-    have some in them; the others in a model's answer are no text."""
+    """A template that has all of `tells` in it writes so. `markers` may be special tokens of the tokenizer,
+    or have some in them; other special tokens in a model's answer are no text."""
 
     name: str
     tells: tuple[str, ...]
@@ -27,10 +27,10 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """`wrapping`: what the same models write around content."""
+    """`wrapping` is what the same models write around content."""
 
     name: str
-    tells: tuple[str, ...]  # any of these
+    tells: tuple[str, ...]  # a template has any of these
     thinking: Thinking
     wrapping: Wrapping = NO_WRAPPING
 
@@ -243,7 +243,7 @@ HARMONY_TELLS = (harmony.CHANNEL, harmony.MESSAGE)
 
 
 def told_calls(written: str) -> Iterator[str]:
-    """The names of the formats in which a template may write calls that has all of this in it, the likeliest
+    """Yield the formats in which a template may write calls that has all of this in it, the likeliest
     first."""
     if _has_all(written, HARMONY_TELLS):
         yield HARMONY
@@ -263,7 +263,7 @@ def _has_all(text: str, signs: Iterable[str]) -> bool:
 
 
 class WrittenCall(Protocol):
-    """`arguments`: a JSON object."""
+    """`arguments` are a JSON object."""
 
     @property
     def name(self) -> str: ...
@@ -292,7 +292,6 @@ def _written_lfm2(calls: Sequence[WrittenCall]) -> str:
 
 
 def _python(call: WrittenCall) -> str:
-    """f(a=1, b="x")"""
     arguments = json.loads(call.arguments).items()
     return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in arguments)})"
 

@@ -1,4 +1,4 @@
-"""What a model wrote, told apart while it comes. Pure."""
+"""Answers are split into their parts while they come. Pure."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,21 +9,21 @@ from services.router.parsing.reader import Reader, Reading
 
 
 class AnswerParser(Protocol):
-    """Of one answer, whose pieces together do not depend on where its text is cut. Nothing is lost: what
-    cannot be read is content."""
+    """It reads one answer, whose pieces together do not depend on where its text is cut. Nothing is lost:
+    what cannot be read is content."""
 
     @property
     def thinks(self) -> bool:
-        """Whether what has been fed ends within thinking."""
+        """It is true while what has been fed ends within thinking."""
 
     def feed(self, text: str) -> Piece: ...
 
     def finish(self) -> Piece:
-        """The rest. Nothing can be fed after."""
+        """Return the rest. Nothing can be fed after."""
 
 
 class ReadingParser:
-    """`answer`: a reading of one of our formats, of what it puts where."""
+    """`answer` is a reading of one of our formats, given where it puts what it reads."""
 
     def __init__(self, schemas: Schemas, answer: Callable[[Calls], Reading[None]]) -> None:
         self._reader, self._sink = Reader(), Sink()
@@ -45,4 +45,4 @@ class ReadingParser:
         return self._sink.take()
 
     def _go_on(self) -> None:
-        next(self._steps, None)  # as far as the text goes
+        next(self._steps, None)  # it goes as far as the text does

@@ -1,4 +1,4 @@
-"""Arguments that were written as plain text, as their tool's JSON schema has them. Pure.
+"""Arguments that were written as plain text become what their tool's JSON schema says. Pure.
 
     <parameter=days>3</parameter>      {"days": {"type": "integer"}}  -> 3      {"type": "string"} -> "3"
 
@@ -11,27 +11,26 @@ from typing import Any
 from services.router.parsing.json_text import value_of
 from services.router.parsing.reader import Unreadable
 
-_WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them, too
+_WORDS = {"true": True, "false": False, "none": None, "null": None}  # Python writes some of them so
 
 
 class TypedText:
-    """`schema`: of the object of all arguments, or of one within `root`."""
+    """`schema` is that of the object of all arguments, or of one within `root`."""
 
     def __init__(self, schema: Any, root: Any = None) -> None:
         self._schema = schema
         self._root = schema if root is None else root
 
     def may_have(self, name: str) -> bool:
-        """Whether the schema has such a property, or says nothing of properties."""
+        """Return whether the schema has such a property, or says nothing of properties."""
         properties = _member(self._schema, "properties")
         return not properties or _has(properties, name)
 
     def is_string(self, name: str) -> bool:
-        """Whatever its text is."""
+        """Return whether it is a string whatever its text is."""
         return self._types(name) == {"string"}
 
     def takes_text(self, name: str) -> bool:
-        """Whether it may be any string."""
         types = self._types(name)
         return not types or "string" in types
 
@@ -58,12 +57,12 @@ class TypedText:
         return "array" in self._types(name)
 
     def empty(self, name: str) -> Any:
-        """This is the value for nothing, where that is no string."""
+        """Return the value for nothing, where that is no string."""
         types = self._types(name)
         return [] if "array" in types else {} if "object" in types else None
 
     def within(self, name: str) -> dict[str, Any]:
-        """The schema of what is in it: that of its alternatives which says most."""
+        """Return the schema of what is in it: that of its alternatives which says most."""
         schemas = _made_of(self._of(name), self._root)
         told = (each for each in schemas if _has(each, "properties") or _has(each, "items"))
         return next(told, {})
@@ -75,7 +74,6 @@ def _value(text: str) -> Any:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Of the types that it has in JSON schema."""
     match value:
         case None:
             return ("null",)
@@ -93,12 +91,11 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _types(schema: Any, root: Any) -> set[str]:
-    """That the schema and those it is made of name."""
     return {name for each in _made_of(schema, root) for name in _own_types(each)}
 
 
 def _made_of(schema: Any, root: Any) -> list[Any]:
-    """It, and those it is made of. Each is there once, though made of itself."""
+    """Return it, and those it is made of. Each is there once, though made of itself."""
     found, seen = [schema], {id(schema)}
     for looked_at in found:  # it grows meanwhile
         for part in _parts(looked_at, root):

@@ -1,4 +1,4 @@
-"""White space around the parts of an answer, while it comes. Pure."""
+"""White space around the parts of an answer is dropped or kept while it comes. Pure."""
 
 from collections.abc import Callable
 
@@ -32,8 +32,8 @@ class Trailed:
 
 
 class Unlined:
-    """Without a line's end at its beginning, where that is `led` by one, and without one at its end, which is
-    `held`. `begins_line`: what came last was a line's end."""
+    """A line's end at the beginning is dropped where the text is `led` by one, and one at the end is `held`
+    back. `begins_line` says that what came last was a line's end."""
 
     def __init__(self, sink: Callable[[str], object], led: bool = True) -> None:
         self.held = ""

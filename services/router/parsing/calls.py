@@ -1,8 +1,8 @@
-"""How models write calls of tools: a reading for each way. Pure.
+"""Models write calls of tools in several ways; there is a reading for each. Pure.
 
-A reading begins behind the marker that opens calls, and ends where content may go on. A call is told of when
-it is whole, and long arguments while they come; a closing marker that is missing then changes nothing.
-Unreadable: what was taken and not told of is no call.
+A reading begins behind the marker that opens calls, and ends where content may go on. A call is reported when
+it is whole, and long arguments while they come; a closing marker that is missing then changes nothing. Where
+a reading raises Unreadable, what was taken and not reported is no call.
 """
 
 import re
@@ -18,7 +18,7 @@ from services.router.parsing.reader import Reader, Reading, Unreadable
 
 _Result = TypeVar("_Result")
 
-Schemas = Mapping[str, Any]  # of the tools' arguments, by the tool's name
+Schemas = Mapping[str, Any]  # each is of a tool's arguments, by the tool's name
 
 # Arguments of so many characters come with their call when that is whole: what breaks off before, or is no
 # call, is content. Longer ones, a file's text, come while they are written.
@@ -33,8 +33,6 @@ class NotACall(Unreadable):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Where readings put them."""
-
     reader: Reader
     sink: Sink
     schemas: Schemas
@@ -48,7 +46,7 @@ class Calls:
         self.reader.mark()
 
     def attempt(self, reading: Reading[None], opening: str) -> Reading[bool]:
-        """Whether all of it was calls; what is none is content. `opening` has been taken for it."""
+        """Return whether all of it was calls; what is none is content. `opening` has been taken for it."""
         self.reader.mark(opening)
         is_whole = False
         try:
@@ -64,7 +62,8 @@ class Calls:
 
 
 class Arguments:
-    """Of one call, as they come; the name is checked first. Raises Unreadable, as all below."""
+    """One call's arguments come bit by bit; the name is checked first. This and all below raise
+    Unreadable."""
 
     def __init__(self, calls: Calls, name: str, id_: str = "") -> None:
         self._calls = calls
@@ -89,7 +88,6 @@ class Arguments:
             self._calls.tell(CallPiece(self.name, text, id=self._id))
 
     def end(self) -> None:
-        """They are whole: a JSON object, if they are right."""
         arguments = arguments_of("".join(self._texts))
         if self._begun:
             self._calls.tell(CallPiece(ends=True))
@@ -98,7 +96,7 @@ class Arguments:
 
 
 class TextArguments:
-    """Of a call whose arguments are written one by one, as plain text: the JSON object of them."""
+    """A call whose arguments are written one by one, as plain text, gets the JSON object of them."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         name = name.strip()
@@ -107,14 +105,14 @@ class TextArguments:
         self._given = set[str]()
 
     def misses(self, key: str) -> bool:
-        """Whether the tool may have such an argument, which was not written yet."""
+        """Return whether the tool may have such an argument, which was not written yet."""
         return bool(key) and self._typed.may_have(key) and key not in self._given
 
     def read(
         self, key: str, value: Callable[[Callable[[str], object]], Reading[_Result]], is_text: bool = False
     ) -> Reading[_Result]:
-        """`value` reads its text into a sink, and returns what this does. `is_text`: the model says so, which
-        holds where it may be."""
+        """`value` reads its text into a sink, and this returns what it returns. `is_text` is the model's word
+        that it is text, which holds where the schema lets it be."""
         self._begin(key)
         if self._typed.is_string(key) or (is_text and self._typed.takes_text(key)):
             self._arguments.add('"')
@@ -127,7 +125,6 @@ class TextArguments:
         return result
 
     def add(self, key: str, value: Any) -> None:
-        """One that is not text."""
         self._begin(key)
         self._arguments.add(text_of(value))
 
@@ -143,7 +140,7 @@ class TextArguments:
 
 
 def call_of(name: str, arguments: str) -> ParsedCall:
-    """Raises Unreadable for a name that is none, and for arguments that are no object."""
+    """Raise Unreadable for a name that is none, and for arguments that are no object."""
     return ParsedCall(_checked(name), arguments_of(arguments))
 
 
@@ -155,7 +152,8 @@ def _checked(name: str) -> str:
 
 
 def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> ParsedCall:
-    """Of an object with a name and arguments, by the first of these names."""
+    """Return the call of an object with a name and, under the first of these names that is there,
+    arguments."""
     return _call_of_members(members_of(source), arguments)
 
 
@@ -174,20 +172,20 @@ def _value_of_name(members: Mapping[str, str]) -> Any:
     return value_of(next((members[key] for key in _NAMES if key in members), '""'))
 
 
-ReadCalls = Callable[[Calls, str], Reading[None]]  # the second: the marker that opened them
+ReadCalls = Callable[[Calls, str], Reading[None]]  # the second argument is the marker that opened them
 
 
 _line = Reader.line
 
 
 def hermes(calls: Calls, opening: str) -> Reading[None]:
-    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
+    """Read <tool_call>{"name": "f", "arguments": {...}}</tool_call>."""
     yield from _objects(calls, ("arguments", "parameters"))
     yield from calls.reader.optional("</tool_call>")
 
 
 def _objects(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
-    """One or more, on a line each or with a comma or semicolon between them."""
+    """Read one or more, on a line each or with a comma or semicolon between them."""
     yield from read_object(calls, arguments, known_only)
     while (yield from _goes_on(calls.reader)):
         yield from read_object(calls, arguments, known_only)
@@ -198,12 +196,12 @@ def _goes_on(reader: Reader) -> Reading[bool]:
     between = yield from reader.either(",", ";")
     more = yield from reader.next_is("{")
     if between and not more:
-        raise NotACall  # it is a sentence that goes on
+        raise NotACall  # a sentence goes on so
     return more
 
 
 def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
-    """Raises NotACall where a tool that is not known is named, or none, with `known_only`."""
+    """Raise NotACall where a tool that is not known is named, or none, with `known_only`."""
     reader, members, told = calls.reader, dict[str, str](), None
     yield from reader.expect("{")
     more = not (yield from reader.next_is("}"))
@@ -235,7 +233,7 @@ def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = Fal
 
 def _check_known(members: Mapping[str, str], schemas: Schemas) -> None:
     if _value_of_name(members) not in [*schemas]:
-        raise NotACall  # an answer in JSON
+        raise NotACall  # it is an answer in JSON
 
 
 def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
@@ -246,8 +244,9 @@ def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """How arguments stand between tags: what `begins` one, what is `between` its name and its value, and what
-    `ends` it; what closes their call, from the inside out; and what opens the next call."""
+    """Arguments stand between tags: each `begins`, has something `between` its name and its value, and
+    `ends`. `closes` are the tags that close their call, from the inside out; `opens` are those of the next
+    call."""
 
     begins: str
     between: tuple[str, ...]
@@ -276,7 +275,7 @@ _KEY = re.compile(r"[^\n<>]*")
 
 @dataclass(slots=True)
 class _Tagged:
-    """The arguments of a call, between tags. Models leave closing tags out at times. A value without one ends
+    """A call has its arguments between tags. Models leave closing tags out at times. A value without one ends
 
     - where a line begins with the tag of an argument that the tool may have and that was not written yet,
       unless that argument comes right behind the next end of a value: then the tag is only mentioned;
@@ -284,15 +283,16 @@ class _Tagged:
     - where a line begins with tags that close the call, and a call follows. None does where a value ends
       before any other tag comes.
 
-    All else between two tags is the value's text. An argument that is given twice makes a call unreadable."""
+    All else between two tags is the value's text. An argument that is given twice makes a call unreadable.
+    """
 
     reader: Reader
     tags: _Tags
     arguments: TextArguments
-    follows: str | None = None  # the argument behind the next end of a value; None: nobody looked yet
+    follows: str | None = None  # this argument is behind the next end of a value; None is not looked up
 
     def read(self) -> Reading[None]:
-        """A tag that ends the call, or opens another, is not taken. Raises Unreadable where none comes."""
+        """A tag that ends the call, or opens another, is not taken. Unreadable is raised where none comes."""
         tags = self.tags
         found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
         while found == tags.begins:
@@ -306,7 +306,7 @@ class _Tagged:
         self.arguments.end()
 
     def _value(self, sink: Callable[[str], object]) -> Reading[str]:
-        """The name of the argument that begins where this one's end should be; "" for none."""
+        """Return the name of the argument that begins where this one's end should be, or "" for none."""
         tags, text = self.tags, Unlined(sink, led=self.tags.on_lines)
         while True:
             marker = yield from self.reader.upto((tags.ends, tags.begins, *tags.closes), text)
@@ -328,7 +328,7 @@ class _Tagged:
             text(marker + taken)
 
     def _key(self) -> Reading[tuple[str, str]]:
-        """An argument's name, "" if none stands here; and all the text that was taken."""
+        """Return an argument's name, "" if none stands here, and all the text that was taken."""
         reader, between = self.reader, self.tags.between
         texts = [(yield from reader.blank()), (yield from reader.word(_KEY))]
         while between:
@@ -341,7 +341,8 @@ class _Tagged:
         return texts[1].strip("\"' "), "".join(texts)
 
     def _behind_end(self) -> Reading[str]:
-        """The name of the argument behind the next end of a value, "" for none. Nothing is taken."""
+        """Return the name of the argument behind the next end of a value, or "" for none. Nothing is
+        taken."""
         if self.follows is None:
             reader, tags, texts = self.reader, self.tags, list[str]()
             end = yield from reader.upto((tags.ends, *tags.closes), texts.append)
@@ -356,7 +357,7 @@ class _Tagged:
         return self.follows
 
     def _ends_call(self, closing: str, begins_line: bool) -> Reading[bool]:
-        """Whether the call ends with the tag, which is not taken then. Nothing behind it is."""
+        """Return whether the call ends with the tag, which is not taken then. Nothing behind it is."""
         reader, tags, texts = self.reader, self.tags, list[str]()
         for closes in tags.closes[tags.closes.index(closing) + 1 :]:
             texts += [(yield from reader.blank()), (yield from reader.either(closes))]
@@ -372,7 +373,8 @@ class _Tagged:
 
 
 def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
-    """<tool_call><function=f><parameter=a>1</parameter></function></tool_call>, blanks between all of them"""
+    """Read <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, blanks between all of
+    them."""
     reader = calls.reader
     if opening == "<tool_call>":
         yield from reader.expect("<function=")
@@ -382,7 +384,8 @@ def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
 
 
 def glm(calls: Calls, opening: str) -> Reading[None]:
-    """<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, blanks between all of them"""
+    """Read <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, blanks between all of
+    them."""
     reader = calls.reader
     yield from reader.blank()
     arguments = TextArguments(calls, (yield from reader.word()))
@@ -391,7 +394,8 @@ def glm(calls: Calls, opening: str) -> Reading[None]:
 
 
 def minimax(calls: Calls, opening: str) -> Reading[None]:
-    """<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>"""
+    """Read <minimax:tool_call><invoke name="f"><parameter
+    name="a">1</parameter></invoke></minimax:tool_call>."""
     reader = calls.reader
     more = (yield from reader.expect("<invoke name=", "</minimax:tool_call>")) == "<invoke name="
     if not more:
@@ -406,12 +410,14 @@ def minimax(calls: Calls, opening: str) -> Reading[None]:
 
 
 def llama3_json(calls: Calls, opening: str) -> Reading[None]:
-    """{"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind <|python_tag|>"""
+    """Read {"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind
+    <|python_tag|>."""
     yield from _objects(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
 
 
 def mistral(calls: Calls, opening: str) -> Reading[None]:
-    """[TOOL_CALLS]f[ARGS]{...}, once for each call; of older models [TOOL_CALLS][{"name": "f", ...}, ...]"""
+    """Read [TOOL_CALLS]f[ARGS]{...}, once for each call; older models have [TOOL_CALLS][{"name": "f", ...},
+    ...]."""
     reader = calls.reader
     yield from reader.blank()
     name = yield from reader.word()
@@ -431,7 +437,7 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _with_id(found: Any) -> ParsedCall:
-    """{"name": "f", "arguments": {...}, "id": "abcdefghi"}"""
+    """Make a call of {"name": "f", "arguments": {...}, "id": "abcdefghi"}."""
     call = object_call(text_of(found))
     id_ = found.get("id")
     return replace(call, id=id_) if isinstance(id_, str) else call
@@ -442,11 +448,11 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 
 
 def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
-    """Each call: function<sep>f, and its arguments as a code block of JSON."""
+    """Each call is function<sep>f, and its arguments as a code block of JSON."""
     reader = calls.reader
     more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
     while more:
-        yield from _line(reader, _SEP)  # the kind of tool
+        yield from _line(reader, _SEP)  # this is the kind of tool
         name, _ = yield from reader.until("\n")
         yield from reader.optional("```json")
         yield from json_arguments(calls, name)
@@ -455,7 +461,7 @@ def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
 
 
 def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
-    """Each call: f<sep>{...}"""
+    """Each call is f<sep>{...}."""
     reader = calls.reader
     more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
     while more:
@@ -465,7 +471,7 @@ def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _deepseek_goes_on(reader: Reader) -> Reading[bool]:
-    """It tells whether another call begins behind one; its marker is taken."""
+    """Return whether another call begins behind one; its marker is taken."""
     yield from reader.optional(_CALL_END)
     yield from reader.blank()
     more = yield from reader.either(_CALL, _CALLS_END)

@@ -1,4 +1,4 @@
-"""An answer in gpt-oss's harmony: messages, each with a header that says what it is. Pure.
+"""gpt-oss answers in harmony: messages, each with a header that says what it is. Pure.
 
     <|channel|>analysis<|message|>thinking<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
@@ -29,7 +29,7 @@ _RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyAnswer:
-    """Without `has_calls`, or `has_thinking`, they are content."""
+    """Calls are content without `has_calls`, and so is thinking without `has_thinking`."""
 
     calls: Calls
     has_calls: bool
@@ -52,7 +52,7 @@ class HarmonyAnswer:
             marker = yield from reader.upto(_BOUNDS, sink.content)
 
     def _message(self, opening: str) -> Reading[None]:
-        """Up to the marker behind it, which is not taken."""
+        """Read up to the marker behind it, which is not taken."""
         reader = self.calls.reader
         header, marker = yield from reader.until(MESSAGE, START, *ENDS)
         if marker != MESSAGE:
@@ -71,7 +71,7 @@ class HarmonyAnswer:
             yield from self._text(self.calls.sink.content)
 
     def _function(self, header: str) -> str:
-        """The tool to which a message goes, "" for none. A declared one may lack its namespace."""
+        """Return the tool to which a message goes, or "" for none. A declared one may lack its namespace."""
         to = _RECIPIENT.search(header)
         return to[2] if to and (to[1] or to[2] in self.calls.schemas) else ""
 

@@ -1,4 +1,4 @@
-"""JSON as a model wrote it: checked, and kept as text. Pure."""
+"""A model's JSON is checked, and kept as text. Pure."""
 
 import json
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ _BLANKS = " \t\r\n"
 
 
 def value_of(source: str) -> Any:
-    """Raises Unreadable."""
+    """Raise Unreadable for what is not JSON."""
     try:
         return _DECODER.decode(source)
     except (ValueError, RecursionError) as error:
@@ -23,7 +23,7 @@ def value_of(source: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Readable where it can be: half of a surrogate pair is no text, and stays escaped."""
+    """Write it readably where that can be: half of a surrogate pair is no text, and stays escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if is_text(text) else json.dumps(value)
 
@@ -33,13 +33,13 @@ def is_text(text: str) -> bool:
 
 
 def members_of(source: str) -> dict[str, str]:
-    """The text of each member of an object, by name. Raises Unreadable for all that is none."""
+    """Return the text of each member of an object, by name. Raise Unreadable for all that is none."""
     if not isinstance(value_of(source), dict):
         raise Unreadable
     members, at = {}, _behind_blanks(source, source.index("{") + 1)
     while source[at] != "}":
         name, at = _DECODER.raw_decode(source, at)
-        begin = _behind_blanks(source, _behind_blanks(source, at) + 1)  # the colon's
+        begin = _behind_blanks(source, _behind_blanks(source, at) + 1)  # the value begins behind the colon
         _, end = _DECODER.raw_decode(source, begin)
         members[name] = source[begin:end]
         at = _behind_blanks(source, end)
@@ -54,8 +54,8 @@ def _behind_blanks(source: str, at: int) -> int:
 
 
 def arguments_of(source: str) -> str:
-    """An object's text. Nothing and null are {}; a string that holds an object is what it holds, for some
-    models write their arguments twice. Raises Unreadable for all else."""
+    """Return an object's text. Nothing and null are {}; a string that holds an object is what it holds, for
+    some models write their arguments twice. Raise Unreadable for all else."""
     source = source.strip(_BLANKS)
     if source in ("", "null", '""'):
         return "{}"

@@ -1,4 +1,4 @@
-"""Calls in a list: as JSON, or as a language would write them. Pure.
+"""Models write calls in a list: as JSON, or as a language would write them. Pure.
 
     [{"name": "f", "arguments": {"a": 1}}, ...]    objects, also without the list's brackets
     [{"f": {"a": 1}}, ...]                         each named by its key
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.\-/]*")
 _GEMMA_NAME = re.compile(r"[^\s{<]*")
 
 
-ReadCall = Callable[[Calls, bool], Reading[None]]  # the second: whether the tool must be a known one
+ReadCall = Callable[[Calls, bool], Reading[None]]  # the second argument says that the tool must be known
 
 
 def listed(
@@ -61,7 +61,8 @@ def _lead(reader: Reader, leads: tuple[str, ...], must_lead: str) -> Reading[Non
 
 
 def _another(reader: Reader, in_list: bool) -> Reading[bool]:
-    """Whether a call follows the last one, behind a comma or, as some write objects, behind nothing."""
+    """Return whether a call follows the last one, behind a comma or, as some write objects, behind
+    nothing."""
     yield from reader.blank()
     if (yield from reader.either(",", ";")):
         return not (in_list and (yield from reader.next_is("]")))

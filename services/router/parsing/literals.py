@@ -1,4 +1,4 @@
-"""Values that a model writes in another way than JSON, read as they come. Pure.
+"""Models write values in other ways than JSON; they are read as they come. Pure.
 
 Python    "a", 'it\\'s', 1, True, None, [1, 2], {"a": 1}
 Gemma     <|"|>a<|"|>, 1, true, [1, 2], {a: 1}
@@ -15,15 +15,15 @@ from services.router.parsing.reader import Reader, Reading, Unreadable
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {c: c for c in "\\'\"/"}
-_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d{1,2})?")  # which JSON would write otherwise
+_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d{1,2})?")  # JSON would write it otherwise
 _KEY = re.compile(r"[^\s=:,(){}\[\]]*")
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """`quotes`: what strings stand between. `escapes`: a backslash within them escapes. `word`: of what a
-    number, a constant or, where `takes_bare`, a string without quotes is made."""
+    """Strings stand between `quotes`; where it `escapes`, a backslash within them does. A number, a constant
+    or, where `takes_bare`, a string without quotes is made of `word`."""
 
     quotes: tuple[str, ...]
     escapes: bool
@@ -31,7 +31,7 @@ class Literals:
     takes_bare: bool = False
 
     def members(self, reader: Reader, sign: str, end: str, depth: int = 0) -> Reading[dict[str, Any]]:
-        """Keys and values with `sign` between them, up to `end`. Raises Unreadable."""
+        """Read keys and values with `sign` between them, up to `end`. Raise Unreadable for all else."""
         found: dict[str, Any] = {}
         while not (yield from self._ends(reader, end, bool(found))):
             yield from reader.blank()
@@ -41,7 +41,7 @@ class Literals:
         return found
 
     def value(self, reader: Reader, depth: int = 0) -> Reading[Any]:
-        """Raises Unreadable for what is none."""
+        """Raise Unreadable for what is none."""
         if depth > _MAX_DEPTH:
             raise Unreadable
         yield from reader.blank()
@@ -65,7 +65,7 @@ class Literals:
 
     @staticmethod
     def _ends(reader: Reader, end: str, follows: bool) -> Reading[bool]:
-        """Whether a list does; a comma is taken, which may stand before its end, too."""
+        """Return whether a list ends; a comma is taken, which may stand before its end, too."""
         yield from reader.blank()
         if follows and not (yield from reader.either(",")):
             yield from reader.expect(end)
@@ -116,7 +116,7 @@ def _character(found: re.Match[str]) -> str:
     return _ESCAPED.get(name, found[0])
 
 
-# Numbers, and words that stand for themselves in nothing but Gemma's.
+# A word is a number or a constant, and only in Gemma's a string, too.
 PYTHON = Literals(("'", '"'), escapes=True, word=re.compile(r"[\w.+\-]*"))
 GEMMA = Literals(('<|"|>',), escapes=False, word=re.compile(r"[^,\[\]{}<]*"), takes_bare=True)
 FUNCTION_GEMMA = Literals(("<escape>",), escapes=False, word=GEMMA.word, takes_bare=True)

@@ -1,4 +1,4 @@
-"""An answer as plain text with markers around what is thought and around calls. Pure.
+"""An answer may be plain text with markers around what is thought and around calls. Pure.
 
     <think> thinking </think> content <tool_call> call </tool_call> <tool_call> call </tool_call>
 
@@ -20,7 +20,7 @@ from services.router.parsing.calls import Calls, ReadCalls
 from services.router.parsing.piece import CallPiece, Sink
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
-# Of text that was read as calls within thinking, and was none. Behind so many no more is looked for.
+# Behind so much text that was read as calls within thinking, and was none, no more is looked for.
 _MAX_TRIED_CHARS = 1 << 18
 
 
@@ -32,7 +32,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What stands around content, and is none: one of `opens` where content begins, one of `closes` where it
+    """This stands around content, and is none: one of `opens` where content begins, one of `closes` where it
     ends. Either may be missing."""
 
     opens: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Wrapping:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """With the line's end that templates write before."""
+        """Each has the line's end that templates write before."""
         return tuple(before + each for each in self.closes for before in ("\n", ""))
 
 
@@ -49,7 +49,7 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class CallMarkers:
-    """`opens` may stand anywhere in content. `begins`: what calls begin with where content would begin."""
+    """`opens` may stand anywhere in content. Calls begin with one of `begins` where content would begin."""
 
     opens: tuple[str, ...]
     read: ReadCalls
@@ -58,7 +58,7 @@ class CallMarkers:
 
 @dataclass(frozen=True, slots=True)
 class MarkedAnswer:
-    """`thinks`: the prompt ended within thinking."""
+    """`thinks` says that the prompt ended within thinking."""
 
     thinking: Thinking | None
     call_markers: CallMarkers | None
@@ -74,7 +74,6 @@ class MarkedAnswer:
             place = yield from self._read_from(place)
 
     def _read_from(self, place: "_Place") -> Reading["_Place"]:
-        """Content, up to what comes behind it, and that."""
         reader = self.calls.reader
         blank = "" if place is _Place.CONTENT else (yield from reader.blank())
         if place is not _Place.CONTENT and self.thinking and (yield from reader.either(self.thinking.opens)):
@@ -99,7 +98,8 @@ class MarkedAnswer:
         return self.call_markers.opens if self.call_markers else ()
 
     def _unwrap(self, marker: str, content: Led) -> Reading["_Place"]:
-        """What closes content is none where nothing, or another marker, follows; else it is content."""
+        """A closing marker is none of the content where nothing, or another marker, follows; else it is
+        content."""
         reader = self.calls.reader
         blank = yield from reader.blank()
         follows = yield from reader.either(*self._opens, *self.wrapping.opens, *self.wrapping.closes)
@@ -114,7 +114,7 @@ class MarkedAnswer:
         reader, sink = self.calls.reader, self.calls.sink
         sink.thinks = True
         yield from reader.blank()
-        while (yield from reader.either(self.thinking.opens)):  # written again where the prompt has it
+        while (yield from reader.either(self.thinking.opens)):  # some write it again where the prompt has it
             yield from reader.blank()
         thought = Trailed(sink.reasoning)
         watched = _Watched(thought, self.call_markers, self.calls)
@@ -135,8 +135,8 @@ class MarkedAnswer:
 
 
 class _Watched:
-    """Thinking on its way to `sink`. What may be the calls with which an answer ends is held back until other
-    text comes behind it."""
+    """Thinking is on its way to `sink`. What may be the calls with which an answer ends is held back until
+    other text comes behind it."""
 
     def __init__(self, sink: Callable[[str], None], markers: CallMarkers | None, calls: Calls) -> None:
         self._sink, self._markers = sink, markers
@@ -152,7 +152,7 @@ class _Watched:
         next(self._steps)
 
     def finish(self) -> str:
-        """The text of the calls with which it ends; no more comes."""
+        """Return the text of the calls with which it ends; no more comes."""
         self._reader.end()
         next(self._steps, None)
         return self._called
@@ -176,7 +176,6 @@ class _Watched:
         return self._markers.opens if self._markers and self._left > 0 else ()
 
     def _is_rest(self, marker: str) -> Reading[bool]:
-        """Whether all that is left is calls."""
         assert self._markers is not None
         try:
             while marker:
@@ -189,7 +188,7 @@ class _Watched:
 
 
 class _Trial(Calls):
-    """A reading is only tried here: nobody is told of a call."""
+    """A reading is only tried here: no call is reported."""
 
     def tell(self, piece: CallPiece) -> None:
         pass

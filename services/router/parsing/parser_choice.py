@@ -1,4 +1,4 @@
-"""Which parsers read a model's answers: as told by flags, by the tokenizer, or by the chat template."""
+"""Flags, the tokenizer or the chat template say which parsers read a model's answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from services.router.parsing.piece import CallPiece, ParsedCall
 from services.router.parsing.response_template import ResponseTemplate
 from services.values.errors import ConfigError
 
-# A call that a chat template is given to write, and the tool's schema.
+# A chat template is given this call to write, and the tool's schema.
 PROBE = ParsedCall("look_up", '{"count": 7}')
 PROBE_SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -36,14 +36,15 @@ PROBE_SCHEMA: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """`tools` and `reasoning`: names of formats, or none. `template` is set where one of them is template."""
+    """`tools` and `reasoning` are names of formats, or none. `template` is set where one of them is
+    template."""
 
     tools: str = NONE
     reasoning: str = NONE
     template: ResponseTemplate | None = None
 
     def shows(self, special_token: str) -> bool:
-        """Whether the parsers look for it in an answer's text."""
+        """Return whether the parsers look for it in an answer's text."""
         if self.template is not None:
             return self.template.names(special_token)
         markers: tuple[str, ...] = harmony.MARKERS if HARMONY in (self.tools, self.reasoning) else ()
@@ -51,16 +52,16 @@ class ParserChoice:
             markers += CALL_FORMATS[self.tools].markers
         if self.reasoning in THINKING_FORMATS:
             markers += THINKING_FORMATS[self.reasoning].markers
-        return any(special_token in marker for marker in markers)  # some are made of several
+        return any(special_token in marker for marker in markers)  # some markers are made of several
 
     @property
     def stop_token(self) -> str | None:
-        """A special token that ends an answer which calls, whatever the model's configuration says."""
+        """This special token ends an answer which calls, whatever the model's configuration says."""
         return "<|call|>" if self.tools == HARMONY else None
 
     def parser(self, schemas: Schemas | None, prompt_end: str) -> AnswerParser | None:
-        """For an answer that may call those tools; None: its calls are content. `prompt_end`: some hundred
-        characters. None where there is nothing to tell apart."""
+        """Return a parser of an answer that may call those tools; where they are None, its calls are content.
+        `prompt_end` is some hundred characters. Return None where there is nothing to tell apart."""
         has_calls = schemas is not None and self.tools != NONE
         has_thinking = self.reasoning != NONE
         if not has_calls and not has_thinking:
@@ -74,7 +75,7 @@ class ParserChoice:
 
     @property
     def writing(self) -> AnswerWriting | None:
-        """How such an answer is written; None: we cannot say."""
+        """It says how such an answer is written; None means that we cannot say."""
         if self.template is not None:
             return None
         if HARMONY in (self.tools, self.reasoning):
@@ -90,11 +91,11 @@ class ParserChoice:
         return THINKING_FORMATS[self.reasoning].wrapping if self._thinking else NO_WRAPPING
 
     def begins_thinking(self, prompt_end: str) -> bool:
-        """Whether the prompt ends within thinking."""
+        """Return whether the prompt ends within thinking."""
         return self._thinking is not None and prompt_end.rstrip().endswith(self._thinking.opens)
 
     def thinks_behind(self, prompt_end: str, said: str) -> bool:
-        """Likewise, where an answer goes on with what was `said` in its turn."""
+        """Return the same where an answer goes on with what was `said` in its turn."""
         if self._thinking is None:
             return False
         opened, closed = said.rfind(self._thinking.opens), said.rfind(self._thinking.closes)
@@ -117,10 +118,12 @@ def choose(
     response_template: Mapping[str, Any] | None,
     shown: Sequence[str] = (),
 ) -> ParserChoice:
-    """`tools` and `reasoning` as the flags say; `chat_template` is the model's, empty for none. `shown`: what
-    that writes of an answer that is PROBE, with some of what stands before; empty where it shows no calls.
+    """Choose by `tools` and `reasoning`, as the flags say, and by `chat_template`, the model's, empty for
+    none. `shown` is what that writes of an answer that is PROBE, with some of what stands before; it is empty
+    where it shows no calls.
 
-    Raises ConfigError for two that do not go together, and for a response_template that is missing or wrong.
+    Raises:
+        ConfigError: Two do not go together, or a response_template is missing or wrong.
     """
     has_own = response_template is not None
     written = "\n".join([chat_template, *shown])
@@ -141,9 +144,10 @@ def choose(
 
 
 def _written_calls(written: str, shown: Sequence[str]) -> str:
-    """The name of the format in which a template writes calls: one that it tells of, if that reads the call
-    which it shows; else any that does, those without a marker first. A template's words may name a
-    marker that its models do not write, or write as a part of another one. None: we do not know it."""
+    """Return the name of the format in which a template writes calls: one that it tells of, if that reads
+    the call which it shows; else any that does, those without a marker first. A template's words may name
+    a marker that its models do not write, or write as a part of another one. NONE means that we do not
+    know it."""
     told = [*told_calls(written)]
     if not shown:
         return next(iter(told), NONE)

@@ -1,12 +1,12 @@
-"""Parts of an answer, told apart."""
+"""An answer is split into these parts."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool's. `arguments`: a JSON object, as the model wrote it where it wrote JSON. `id`: what the model
-    itself calls it, by which its template tells results apart; most do not."""
+    """A tool is called. `arguments` are a JSON object, as the model wrote it where it wrote JSON. `id` is
+    what the model itself calls it, by which its template tells results apart; most do not."""
 
     name: str
     arguments: str
@@ -15,18 +15,18 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Of a call's arguments. One with a name begins a call; `ends`: the call is whole with it. A call whose
-    pieces stop without that broke off, and its arguments with it."""
+    """A call's arguments come in pieces. One with a name begins a call; one that `ends` makes it whole. A
+    call whose pieces stop without that broke off, and its arguments with it."""
 
     name: str = ""
     arguments: str = ""
     ends: bool = False
-    id: str = ""  # beside a name, the model's own
+    id: str = ""  # it stands beside a name, and is the model's own
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became certain with one more text. `broken`: calls that could not be read to their end."""
+    """One more text made this certain. `broken` counts calls that could not be read to their end."""
 
     content: str = ""
     reasoning: str = ""
@@ -35,8 +35,8 @@ class Piece:
 
 
 class Sink:
-    """Collects what is read until it is taken. `thinks`: what is read now is thinking. `has_open_call`: one
-    has begun, and is not whole."""
+    """It collects what is read until it is taken. `thinks` says that what is read now is thinking,
+    `has_open_call` that a call has begun and is not whole."""
 
     def __init__(self) -> None:
         self.thinks = False
@@ -56,7 +56,7 @@ class Sink:
         self._reasoning.append(text)
 
     def call(self, piece: CallPiece) -> None:
-        if self._calls and not piece.name:  # of the same call
+        if self._calls and not piece.name:  # it goes on with the same call
             begun = self._calls.pop()
             piece = CallPiece(begun.name, begun.arguments + piece.arguments, piece.ends, begun.id)
         self._calls.append(piece)

@@ -1,4 +1,4 @@
-"""Reads a text that comes in pieces as if it were there. Pure.
+"""A text that comes in pieces is read as if it were there. Pure.
 
 A reading is a generator: it yields where it wants more text, and returns what it has read. So a format is
 written down as it is read, and what is read does not depend on where the pieces are cut:
@@ -23,19 +23,18 @@ _LITERAL = re.compile(r"[^\s,:\]}]*")
 _READ_CHARS = 4096
 
 
-def _nowhere(text: str) -> None:
-    """Nobody is told."""
+def _nowhere(text: str) -> None: ...
 
 
 class Unreadable(Exception):
-    """The text is not what the format says; what was taken since the mark is."""
+    """The text is not what the format says; what was taken since the mark shows where."""
 
 
 class Reader:
     """`put` text while readings want more; after `end` they get none."""
 
     def __init__(self) -> None:
-        self._text, self._at = "", 0  # not read yet from there on
+        self._text, self._at = "", 0  # it is not read yet from there on
         self._ended = False
         self._taken: list[str] = []
 
@@ -46,7 +45,7 @@ class Reader:
         self._ended = True
 
     def mark(self, opening: str = "") -> None:
-        """What is taken from here on, behind `opening`, is `taken`."""
+        """Begin `taken` anew, with `opening` and what is taken from here on."""
         self._taken = [opening]
 
     @property
@@ -55,12 +54,12 @@ class Reader:
 
     @property
     def has_more(self) -> bool:
-        """Whether text that was put is not read yet."""
+        """It is true while text that was put is not read yet."""
         return self._at < len(self._text)
 
     def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
-        """The first of the markers that comes, which is taken; None at the end. The text before it goes to
-        `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""
+        """Return the first of the markers that comes, which is taken, or None at the end. The text before it
+        goes to `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""
         search = _search_of(markers)
         while True:
             if found := search.pattern.search(self._text, self._at):
@@ -74,9 +73,11 @@ class Reader:
             yield
 
     def until(self, *markers: str) -> Reading[tuple[str, str]]:
-        """The text before the first of the markers that comes, and which that is.
+        """Return the text before the first of the markers that comes, and which that is.
 
-        Raises Unreadable where none does."""
+        Raises:
+            Unreadable: None of them comes.
+        """
         texts: list[str] = []
         marker = yield from self.upto(markers, texts.append)
         if marker is None:
@@ -84,15 +85,15 @@ class Reader:
         return "".join(texts), marker
 
     def line(self, end: str) -> Reading[str]:
-        """Up to `end`, which is not far: a text that only looks like a call is soon content again. Raises
-        Unreadable where the line ends before."""
+        """Return the text up to `end`, which is not far: a text that only looks like a call is soon content
+        again. Raise Unreadable where the line ends before."""
         text, marker = yield from self.until(end, "\n")
         if marker != end:
             raise Unreadable
         return text
 
     def blank(self) -> Reading[str]:
-        """White space, as far as it goes."""
+        """Return white space, as far as it goes."""
         return (yield from self.word(_BLANKS))
 
     def at_end(self) -> Reading[bool]:
@@ -101,7 +102,7 @@ class Reader:
         return not self.has_more
 
     def word(self, pattern: re.Pattern[str] = _WORD) -> Reading[str]:
-        """Up to white space or a bracket: as long as all of it matches."""
+        """Return the text up to white space or a bracket: as long as all of it matches."""
         word = ""
         while True:
             end = pattern.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches ""
@@ -111,20 +112,21 @@ class Reader:
             yield
 
     def either(self, *literals: str) -> Reading[str]:
-        """The one of them that stands here, "" for none: nothing is taken then. Of two that do, the first."""
+        """Return the one of them that stands here, or "" for none: nothing is taken then. Of two that do, the
+        first counts."""
         while True:
             for literal in literals:
                 here = self._text[self._at : self._at + len(literal)]
                 if here == literal:
                     return self._take(len(literal))
                 if literal.startswith(here) and not self._ended:
-                    break  # it may yet
+                    break  # it may be this one yet
             else:
                 return ""
             yield
 
     def expect(self, *literals: str) -> Reading[str]:
-        """The same behind white space. Raises Unreadable for none."""
+        """Return the same behind white space. Raise Unreadable for none."""
         yield from self.blank()
         literal = yield from self.either(*literals)
         if not literal:
@@ -132,7 +134,7 @@ class Reader:
         return literal
 
     def next_is(self, literal: str) -> Reading[bool]:
-        """Whether it stands behind white space, which is taken; it itself is not."""
+        """Return whether it stands behind white space, which is taken; it itself is not."""
         yield from self.blank()
         found = yield from self.either(literal)
         self.put_back(found)
@@ -145,15 +147,17 @@ class Reader:
             yield from self.either(literal)
 
     def json(self, sink: Callable[[str], object] = _nowhere) -> Reading[str]:
-        """The text of an object or a list, white space before it left out; `sink` gets it while it comes.
-        Brackets within strings are none.
+        """Return the text of an object or a list without white space before it; `sink` gets it while it
+        comes. Brackets within strings are none.
 
-        Raises Unreadable where none stands here or it does not end."""
+        Raises:
+            Unreadable: None stands here, or it does not end.
+        """
         yield from self.blank()
         return (yield from self._scanned(("{", "["), sink))
 
     def json_value(self) -> Reading[str]:
-        """The same of any value. What stands in the place of a number or a word may be none."""
+        """Return the same of any value. What stands in the place of a number or a word may be none."""
         yield from self.blank()
         if self._text.startswith(("{", "[", '"'), self._at):
             return (yield from self._scanned(("{", "[", '"'), _nowhere))
@@ -174,7 +178,7 @@ class Reader:
             yield
 
     def one(self) -> Reading[str]:
-        """One character. Raises Unreadable at the end."""
+        """Return one character. Raise Unreadable at the end."""
         while not self.has_more:
             if self._ended:
                 raise Unreadable
@@ -182,13 +186,13 @@ class Reader:
         return self._take(1)
 
     def put_back(self, text: str) -> None:
-        """What was taken last."""
+        """Put back what was taken last."""
         if self._at >= len(text) and self._text.startswith(text, self._at - len(text)):
             self._at -= len(text)
         else:
             self._text, self._at = text + self._text[self._at :], 0
         num_chars = len(text)
-        while self._taken and num_chars:  # the last pieces alone: much may have been taken since the mark
+        while self._taken and num_chars:  # much may have been taken since the mark
             last = self._taken.pop()
             kept = last[: max(0, len(last) - num_chars)]
             num_chars -= len(last) - len(kept)
@@ -219,7 +223,7 @@ class _Search:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def held(self, text: str, left: int) -> int:
-        """Characters at its end, of those `left`, with which a marker may begin."""
+        """Return how many characters at its end, of those `left`, may begin a marker."""
         for length in range(min(left, self._longest), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -230,7 +234,8 @@ _search_of = lru_cache(maxsize=256)(_Search)  # there are few, all in the format
 
 
 class _JsonScan:
-    """Where a JSON value that begins with a bracket or a quote ends, in text that comes in pieces."""
+    """It finds where a JSON value that begins with a bracket or a quote ends, in text that comes in
+    pieces."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
@@ -240,7 +245,7 @@ class _JsonScan:
         self._in_string = self._escaped = False
 
     def end_in(self, text: str, at: int) -> int | None:
-        """Behind the last bracket, None if it is not in the text from `at` on."""
+        """Return the place behind the last bracket, or None if it is not in the text from `at` on."""
         while at < len(text):
             if self._escaped:
                 self._escaped, at = False, at + 1

@@ -1,4 +1,4 @@
-"""Calls in tags, other than those of calls.py: a reading for each way to spell them. Pure.
+"""Calls stand in tags, other than those of calls.py: there is a reading for each way to spell them. Pure.
 
     <｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter></｜DSML｜invoke>
     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
@@ -21,8 +21,8 @@ _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How a family spells a call, and each of its parameters: the tags' beginnings up to their attributes,
-    with what closes them. `closes`: what closes a block of calls. `ends`: of a tag with attributes."""
+    """A family spells a call, and each of its parameters, so: with the tags' beginnings up to their
+    attributes, and what closes them. `closes` closes a block of calls. `ends` ends a tag with attributes."""
 
     call: str
     call_ends: str
@@ -32,7 +32,7 @@ class Tags:
     ends: str = ">"
 
     def read(self, calls: Calls, opening: str) -> Reading[None]:
-        """A block of calls; one alone where a call itself is the opening."""
+        """Read a block of calls, or one alone where a call itself is the opening."""
         if opening == self.call:
             yield from self._call(calls)
             return
@@ -59,7 +59,8 @@ _CDATA, _CDATA_ENDS = "<![CDATA[", "]]>"
 
 
 def _verbatim(reader: Reader, end: str, sink: Callable[[str], object]) -> Reading[None]:
-    """A parameter's text as it stands, or as it stands in a section of its own, in which no tag is one."""
+    """Read a parameter's text as it stands, or as it stands in a section of its own, in which no tag is
+    one."""
     if (yield from reader.either(_CDATA)):
         yield from _upto(reader, _CDATA_ENDS, sink)
         yield from reader.expect(end)
@@ -90,7 +91,7 @@ _MUSE = Tags(
 
 
 def muse(calls: Calls, opening: str) -> Reading[None]:
-    """to=f<|message|><atem:function_calls>..., a message of its own, which may lack its header"""
+    """Read to=f<|message|><atem:function_calls>..., a message of its own, which may lack its header."""
     reader = calls.reader
     if opening != MUSE_OPENS:
         yield from reader.expect("to=")
@@ -117,7 +118,8 @@ _KIMI_ID = re.compile(r"""(?:functions\.)?([^\s"'<>{}\[\]]+?)(?::\d+)?""")
 
 
 def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
-    """Each call: its id, which has the name in it, and its arguments. The section's marker may be missing."""
+    """Each call has its id, which has the name in it, and its arguments. The section's marker may be
+    missing."""
     reader = calls.reader
     marker = opening if opening == KIMI_CALL else (yield from reader.expect(KIMI_CALL, KIMI_SECTION_ENDS))
     while marker == KIMI_CALL:
@@ -136,7 +138,7 @@ _FUNCTION = "<function="
 
 
 def seed(calls: Calls, opening: str) -> Reading[None]:
-    """As qwen3_coder, in tags of its own."""
+    """Read as qwen3_coder does, in tags of its own."""
     reader = calls.reader
     if opening == SEED_OPENS:
         yield from reader.expect(_FUNCTION)
@@ -157,8 +159,8 @@ HY_MARKERS = tuple(
 
 
 def hy(calls: Calls, opening: str) -> Reading[None]:
-    """<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, each of these with
-    :opensource in it"""
+    """Read <tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, each of these with
+    :opensource in it."""
     reader = calls.reader
     _, calls_end, call, call_ends, sep, _, key, key_ends, value, value_ends = HY_MARKERS
     while (yield from reader.expect(call, calls_end)) == call:
@@ -174,12 +176,12 @@ MINIMAX_M3 = "]<]minimax[>["
 MINIMAX_M3_OPENS = f"{MINIMAX_M3}<tool_call>"
 _ITEM = "item"
 _MAX_DEPTH = 64
-# Of an element: its text, or the elements in it, by their names.
+# An element has its text, or the elements in it by their names.
 _Element = str | list[tuple[str, Any]]
 
 
 def minimax_m3(calls: Calls, opening: str) -> Reading[None]:
-    """<invoke name="f"><a>1</a><b><item>x</item></b></invoke>, each tag behind ]<]minimax[>["""
+    """Read <invoke name="f"><a>1</a><b><item>x</item></b></invoke>, each tag behind ]<]minimax[>[."""
     reader = calls.reader
     call, calls_end = f"{MINIMAX_M3}<invoke name=", f"{MINIMAX_M3}</tool_call>"
     while (yield from reader.expect(call, calls_end)) == call:
@@ -197,13 +199,12 @@ def minimax_m3(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _closes_or_opens(reader: Reader, name: str) -> Reading[bool]:
-    """Whether the tag behind the namespace closes that name; one that opens another is begun."""
+    """Return whether the tag behind the namespace closes that name; one that opens another is begun."""
     yield from reader.expect(MINIMAX_M3)
     return (yield from reader.expect(f"</{name}>", "<")) != "<"
 
 
 def _element(reader: Reader, name: str, depth: int) -> Reading[_Element]:
-    """Behind its tag, with the tag that closes it."""
     if depth > _MAX_DEPTH or name.startswith("/"):
         raise Unreadable
     inner: list[tuple[str, Any]] = []
@@ -216,7 +217,7 @@ def _element(reader: Reader, name: str, depth: int) -> Reading[_Element]:
 
 
 def _valued(element: _Element, name: str, schema: Any, root: Any) -> Any:
-    """What the element of that name is. `schema`: of the object that it is a member of."""
+    """Return what the element of that name is. `schema` is that of the object that it is a member of."""
     typed = TypedText(schema, root)
     if isinstance(element, str):
         return typed.empty(name) if not element and not typed.takes_text(name) else typed.value(name, element)

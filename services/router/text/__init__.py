@@ -1,1 +1,1 @@
-"""Text to tokens and back: templates, tokenizers, stop strings."""
+"""Text becomes tokens and tokens become text here: templates, tokenizers, stop strings."""

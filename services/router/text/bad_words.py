@@ -1,4 +1,4 @@
-"""Texts that an answer must not contain, as the ids that it would say them by. Pure, given a tokenizer."""
+"""Texts that an answer must not contain become the ids that it would say them by. Pure, given a tokenizer."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -13,10 +13,10 @@ class TextEncoder(Protocol):
 
 
 def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
-    """Each word at a text's beginning and behind a blank, as vLLM's bad_words. Where one way of writing ends
-    with another, the shorter one bans both."""
+    """Encode each word as at a text's beginning and as behind a blank, like vLLM's bad_words. Where one way
+    of writing ends with another, the shorter one bans both."""
     written = dict.fromkeys(ids for word in words for ids in _written(tokenizer, word))
-    lengths = {len(ids) for ids in written}  # of words of a thousand ids their ends are too many to look up
+    lengths = {len(ids) for ids in written}  # a word of a thousand ids has too many ends
     return tuple(ids for ids in written if not any(ids[-n:] in written for n in lengths if n < len(ids)))
 
 

@@ -1,4 +1,4 @@
-"""The bytes of each id, of tokenizers whose text is nothing but these bytes, read as UTF-8. Pure.
+"""Some tokenizers' text is nothing but the bytes of their ids, read as UTF-8; this finds the bytes. Pure.
 
     byte level       GPT-2's alphabet: Llama 3, Qwen, gpt-oss, DeepSeek and their like
     byte fallback    sentencepiece's; most drop a space at a text's beginning: Llama 2, Mistral, Phi-3
@@ -25,7 +25,8 @@ _DROPS_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`of_ids[id]` is empty where the id has no text; `drops_space` of a text that begins with one."""
+    """`of_ids[id]` is empty where the id has no text. `drops_space` says that a text loses a space at its
+    beginning."""
 
     of_ids: Sequence[bytes]
     drops_space: bool = False
@@ -40,7 +41,7 @@ class Pieces:
         return text.removeprefix(" ") if self.drops_space else text
 
     def without(self, silent: Iterable[int]) -> "Pieces":
-        """These ids have no bytes."""
+        """Return the same pieces, in which these ids have no bytes."""
         heard = list(self.of_ids)
         for token_id in silent:
             heard[token_id] = b""
@@ -48,7 +49,8 @@ class Pieces:
 
 
 def pieces_of(tokenizer: Any) -> Pieces | None:
-    """Special tokens' too; `tokenizer` is a tokenizers.Tokenizer. None: its text is something else."""
+    """Return the bytes of each id of a tokenizers.Tokenizer, special tokens' too, or None where its text is
+    more."""
     kind = _kind_of(tokenizer.decoder)
     if kind is None:
         return None
@@ -58,14 +60,14 @@ def pieces_of(tokenizer: Any) -> Pieces | None:
     for token, token_id in vocabulary.items():
         of_ids[token_id] = bytes_of(token)
     pieces = Pieces(of_ids, drops_space)
-    # Of fallbacks above ASCII the library makes something else where they stand as they are numbered.
+    # The library makes something else of fallbacks above ASCII that stand in the order of their ids.
     is_text = bytes_of is bytes_of_byte_level
     ids = sorted(i for i in vocabulary.values() if is_text or of_ids[i][:1] < b"\x80" or len(of_ids[i]) > 1)
     return pieces if tokenizer.decode(ids, skip_special_tokens=False) == pieces.text_of(ids) else None
 
 
 def _kind_of(decoder: Any) -> tuple[Callable[[str], bytes], bool] | None:
-    """How tokens are written, and whether a space at the beginning is dropped."""
+    """Return what turns a token into bytes, and whether a space at the beginning is dropped."""
     says = json.loads(decoder.__getstate__()) if decoder is not None else {}
     if says.get("type") == "ByteLevel":
         return bytes_of_byte_level, False

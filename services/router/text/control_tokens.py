@@ -1,16 +1,16 @@
-"""Control tokens that are written in a message's text, such as <|im_end|>: text, and not what they control.
+"""Control tokens that are written in a message's text, such as <|im_end|>, stay text and control nothing.
 
-A chat template writes control tokens and what clients say into one text, and a tokenizer cannot tell whose
-a `<|im_end|>` in it is: a user could end the turn and write a system's. So those in messages are hidden
-before the template renders, and the rendered text is encoded by a tokenizer that knows the control tokens by
-names which nobody else can write:
+A chat template writes control tokens and what clients say into one text, and a tokenizer cannot tell whose a
+`<|im_end|>` in it is: a user could end the turn and write a system's. So those in messages are hidden before
+the template renders, and the rendered text is encoded by a tokenizer that knows the control tokens by names
+which nobody else can write:
 
     message     a <|im_end|> b                          is hidden as  a 3f..0k b
     rendered    <|im_start|>user\\na 3f..0k b<|im_end|>
     encoded     |0|user\\na <|im_end|> b|1|             |0| and |1| are control tokens, <|im_end|> is text
 
-Of a chat without such text nothing is changed. Templates that look for a control token in what was said do
-not find it there.
+A chat without such text is not changed. Templates that look for a control token in what was said do not find
+it there.
 """
 
 import json
@@ -31,7 +31,7 @@ from services.values.errors import InvalidRequest
 
 
 class ControlTokens:
-    """`added`: a tokenizer's added tokens, by their ids; `backend` is left as it is."""
+    """`added` are a tokenizer's added tokens by their ids. `backend` is left as it is."""
 
     def __init__(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> None:
         self._stem = secrets.token_hex(16)
@@ -43,10 +43,11 @@ class ControlTokens:
         self._renamed, self._ids = self._rename(backend, added)
 
     def hide(self, chat: ChatTurns) -> ChatTurns | None:
-        """The chat with names in place of the control tokens that its texts hold; None where they hold none.
-        A last turn that goes on is what its client says the model wrote, and stays.
+        """Return the chat with names in place of the control tokens that its texts hold, or None where they
+        hold none. A last turn that goes on is what its client says the model wrote, and stays.
 
-        Raises InvalidRequest: JSON is nested too deeply to be looked through.
+        Raises:
+            InvalidRequest: The JSON is nested too deeply to be looked through.
         """
         last = len(chat.turns) - 1 if chat.continues else len(chat.turns)
         hidden = replace(
@@ -58,7 +59,6 @@ class ControlTokens:
         return None if hidden == chat else hidden
 
     def show(self, text: str) -> str:
-        """The text is returned with the control tokens that were hidden in it."""
         return self._hidden.sub(lambda match: self._texts[int(match[1])], text)
 
     def encode(self, rendered: str) -> list[int]:
@@ -68,9 +68,9 @@ class ControlTokens:
         return [self._ids.get(id_, id_) for id_ in encoding.ids]
 
     def encodes_otherwise(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> str:
-        """A text that `backend` encodes in another way, which then cannot be replaced; empty where none of
-        those is that are tried. Tokenizers may look for a token behind their normalizer, or only between
-        spaces, or find another that begins before it, and names are not taken for that."""
+        """Return a text that `backend` encodes in another way, so that this cannot take its place, or an
+        empty one where no such text is found. Tokenizers may look for a token behind their normalizer, or
+        only between spaces, or find another that begins before it, and names are not taken for that."""
         others = [token.content for token in added.values() if token.content and not token.special]
         for text in (*map(_among_others, self._texts), *_overlapping(self._texts, others)):
             if self.encode(text) != backend.encode(text, add_special_tokens=False).ids:
@@ -110,14 +110,14 @@ class ControlTokens:
     def _in_arguments(self, written: str) -> str:
         if "\\" not in written:
             return self._in_text(written)
-        with _not_too_deep("chat.messages.tool_calls.arguments"):  # of which any character may be escaped
+        with _not_too_deep("chat.messages.tool_calls.arguments"):  # any character may be escaped
             value = json.loads(written)
             hidden = self._in_value(value)
             is_same = hidden == value and not self._pattern.search(written)
             return written if is_same else _dump(hidden)
 
     def _in_json(self, value: Any, name: str) -> Any:
-        """Only what holds one is gone through: tools have thousands of texts."""
+        """Go only through what holds a control token: tools have thousands of texts."""
         with _not_too_deep(name):
             return self._in_value(value) if self._in_dump.search(_dump(value)) else value
 
@@ -132,12 +132,12 @@ class ControlTokens:
         return value
 
     def _name(self, number: int) -> str:
-        return f"\ue000{self._stem}{number}\ue001"  # of private use: no model has been taught it
+        return f"\ue000{self._stem}{number}\ue001"  # no model has been taught characters of private use
 
     def _rename(
         self, backend: Tokenizer, added: Mapping[int, AddedToken]
     ) -> tuple[Tokenizer, Mapping[int | None, int]]:
-        """The same tokenizer with control tokens of those names, and its added tokens' ids as they should be.
+        """Return the same tokenizer with its control tokens renamed, and the right ids of its added tokens.
         The vocabulary is not copied."""
         renamed = Tokenizer(backend.model)
         if backend.normalizer is not None:
@@ -177,7 +177,7 @@ def _among_others(control: str) -> str:
 
 
 def _overlapping(controls: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """Texts in which one of the others holds a control token, or ends with the beginning of one."""
+    """Yield texts in which one of the others holds a control token, or ends with the beginning of one."""
     starts = {text[:length]: text for text in controls for length in range(1, len(text) + 1)}
     whole = _pattern_of(controls)
     for other in others:
@@ -189,7 +189,6 @@ def _overlapping(controls: Sequence[str], others: Sequence[str]) -> Iterator[str
 
 
 def _put(parts: list[list[str]], ends: Sequence[int], joined: str, first: int, behind: int) -> None:
-    """The text of `joined` from `first` on goes into the parts that it is of."""
     while first < behind:
         index = bisect_right(ends, first)
         end = min(ends[index], behind)
@@ -206,7 +205,7 @@ def _pattern_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """A pattern of the longest of them that stands at a place. There may be a thousand that begin alike: they
+    """Return a pattern of the longest text that stands at a place. A thousand of them may begin alike: they
     are not tried one by one."""
     by_first: dict[str, list[str]] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""Ids to text while they come, never half a character. Pure, given a decoder.
+"""Ids become text while they come, never half a character. Pure, given a decoder.
 
 Where ids are bytes no decoder is needed: a character's first bytes are held until its last one comes. Else
 the latest ids are kept in a window and decoded together:
@@ -8,7 +8,7 @@ the latest ids are kept in a window and decoded together:
 
 The window is *clean* when its text does not end in U+FFFD: all of it is released, and in time the window is
 cut at the clean point before. While the text ends in U+FFFD that tail is held; once more ids are pending than
-an incomplete character can have, only as much of it as an incomplete character can look like.
+an incomplete character can have, only as much of it is held as an incomplete character can look like.
 """
 
 from codecs import utf_8_decode
@@ -21,7 +21,7 @@ _INCOMPLETE = "\ufffd"
 # An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or (byte
 # fallback) to one for each byte.
 _MAX_INCOMPLETE = 3
-# Ids that say the same of the text's end as all ids would: 3 held U+FFFD of up to 3 bytes each, and the
+# So many ids say the same of the text's end as all ids would: 3 held U+FFFD of up to 3 bytes each, and the
 # 3 bytes before them after which a UTF-8 stream that was cut anywhere is in step again.
 _MIN_WINDOW = 12
 # A clean window is cut when it is longer than that: cutting costs a second decode.
@@ -34,37 +34,35 @@ _MAX_WINDOW = 32
 class TokenDecoder(Protocol):
     @property
     def pieces(self) -> Pieces | None:
-        """The bytes of each id, none of silent ones; None: text is more than these."""
+        """The bytes of each id, none of silent ones, are known; where this is None text is more than
+        bytes."""
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Of ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
 
     def audible(self, token_ids: Sequence[int]) -> list[int]:
-        """Those that have a text: silent ones have none wherever they stand (special, unknown)."""
+        """Leave out silent ids (special, unknown), which have no text wherever they stand."""
 
 
 def detokenizer_of(decoder: TokenDecoder) -> "ByteDetokenizer | Detokenizer":
-    """The text of one stream of ids."""
     return Detokenizer(decoder) if decoder.pieces is None else ByteDetokenizer(decoder.pieces)
 
 
 class ByteDetokenizer:
-    """The text of one stream of ids. Silent ones have no bytes in `pieces`."""
+    """This is the text of one stream of ids. Silent ids have no bytes in `pieces`."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._held = b""
-        self._drops_space = pieces.drops_space  # as long as there is no text
+        self._drops_space = pieces.drops_space  # this holds as long as there is no text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The new text that is final; "" while a character is incomplete."""
         data = self._held + self._bytes_of(token_ids)
         text, num_read = utf_8_decode(data, "replace", False)
         self._held = data[num_read:]
         return self._begun(text) if text and self._drops_space else text
 
     def finish(self) -> str:
-        """What was held back."""
         rest, self._held = self._held, b""
         return rest.decode(errors="replace")
 
@@ -80,28 +78,28 @@ class ByteDetokenizer:
 
 
 class Detokenizer:
-    """The text of one stream of ids.
+    """This is the text of one stream of ids.
 
-    All pushes and finish put together are `decode(all ids)`, for decoders whose text never changes once
-    it is complete (byte-level, sentencepiece without byte fallback, per character), and the same however
-    the ids are cut into pushes. A push costs one or two decodes, and where it breaks a character, or ends
-    within one, as many for each id: of at most _MAX_WINDOW ids, the push's, and those of the push before.
+    All pushes and finish put together are `decode(all ids)`, for decoders whose text never changes once it is
+    complete (byte-level, sentencepiece without byte fallback, per character), and the same however the ids
+    are cut into pushes. A push costs one or two decodes, and where it breaks a character, or ends within one,
+    as many for each id: of at most _MAX_WINDOW ids, the push's, and those of the push before.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._clean_point = 0  # the ids before it are context, those from it on are pending
-        self._released = 0  # characters of the decoded window
+        self._released = 0  # these are characters of the decoded window
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The new text that is final; "" while a character is incomplete."""
+        """Return the new text that is final, which is empty while a character is incomplete."""
         audible = self._tokenizer.audible(token_ids)
         whole = self._push_whole(audible) if len(audible) > 1 else None
         return "".join(map(self._push_one, audible)) if whole is None else whole
 
     def _push_whole(self, token_ids: list[int]) -> str | None:
-        """None, and nothing is done, where a character of them is broken, or may be incomplete."""
+        """Return None, having done nothing, where a character of them is broken or may be incomplete."""
         window = self._window + token_ids
         text = self._tokenizer.text_of(window)
         new_text = text[self._released :]
@@ -132,7 +130,7 @@ class Detokenizer:
         return len(self._window) - self._clean_point
 
     def finish(self) -> str:
-        """What was held back. Nothing can be pushed after."""
+        """Return what was held back. Nothing can be pushed after."""
         rest = self._tokenizer.text_of(self._window)[self._released :]
         self._window, self._clean_point, self._released = [], 0, 0
         return rest
@@ -150,24 +148,23 @@ class Detokenizer:
 
 
 class SpecialTokens(Protocol):
-    """Tokenizer's side of it."""
-
     @property
     def all_pieces(self) -> Pieces | None:
-        """The bytes of each id, special tokens' too; None: text is more than these."""
+        """The bytes of each id, special tokens' too, are known; where this is None text is more than
+        bytes."""
 
     @property
-    def special_tokens(self) -> Mapping[int, str]:
-        """The text of each, by its id."""
+    def special_tokens(self) -> Mapping[int, str]: ...
 
     def is_silent(self, token_id: int) -> bool: ...
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """With special tokens written out."""
+        """Special tokens are written out."""
 
 
 class MarkerDecoder:
-    """A detokenizer.TokenDecoder. `is_marker` says it of a special token's text."""
+    """It decodes for a parser: what a client sees, and the special tokens that `is_marker` says are
+    markers."""
 
     def __init__(self, tokenizer: SpecialTokens, is_marker: Callable[[str], bool]) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Which token ids end a generation, and who says so. Pure."""
+"""Some token ids end a generation; this says which, and who says so. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from services.values.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EndOfSequence:
-    """`stated` are those of generation_config.json, as transformers' generate takes them, or of config.json
+    """`stated` are the ids of generation_config.json, as transformers' generate takes them, or of config.json
     where it states none. The tokenizer's own ends a generation too, as with vLLM and SGLang: a model tuned
     for chat often has another end than the configuration that it inherited."""
 
-    source: str  # the file that states them; empty: none does
+    source: str  # this file states them, or none where it is empty
     stated: tuple[int, ...]
     tokenizer: int | None
 
@@ -24,9 +24,13 @@ class EndOfSequence:
 
 
 def find_end_of_sequence(configs: Mapping[str, Mapping[str, Any]], tokenizer: int | None) -> EndOfSequence:
-    """`configs` by file name, the first that states an id is the one that counts. Raises ConfigError."""
+    """The first of `configs`, which are by file name, that states an id is the one that counts.
+
+    Raises:
+        ConfigError: What it states is no token id.
+    """
     for source, config in configs.items():
-        text_config = config.get("text_config") or {}  # where multimodal checkpoints keep it
+        text_config = config.get("text_config") or {}  # multimodal checkpoints keep it there
         if stated := _ids(source, config.get("eos_token_id", text_config.get("eos_token_id"))):
             return EndOfSequence(source, stated, tokenizer)
     return EndOfSequence("", (), tokenizer)

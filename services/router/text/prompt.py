@@ -1,4 +1,4 @@
-"""The ids of a request's prompt, whichever way the client gave it."""
+"""A request's prompt becomes ids, whichever way the client gave it."""
 
 import asyncio
 from array import array
@@ -16,7 +16,7 @@ from services.wire.packed_ids import PackedIds
 
 _Result = TypeVar("_Result")
 
-# Bytes of a serialized request; encoding a longer one would be felt by every stream on the loop.
+# A serialized request has so many bytes; every stream on the loop would feel the encoding of a longer one.
 _LONG_REQUEST = 4096
 # Fewer take less than the 5 ms for which a thread would keep the loop from running, too.
 _MANY_IDS = 1 << 16
@@ -24,24 +24,25 @@ _MANY_IDS = 1 << 16
 _IDS_NAME = "token_ids.ids"
 
 
-_TOKEN_BYTES = 16  # of text; in no language do tokens have half of it on average
+_TOKEN_BYTES = 16  # in no language do tokens have half of it on average
 _LEAST_TEXT_BYTES = 1 << 20
-_BESIDE_PROMPT_BYTES = 1 << 20  # schemas, variables, biases, names, and what a client sends that nobody reads
-_MOST_MESSAGE_BYTES = 64 << 20  # of the ranks' own
+_BESIDE_PROMPT_BYTES = 1 << 20  # schemas, variables, biases and names need no more
+_MOST_MESSAGE_BYTES = 64 << 20  # the ranks' own messages have no more
 _UNKNOWN_CONTEXT_MESSAGE_BYTES = 8 << 20
 
 
 def most_text_bytes(context_tokens: int) -> int:
-    """Of UTF-8 that may become tokens of one context; far more than it can hold."""
+    """Return how many bytes of UTF-8 may become tokens of one context; that is far more than it can hold."""
     return max(_LEAST_TEXT_BYTES, _TOKEN_BYTES * context_tokens)
 
 
 def most_message_bytes(context_tokens: int | None, vocab_size: int) -> int:
-    """That a client's message may have, in protobuf or JSON: what the model's context can need.
+    """Return how many bytes a client's message may have, in protobuf or JSON: what the model's context can
+    need.
 
     A prompt is text, every second byte of which JSON may escape, or ids in decimal with a comma and a space
     each. Beside it there is a mebibyte for all else: of 4,096 tokens 3 MiB in all, of 131,072 5 MiB, of
-    1,048,576 33 MiB. None, where config.json states no context: 8 MiB.
+    1,048,576 33 MiB. Where config.json states no context (None) it is 8 MiB.
     """
     if context_tokens is None:
         return _UNKNOWN_CONTEXT_MESSAGE_BYTES
@@ -51,10 +52,10 @@ def most_message_bytes(context_tokens: int | None, vocab_size: int) -> int:
 
 
 class PromptEncoder:
-    """Text, chat or ids in; ids out.
+    """Text, chats or ids go in; ids come out.
 
-    `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before
-    the work of tokenizing it; unset, it is far above what any context holds. `call_text`: past calls as the
+    `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before the
+    work of tokenizing it; unset, it is far above what any context holds. `call_text` writes past calls as the
     model writes them, for chat templates that have no place for them.
     """
 
@@ -76,7 +77,8 @@ class PromptEncoder:
         self._call_text = call_text
 
     async def encode(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
-        """As `encode_now`, with a long request in a thread. `past`: to look a chat's past answers up in."""
+        """Encode as `encode_now` does, a long request in a thread. A chat's past answers are looked up in
+        `past`."""
         is_long = _is_long(request)
         if past is not None:
             await _do(is_long, partial(self._digest, request.chat, past))
@@ -84,21 +86,21 @@ class PromptEncoder:
         return await _do(is_long, partial(self.encode_now, request, past))
 
     def _digest(self, chat: Chat, past: PastAnswers) -> None:
-        self._check_chat(chat)  # what is refused for its length needs no digests
+        self._check_chat(chat)  # a chat that is refused for its length needs no digests
         past.digest()
 
     def check(self, given: PackedIds) -> PackedIds:
-        """As `encode_now` of a request with those ids."""
+        """Check as `encode_now` would a request with those ids."""
         self._check_prompt(given, _IDS_NAME)
         return given
 
     def encode_now(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
-        """At least one id, every one in the vocabulary, with room for one more token in the context.
+        """Return at least one id, every one in the vocabulary, with room for one more token in the context.
 
         Raises:
-            ContextExceeded: the context cannot hold the prompt.
-            InvalidRequest: no prompt, an empty one, an id that is not in the vocabulary, or a chat that the
-                template refuses; the message begins with the field.
+            ContextExceeded: The context cannot hold the prompt.
+            InvalidRequest: There is no prompt, or an empty one, or an id that is not in the vocabulary, or
+                the template refuses the chat; the message begins with the field.
         """
         name = _IDS_NAME if request.HasField("token_ids") else "prompt"
         match request.WhichOneof("prompt"):
@@ -108,7 +110,9 @@ class PromptEncoder:
             case "chat":
                 prompt = PackedIds.of(self._encode_chat(request.chat, past))
             case "token_ids":
-                self._check_len(len(request.token_ids.ids), name)  # before they take many times their bytes
+                self._check_len(
+                    len(request.token_ids.ids), name
+                )  # taken out, they would take many times their bytes
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt", "must be set: one of text, chat and token_ids")
@@ -134,7 +138,7 @@ class PromptEncoder:
         self._check_bytes(_texts_of_tools(chat), "chat.tools")
 
     def _encode_chat(self, chat: Chat, past: PastAnswers | None) -> list[int]:
-        if past is None:  # else it was checked before
+        if past is None:  # with past answers it was checked before
             self._check_chat(chat)
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
@@ -164,7 +168,7 @@ class PromptEncoder:
         raise ContextExceeded(f"prompt is too long: it has {length}. {self._limit()}")
 
     def _limit(self) -> str:
-        # In OpenAI's words, by which many a client that knows no code knows a context that is full.
+        # Many a client that knows no code knows by OpenAI's words that a context is full.
         return (
             f"This model's maximum context length is {self._max_context_tokens} tokens, "
             "prompt and output together"

@@ -1,15 +1,17 @@
-"""Stop strings in text that comes in pieces. Pure.
+"""Stop strings are looked for in text that comes in pieces. Pure.
 
 The match that is complete first wins; of those complete at the same character, the longest. So what is
-released does not depend on where the pieces are cut, and no look-ahead past a match is needed. One
-Knuth-Morris-Pratt automaton per stop string: a character costs the same however long the string is.
+released does not depend on where the pieces are cut, and no look-ahead past a match is needed. Each stop
+string has a Knuth-Morris-Pratt automaton: a character costs the same however long the string is.
 """
 
 
 class StopStrings:
-    """Searches one stream of text. `included`: what is found is released, too, so that nothing is held back.
+    """One stream of text is searched. With `included`, what is found is released, too, so that nothing is
+    held back.
 
-    Raises ValueError for an empty stop string.
+    Raises:
+        ValueError: A stop string is empty.
     """
 
     def __init__(self, stop: tuple[str, ...], included: bool = False) -> None:
@@ -21,7 +23,8 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that no stop string can begin in any more, and the stop string once one is complete.
+        """Return the text that no stop string can begin in any more, and the stop string once one is
+        complete.
 
         Text from the match on, or behind it where that is included, is dropped; so is all that comes later.
         """
@@ -39,18 +42,16 @@ class StopStrings:
         return pending[:released_len], None
 
     def finish(self) -> str:
-        """The text held back, when the stream ended without a match."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> str | None:
-        """Every automaton takes the character, then the longest complete pattern is the match."""
         complete = [automaton.pattern for automaton in self._automata if automaton.step(character)]
         return max(complete, key=len, default=None)
 
 
 class _Automaton:
-    """How much of `pattern` the text ends with: always the longest prefix that is a suffix of the text."""
+    """It knows how much of `pattern` the text ends with: the longest prefix that is a suffix of the text."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -58,7 +59,7 @@ class _Automaton:
         self._borders = _borders(pattern)
 
     def step(self, character: str) -> bool:
-        """Whether the pattern is complete with this character; then the search is over."""
+        """Return whether the pattern is complete with this character; then the search is over."""
         while self.matched_len and self.pattern[self.matched_len] != character:
             self.matched_len = self._borders[self.matched_len - 1]
         if self.pattern[self.matched_len] == character:
@@ -67,7 +68,7 @@ class _Automaton:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each i, the length of the longest proper prefix of pattern[:i + 1] that is also its suffix."""
+    """Return for each i how long a proper prefix of pattern[:i + 1] that is also its suffix is at most."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""The door to transformers' tokenizers: text to ids and back, the chat template, end-of-sequence ids."""
+"""This is the door to transformers' tokenizers: text, ids, the chat template, end-of-sequence ids."""
 
 import html
 import inspect
@@ -28,7 +28,7 @@ from services.values.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
-# What transformers hands on to the template, beside what it is called with.
+# Transformers hands these on to the template, beside what it is called with.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
 _NOT_CONTINUED = (
     "cannot be heeded: the model's chat template does not show the last message's content as it is"
@@ -42,16 +42,15 @@ _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
 class Tokenizer:
-    """The tokenizer that lies in a model's directory. Nothing is ever downloaded.
+    """The tokenizer lies in a model's directory. Nothing is ever downloaded.
 
-    `chat_template`: a file, whose template takes the place of the model's own.
-
-    `reads_controls`: control tokens in a message's text are those that they name.
+    `chat_template` is a file, whose template takes the place of the model's own. With `reads_controls`,
+    control tokens in a message's text are those that they name.
 
     An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
 
     Raises:
-        ConfigError: the directory, its tokenizer, one of its config files or the template cannot be read.
+        ConfigError: The directory, its tokenizer, one of its config files or the template cannot be read.
     """
 
     def __init__(self, model_path: str, chat_template: str = "", *, reads_controls: bool = False) -> None:
@@ -77,33 +76,32 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a generation."""
         return self._eos_token_ids
 
     @property
     def end_of_sequence(self) -> EndOfSequence:
-        """The same, and who says so."""
         return self._end_of_sequence
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """generation_config.json; empty where the model has none."""
+        """This is generation_config.json, and empty where the model has none."""
         return self._generation_config
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it have an embedding: config.json's word, else the tokenizer's own size."""
+        """Ids below it have an embedding. It is config.json's word, else the tokenizer's own size."""
         return self._vocab_size
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together, by config.json; ranks may hold less. None: it does not say."""
+        """Config.json bounds prompt and answer together by it, or says nothing (None); ranks may hold
+        less."""
         return self._context_tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
         ids: list[int]
-        if self._backend.is_fast:  # what the call below comes to, without a mask and types for each id
+        if self._backend.is_fast:  # this gives the call below without a mask and types for each id
             [encoding] = self._backend.backend_tokenizer.encode_batch_fast(
                 [text], add_special_tokens=special_tokens
             )
@@ -117,37 +115,33 @@ class Tokenizer:
         return self._decode_raw(self.audible(token_ids))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, with special tokens written out."""
         return self._decode_raw(token_ids)
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
-        """The text of each, by its id."""
         return self._special_tokens
 
     @property
     def pieces(self) -> Pieces | None:
-        """The bytes of each id, none of silent ones; None: text is more than these."""
         return self._pieces
 
     @property
     def all_pieces(self) -> Pieces | None:
-        """The same, special tokens' among them."""
         return self._all_pieces
 
     @property
     def controls(self) -> ControlTokens | None:
-        """It keeps control tokens in a message's text from being those; None: nothing does."""
+        """It keeps control tokens in a message's text from being those; where it is None, nothing does."""
         return self._controls
 
     @property
     def chat_template(self) -> str:
-        """As it is written; empty where there is none."""
+        """It is the template as written, and empty where there is none."""
         return str(self._backend.chat_template or "")
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """What the model's own files say of how it writes its answers, for transformers' parser."""
+        """The model's own files say by it how the model writes its answers, for transformers' parser."""
         template: Mapping[str, Any] | None = getattr(self._backend, "response_template", None)
         return template
 
@@ -155,40 +149,37 @@ class Tokenizer:
         return not (token_id < len(self._is_audible) and self._is_audible[token_id])
 
     def audible(self, token_ids: Sequence[int]) -> list[int]:
-        """Those that are not silent."""
         flags, num_known = self._is_audible, len(self._is_audible)
         return [token_id for token_id in token_ids if token_id < num_known and flags[token_id]]
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands inside a text, special tokens included."""
+        """Return the text of one token as it stands inside a text, special tokens included."""
         alone = self._decode_raw([token_id])
         # Sentencepiece-like decoders strip the space of the first token only.
         inside = self._decode_raw([token_id, token_id])[len(alone) :]
         return inside if inside.endswith(alone) else alone
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Of a token whose text is not all that it stands for: a part of a character is U+FFFD there.
-
-        None: not known.
-        """
+        """Return the bytes of a token whose text is not all that it stands for (a part of a character is
+        U+FFFD there), or None where they are not known."""
         piece = self._backend.convert_ids_to_tokens(token_id)
         return None if piece is None else bytes_of_piece(piece)
 
     @property
     def keeps_past_reasoning(self) -> bool:
-        """Whether the chat template shows what was thought before the last question."""
+        """It is true where the chat template shows what was thought before the last question."""
         return self._plain_turns.keeps_past_reasoning or self._tool_turns.keeps_past_reasoning
 
     def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the chat template, in a chat with those tools, writes the id of a call beside it."""
+        """Return whether the chat template, in a chat with those tools, writes the id of a call beside it."""
         return self._turns(tools).shows_ids
 
     def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns:
-        """The chat with what its template takes and shows: turn_order.py, template_turns.py. Past calls that
-        the template has no place for become text, if `call_text` knows how the model writes them.
+        """Return the chat with what its template takes and shows: turn_order.py, template_turns.py. Past
+        calls that the template has no place for become text, if `call_text` knows how the model writes them.
 
         Raises:
-            InvalidRequest: the model has no chat template, or its template knows nothing of tools.
+            InvalidRequest: The model has no chat template, or its template knows nothing of tools.
         """
         self._check_template()
         tools = chat.tools
@@ -218,12 +209,12 @@ class Tokenizer:
         generation_prompt: bool = True,
         continues: bool = False,
     ) -> str:
-        """The chat as text, up to where the assistant's next turn begins; without `generation_prompt`, to
-        where the last turn ends; where it `continues`, to where the last turn's content ends. The template
+        """Return the chat as text, up to where the assistant's next turn begins; without `generation_prompt`,
+        to where the last turn ends; where it `continues`, to where the last turn's content ends. The template
         may read `variables`; `tools` are in OpenAI's shape.
 
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses these messages or tools, or a
+            InvalidRequest: The model has no chat template, its template refuses these messages or tools, or a
                 variable has the name of an argument of transformers' own.
         """
         self._check_template()
@@ -233,7 +224,7 @@ class Tokenizer:
             messages = [self._turns(tools).of(turn) for turn in turns]
             return self._apply_template(messages, tools, prompts, continues, **variables)
         except Exception as error:  # a template raises what it likes, and computes with the client's values
-            if continues and "continue_final_message" in str(error):  # followed by all of the chat
+            if continues and "continue_final_message" in str(error):  # all of the chat follows
                 raise InvalidRequest("chat.continue_final_message", _NOT_CONTINUED) from error
             name = "chat.tools" if tools and self._takes_without_tools(turns, prompts) else "chat.messages"
             raise InvalidRequest(name, f"are refused by the model's chat template: {error}") from error
@@ -247,8 +238,9 @@ class Tokenizer:
         return True
 
     def shown_call(self, name: str, arguments: str, schema: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the chat template writes of an answer that calls this tool: from the question on, and from
-        where the prompt for that answer ends, without escapes of HTML. Empty where it shows no calls."""
+        """Return what the chat template writes of an answer that calls this tool: from the question on, and
+        from where the prompt for that answer ends, without escapes of HTML. It is empty where the template
+        shows no calls."""
         question = secrets.token_hex(16)
         call = AnswerCall(f"functions.{name}:0", name, arguments)
         turns = [
@@ -289,7 +281,6 @@ class Tokenizer:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether its template does."""
         return self._tool_turns.reads_tools
 
     def _turns(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTurns:
@@ -307,9 +298,9 @@ class Tokenizer:
                 raise InvalidRequest("chat.chat_template_kwargs", f"must not set {name!r}: it is set already")
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
-        if self._all_pieces is not None:  # as a stream of them is told
+        if self._all_pieces is not None:  # a stream's text is made so, too
             return self._all_pieces.text_of(token_ids)
-        if self._backend.is_fast:  # what the call below comes to, in a quarter of the time
+        if self._backend.is_fast:  # this is the call below in a quarter of the time
             return str(self._backend.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text: str = self._backend.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -326,7 +317,7 @@ def _with_call_text(turn: Turn, index: int, call_text: CallText | None) -> Turn:
 
 
 def _load_backend(directory: Path) -> Any:
-    # Not at the top: a router's process first sees to it that transformers comes without torch (__main__).
+    # It is not at the top: a router first sees to it that transformers comes without torch (__main__).
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     if not directory.is_dir():
@@ -345,7 +336,7 @@ def _load_backend(directory: Path) -> Any:
 
 
 def _control_tokens(backend: Any) -> ControlTokens | None:
-    if not backend.is_fast or backend.split_special_tokens:  # the latter takes all of them for text
+    if not backend.is_fast or backend.split_special_tokens:  # the latter takes all for text
         return None
     controls = ControlTokens(backend.backend_tokenizer, backend.added_tokens_decoder)
     text = controls.encodes_otherwise(backend.backend_tokenizer, backend.added_tokens_decoder)
@@ -385,7 +376,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stated_vocab_size(config: dict[str, Any]) -> int | None:
-    text_config = config.get("text_config") or {}  # where multimodal checkpoints keep it
+    text_config = config.get("text_config") or {}  # multimodal checkpoints keep it there
     size = config.get("vocab_size", text_config.get("vocab_size"))
     return None if size is None else int(size)
 
@@ -398,7 +389,7 @@ def _stated_context(config: dict[str, Any]) -> int | None:
 
 
 def _audible_ids(backend: Any) -> bytearray:
-    """One byte per id: 1 where the tokenizer has the id and it is not special."""
+    """Return one byte per id: 1 where the tokenizer has the id and it is not special."""
     ids = list(backend.get_vocab().values())
     audible = bytearray(max(ids, default=-1) + 1)
     for token_id in ids:

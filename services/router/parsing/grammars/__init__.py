@@ -1,1 +1,1 @@
-"""The other way round: grammars by which an answer calls tools as its model writes calls."""
+"""Grammars go the other way round: by them an answer calls tools as its model writes calls."""

@@ -1,4 +1,4 @@
-"""Rules of a grammar in llguidance's dialect of Lark, for text with a model's special tokens in it. Pure.
+"""Grammars have rules in llguidance's dialect of Lark, for text with a model's special tokens in it. Pure.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md: a special token is <[its id]>, which no
 regular expression matches; %json is a schema; a [lazy] terminal ends where it first can.
@@ -10,7 +10,7 @@ from typing import Any
 
 from services.router.parsing.json_text import text_of
 
-# As templates write JSON, which models are used to. Nothing that the client's schema says of it counts.
+# Templates write JSON so, and models are used to it. Nothing that the client's schema says of it counts.
 _JSON: Mapping[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -20,29 +20,28 @@ _JSON: Mapping[str, Any] = {
 
 
 class Lark:
-    """`special`: the ids of the model's special tokens, by their text."""
+    """`special` are the ids of the model's special tokens, by their text."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._cuts = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self._rules: dict[str, str] = {}  # names by body
+        self._rules: dict[str, str] = {}  # names stand by body
 
     def has(self, token: str) -> bool:
-        """Whether that is a special token of the model."""
         return token in self._special
 
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items())])
 
     def rule(self, body: str, name: str = "r") -> str:
-        """Its name. One that ends in [lazy] or is in capitals says what kind it is of."""
+        """Return its name. One that ends in [lazy] or is in capitals says what kind it is of."""
         head, bracket, attributes = name.partition("[")
         key = body if not bracket else body + " "  # a lazy terminal is another one
         numbered = self._rules.setdefault(key, f"{head}{len(self._rules)}{bracket}{attributes}")
         return numbered.partition("[")[0]
 
     def literal(self, text: str) -> str:
-        """The text, with special tokens for what is one."""
+        """Return the text, with special tokens for what is one."""
         pieces, at = [], 0
         for found in self._cuts.finditer(text):
             pieces += [text_of(text[at : found.start()])] if found.start() > at else []
@@ -56,11 +55,12 @@ class Lark:
         return self.rule("%json " + text_of({**schema, "x-guidance": _JSON}))
 
     def text(self, without: tuple[str, ...] = (), begins_without: str = "") -> str:
-        """Any text of ordinary tokens, none too; without what is given, nor one of those characters first."""
+        """It is any text of ordinary tokens, none too; without what is given, nor one of those characters
+        first."""
         return self.rule(_text_pattern(begins_without) + self._excluding(without), "TEXT")
 
     def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
-        """Any text, and the end, which is not in it."""
+        """It is any text, and the end, which is not in it."""
         excluding = self._excluding(tuple(each for each in without if each != end))
         first = self._cuts.search(end)
         if first is None:
@@ -87,4 +87,4 @@ def _excluded(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")  # escaped already
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")  # it is escaped already

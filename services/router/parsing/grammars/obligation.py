@@ -1,4 +1,4 @@
-"""What an answer with tools, or behind thinking, must be, as a grammar. Pure.
+"""A tool constraint says as a grammar what an answer with tools, or behind thinking, must be. Pure.
 
 must call         thinking? calls
 strict tools      thinking? (content calls)* content         calls by their schemas
@@ -20,7 +20,8 @@ _CONSTRAINED = "<|constrain|>"
 
 @dataclass(frozen=True, slots=True)
 class Obligation:
-    """`schemas`: of the tools that may be called, by name. `thinks`: the prompt ended within thinking."""
+    """`schemas` are those of the tools that may be called, by name. `thinks` says that the prompt ended
+    within thinking."""
 
     lark: Lark
     schemas: Mapping[str, Any]
@@ -30,7 +31,7 @@ class Obligation:
 
 @dataclass(frozen=True, slots=True)
 class MarkedWriting:
-    """Of an answer as marked.py reads it. `writing` None: nothing is called."""
+    """It writes an answer as marked.py reads it. Where `writing` is None nothing is called."""
 
     thinking: Thinking | None
     writing: Writing | None
@@ -58,7 +59,7 @@ class MarkedWriting:
         return lark.grammar(f"{thought}{self._wrapped(lark, answer)}")
 
     def then(self, asked: Obligation, answer: str) -> str:
-        """`answer`: a rule's body."""
+        """`answer` is a rule's body."""
         calls = [self._calls(asked)] if asked.schemas and self.writing else []
         answers = one_of(*calls, self._wrapped(asked.lark, answer))
         return asked.lark.grammar(f"{self._thought(asked)}{answers}")
@@ -82,7 +83,7 @@ class MarkedWriting:
         return self.writing.known_to(lark)
 
     def _thought(self, asked: Obligation) -> str:
-        """With the white space around it that templates write."""
+        """It has the white space around it that templates write."""
         if self.thinking is None:
             return ""
         lark = asked.lark
@@ -91,7 +92,7 @@ class MarkedWriting:
 
 
 class HarmonyWriting:
-    """Of an answer as harmony.py reads it: its last message is a call, which ends it, or final."""
+    """It writes an answer as harmony.py reads it: its last message is a call, which ends it, or final."""
 
     binds_calls = True
 
@@ -112,7 +113,6 @@ class HarmonyWriting:
 
     @staticmethod
     def _before(lark: Lark, channels: tuple[str, ...] = ("analysis",)) -> str:
-        """Messages of those channels."""
         begins = one_of(*(lark.literal(f"{CHANNEL}{channel}{MESSAGE}") for channel in channels))
         return f"({begins} {lark.text()} {lark.literal(f'<|end|>{START}assistant')})* "
 

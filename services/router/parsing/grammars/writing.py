@@ -1,4 +1,4 @@
-"""How models write calls, as grammars: each format's own words around what the tools' schemas allow. Pure.
+"""Grammars say how models write calls: each format's own words around what the tools' schemas allow. Pure.
 
     <tool_call>\\n{"name": "f", "arguments": {the schema of f}}\\n</tool_call>\\n<tool_call>...
 
@@ -20,7 +20,7 @@ from services.router.parsing.tagged import (
     KIMI_SECTION_ENDS,
 )
 
-_WriteCall = Callable[[Lark, str, Any], str]  # of a tool's name and schema
+_WriteCall = Callable[[Lark, str, Any], str]  # it takes a tool's name and schema
 _MAX_REFERENCES = 8
 _D = "｜DSML｜"
 _LINE = r'"\n"?'
@@ -29,8 +29,8 @@ _LINE = r'"\n"?'
 @dataclass(frozen=True, slots=True)
 class Writing:
     """Calls are `opens`, `head`, a call, `between` before each further one, and `closes`. To those who read,
-    `also` opens calls, too. `begins`: the characters that calls begin with where an answer does; behind other
-    text there are none then. A model without the special token `needs` writes them as `older`."""
+    `also` opens calls, too. Calls begin with the characters `begins` where an answer does; behind other text
+    there are none then. A model without the special token `needs` writes them as `older`."""
 
     call: _WriteCall
     opens: str
@@ -38,7 +38,7 @@ class Writing:
     closes: str = ""
     also: tuple[str, ...] = ()
     begins: str = ""
-    head: str = ""  # a rule's body
+    head: str = ""  # it is a rule's body
     needs: str = ""
     older: "Writing | None" = None
 
@@ -46,7 +46,7 @@ class Writing:
         return self if self.older is None or lark.has(self.needs) else self.older
 
     def calls(self, lark: Lark, schemas: Mapping[str, Any], parallel: bool) -> str:
-        """Behind `opens`. At least one."""
+        """They stand behind `opens`, and are at least one."""
         call = one_of(*(self.call(lark, name, schema) for name, schema in schemas.items()))
         any_call = lark.rule(call, "call")
         more = f"({_lined(lark, self.between)} {any_call})*" if parallel else ""
@@ -137,13 +137,13 @@ def _joined(*parts: str) -> str:
 
 
 def _lined(lark: Lark, text: str) -> str:
-    """The text, whose line ends may be left out."""
+    """Write the text, whose line ends may be left out."""
     return f" {_LINE} ".join(map(lark.literal, text.split("\n")))
 
 
 def _parameters(lark: Lark, schema: Any, begin: str, end: str, behind: str = "") -> str:
-    """An object's properties in their order, each in its tags, with what is `behind` it; strings stand there
-    as they are."""
+    """Write an object's properties in their order, each in its tags, with what is `behind` it; strings stand
+    there as they are."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     parts = []
     for name, property_ in properties.items():
@@ -168,7 +168,8 @@ def _value(lark: Lark, schema: Any, root: Any, end: str) -> str:
 
 
 def _texts(schema: Any, root: Any, references: int) -> tuple[str, ...] | None:
-    """None: what the schema allows is no plain text. Empty: it allows any."""
+    """Return None where what the schema allows is no plain text. Nothing in the tuple means that it allows
+    any."""
     if not isinstance(schema, dict):
         return None
     reference = schema.get("$ref")

@@ -1,1 +1,1 @@
-"""Chats to prompts: what templates take, and past answers as the ids that they were."""
+"""Chats become prompts: what templates take, and past answers as the ids that they were."""

@@ -1,4 +1,4 @@
-"""The ids of past answers, by whatever a later chat may name them with. Pure."""
+"""The ids of past answers are found by whatever a later chat may name them with. Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from services.router.tenant_lru import TenantLru
 
-# Beside its ids, what an answer costs, its digests and our books of it; and what each of its keys does.
+# An answer costs so much beside its ids, for its digests and our books of it; and each of its keys so much.
 _OVERHEAD_BYTES = 512
 _KEY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedAnswer:
-    """`prompt_end`: the last ids of its prompt. `said` and `reasoning`: digests of what it said and thought;
-    `reasoning` is empty where it did not think."""
+    """`prompt_end` are the last ids of its prompt. `said` and `reasoning` are digests of what it said and
+    thought; `reasoning` is empty where it did not think."""
 
     ids: "array[int]"
     prompt_end: "array[int]"
@@ -26,7 +26,8 @@ class RememberedAnswer:
 
 
 class AnswerMemory:
-    """Key -> answer; where room is short, the least recently used ones of the tenant that has the most go.
+    """Keys lead to answers; where memory is short, the least recently used ones of the tenant that has the
+    most go.
 
     A key under which two answers of other ids were remembered is ambiguous, and finds nothing. Tenants never
     have a key in common: whoever makes the keys sees to that.
@@ -36,7 +37,7 @@ class AnswerMemory:
         self._max_bytes = max_bytes
         self._next_number = 0
         self._answers: TenantLru[int, tuple[RememberedAnswer, Sequence[bytes]]] = TenantLru(max_bytes)
-        # The number of each key's answer, and whether it is the only one.
+        # Each key has the number of its answer, and whether that is the only one.
         self._owners: dict[bytes, tuple[int, bool]] = {}
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class AnswerMemory:
         return self._answers.size
 
     def remember(self, tenant: str, keys: Sequence[bytes], answer: RememberedAnswer) -> bool:
-        """Whether there is room for it."""
+        """Return whether there is memory for it."""
         size_bytes = answer.size_bytes(len(keys))
         if size_bytes > self._max_bytes:
             return False

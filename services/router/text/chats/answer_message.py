@@ -1,4 +1,4 @@
-"""What an answer says, told apart, and when two of them say the same. Pure.
+"""This holds what an answer says, and finds when two of them say the same. Pure.
 
 A parser of answers makes an AnswerMessage at an answer's end. The router remembers its ids, and finds them
 again when a client sends the answer back in a later chat, in whatever form its JSON has come to have.
@@ -14,7 +14,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A tool that is called. `arguments`: JSON as the model wrote it, or what it wrote instead."""
+    """A tool is called. `arguments` are JSON as the model wrote it, or what it wrote instead."""
 
     id: str
     name: str
@@ -23,9 +23,9 @@ class AnswerCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """An answer as its client gets it, all deltas put together.
+    """Its client gets this answer, all deltas put together.
 
-    `calls` are those that the client is told of: what could not be parsed is in `content`.
+    `calls` are those that the client sees: what could not be parsed is in `content`.
     """
 
     content: str
@@ -34,14 +34,15 @@ class AnswerMessage:
 
 
 def said(content: str, calls: Sequence[AnswerCall]) -> bytes:
-    """A digest of what was said: equal for messages that differ by ids of calls, blanks and order of keys in
-    their arguments, by how those are escaped, or by white space around the content."""
+    """Return a digest of what was said: equal for messages that differ by ids of calls, blanks and order of
+    keys in their arguments, by how those are escaped, or by white space around the content."""
     names = [[call.name, canonical_json(call.arguments)] for call in calls]
     return digest(json.dumps([content.strip(), names]))
 
 
 def canonical_json(text: str) -> str:
-    """The same for texts that are the same to a reader of JSON. No JSON is as it is, nothing at all is {}."""
+    """Return the same for texts that are the same to a reader of JSON. A text that is no JSON stays, an empty
+    one is {}."""
     try:
         return json.dumps(json.loads(text.strip() or "{}", parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
@@ -55,8 +56,13 @@ def _number(text: str) -> float:
 
 
 def with_whole_characters(source: str) -> str:
-    """The JSON, with U+FFFD where it escapes half of a surrogate pair: models write that, and nobody can pass
-    it on. As it is if it has none. Raises ValueError, RecursionError."""
+    """Return the JSON with U+FFFD where it escapes half of a surrogate pair: models write that, and nobody
+    can pass it on. JSON without any stays as it is.
+
+    Raises:
+        ValueError: It is no JSON.
+        RecursionError: It is nested too deeply.
+    """
     if "\\u" not in source:
         return source
     text = json.dumps(json.loads(source), ensure_ascii=False)
@@ -65,7 +71,7 @@ def with_whole_characters(source: str) -> str:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Of the parts in their order, each apart from the next."""
+    """Return a digest of the parts in their order, each apart from the next."""
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part

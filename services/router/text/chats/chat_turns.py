@@ -1,4 +1,4 @@
-"""A chat's messages and tools, checked at the door, as templates are then given them. Errors name the
+"""A chat's messages and tools are checked at the door and become turns for templates. Errors name the
 field."""
 
 import json
@@ -21,16 +21,16 @@ _MAX_VARIABLES_BYTES = 4096
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ENTRY_BYTES = 256  # an entry of a table takes about that beside its text
 _MOST_TOOLS = 1024
-_MOST_CHARS = 256 << 10  # of all tools of a chat: some 15 ms the first time
+_MOST_CHARS = 256 << 10  # all tools of a chat take some 15 ms the first time
 _OF_ASSISTANTS = ("token_ids", "reasoning", "tool_calls", "answer_id")
 
-Content = str | Sequence[str]  # parts
+Content = str | Sequence[str]  # a sequence is of parts
 _AsSent = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message for a template. The arguments of its calls are JSON objects."""
+    """A template gets this message. The arguments of its calls are JSON objects."""
 
     role: str
     content: Content = ""
@@ -42,9 +42,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
-    """A chat for a template: `tools` in OpenAI's shape, `variables` that the template may read. `continues`:
-    the last turn is a model's, which goes on. `origins`: of each turn, the indices of the messages that it
-    was made of, in their order. `may_call`: a tool may be called."""
+    """A template gets this chat: `tools` in OpenAI's shape, and `variables` that it may read. Where it
+    `continues`, the last turn is a model's, which goes on. `origins` are, for each turn, the indices of the
+    messages that it was made of, in their order. `may_call` says that a tool may be called."""
 
     turns: Sequence[Turn]
     tools: Sequence[dict[str, Any]] = ()
@@ -59,7 +59,7 @@ class ChatTurns:
 
 
 def read_chat(chat: Chat) -> ChatTurns:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest where a field of the chat is wrong; the error names it."""
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
@@ -88,12 +88,11 @@ def _check_continued(last: ChatMessage, name: str) -> None:
 
 
 def said_in(message: ChatMessage) -> str:
-    """Its text, as one."""
     return message.content or "".join(message.parts)
 
 
 def with_text(turn: Turn, text: str) -> Turn:
-    """A turn whose calls are said as a text behind its content."""
+    """Return the turn with its calls as a text behind its content."""
     content = turn.content if isinstance(turn.content, str) else "".join(turn.content)
     return replace(turn, content="\n".join(filter(None, [content, text])), calls=())
 
@@ -125,7 +124,7 @@ def _call(call: ToolCall, name: str) -> AnswerCall:
     try:
         arguments = with_whole_characters(call.arguments or "{}")
     except (ValueError, RecursionError):
-        arguments = call.arguments  # which says more below
+        arguments = call.arguments  # the error below says more
     _read_object(arguments, f"{name}.arguments")
     return AnswerCall(call.id, call.name, arguments)
 
@@ -148,7 +147,7 @@ def _read_variables(text: str) -> Mapping[str, Any]:
 
 
 def _read_object(text: str, name: str) -> dict[str, Any]:
-    """Empty for an empty text."""
+    """An empty text is an empty object."""
     try:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
@@ -178,7 +177,7 @@ class ToolSpellings:
         return self._known.size + self._first.size
 
     def restore(self, tenant: str, chat: Chat) -> None:
-        """Gives each tool of the chat the spelling that the tenant used first; not where there is so much to
+        """Give each tool of the chat the spelling that the tenant used first, unless there is so much to
         compare that the loop would be held up."""
         if len(chat.tools) > _MOST_TOOLS or sum(len(tool.parameters) for tool in chat.tools) > _MOST_CHARS:
             return

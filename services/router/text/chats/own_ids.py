@@ -1,9 +1,9 @@
-"""The ids of an answer, as far as they are what it said: without what ended it and was not its own. Pure."""
+"""An answer's ids are cut to what it said: without what ended it and was not its own. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-_STOP_IDS = 1024  # more than a stop string has
+_STOP_IDS = 1024  # a stop string has fewer
 
 
 class TextTokenizer(Protocol):
@@ -21,15 +21,16 @@ def without_stop_token(
 
 
 def unended(ids: Sequence[int], end_ids: Sequence[int]) -> Sequence[int]:
-    """As far as an answer can go on."""
+    """Leave out the end, behind which an answer cannot go on."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids
 
 
 def until_stop_string(
     tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str, *, included: bool = False
 ) -> Sequence[int]:
-    """Up to its begin, or where it is `included` to its end. Where that is within a token, its part of the
-    text is encoded anew. Empty where the string is not in the text, with special tokens written out."""
+    """Return the ids up to where the stop string begins or, where it is `included`, ends. Where that is
+    within a token, its part of the text is encoded anew. Nothing is returned where the string is not in the
+    text, with special tokens written out."""
     ids, last = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
     text = tokenizer.text_of(last)
     begin, kept = _begin(text, stop_string, len(tokenizer.text_of(last[:-1]))), len(last)
@@ -43,7 +44,7 @@ def until_stop_string(
 
 
 def _begin(text: str, stop_string: str, before_last: int) -> int:
-    """Of the one that ended the answer: the first that the last token completes, which may be two. Text
-    that was held back is told later, and the string then is the last."""
+    """Return where the string begins that ended the answer: the first that the last token completes, which
+    may be two. Text that was held back comes later, and the string then is the last."""
     first = text.find(stop_string, max(0, before_last - len(stop_string) + 1))
     return text.rfind(stop_string) if first < 0 else first

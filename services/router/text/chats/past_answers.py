@@ -1,6 +1,6 @@
-"""The past answers of a chat that are remembered: found by any of three names, used if they say the same.
+"""A chat's past answers that are remembered are found by any of three names, and used if they say the same.
 
-    tool call id    of ours, random
+    tool call id    ours, random
     answer id       Finish.answer_id, random
     fingerprint     of the answer and all turns before it: role, content and calls, without thinking and ids
 
@@ -18,21 +18,22 @@ from services.router.text.chats.chat_turns import said_in
 from services.router.text.chats.rendered_chat import PastAnswer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
-# Of past answers in a chat: the client sent their ids; we put their ids in; we knew them, but the template
-# shows them otherwise; we did not know them.
+# A past answer in a chat is one of these: the client sent its ids; we put its ids in; we knew it, but the
+# template shows it otherwise; we did not know it.
 GIVEN, FOUND, CHANGED, UNKNOWN = OUTCOMES = ("given", "found", "changed", "unknown")
-_PROMPT_END = 64  # ids: more than any generation prompt has, of a byte each, too
+_PROMPT_END = 64  # no generation prompt has so many ids, even of a byte each
 
 
 class PastAnswers:
-    """Of one request. `digest` is work, and may be done in a thread; everything else is done on the loop."""
+    """These belong to one request. `digest` is work, and may be done in a thread; everything else is done on
+    the loop."""
 
     def __init__(self, memory: AnswerMemory, tenant: str, model: str, chat: Chat) -> None:
         self._memory = memory
         self._tenant = tenant
         self._names = (tenant, model)
         self._chat = chat
-        self._chain: list[bytes] = []  # of each message, with all before it
+        self._chain: list[bytes] = []  # each is of a message with all before it
         self.known: dict[int, PastAnswer] = {}
         self.outcomes: Counter[str] = Counter()
 
@@ -43,7 +44,7 @@ class PastAnswers:
             self._chain.append(chain)
 
     def recall(self) -> None:
-        """After `digest`: fills `known`, by the message's index."""
+        """Fill `known`, by the message's index. `digest` comes before."""
         for index, message in enumerate(self._chat.messages):
             if message.role == "assistant" and not message.token_ids:
                 answer = self._find(index, message)
@@ -51,7 +52,6 @@ class PastAnswers:
                     self.known[index] = PastAnswer(answer.ids, bool(answer.reasoning), answer.prompt_end)
 
     def rendered(self, spliced: frozenset[int]) -> None:
-        """Note what became of them."""
         for index, message in enumerate(self._chat.messages):
             if message.role == "assistant":
                 known = FOUND if index in spliced else CHANGED if index in self.known else UNKNOWN
@@ -60,7 +60,7 @@ class PastAnswers:
     def remember(
         self, prompt_ids: "array[int]", ids: "array[int]", message: AnswerMessage, answer_id: str
     ) -> bool:
-        """The answer to this chat, which has ended. Whether there is room for it."""
+        """Remember the answer to this chat, which has ended. Return whether there is memory for it."""
         what = said(message.content, message.calls)
         reasoning = message.reasoning.strip()
         keys = [digest(self._chain[-1], "assistant", what), self._key("answer", answer_id)]
@@ -98,6 +98,6 @@ def _said_by(message: ChatMessage) -> bytes:
 
 
 def _thought_so(answer: RememberedAnswer, message: ChatMessage) -> bool:
-    """Who sends no thinking back has not changed it."""
+    """A client that sends no thinking back has not changed it."""
     reasoning = message.reasoning.strip()
     return not reasoning or digest(reasoning) == answer.reasoning

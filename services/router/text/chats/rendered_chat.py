@@ -1,4 +1,4 @@
-"""Chats to prompt ids, with past answers as the ids that were generated."""
+"""Chats become prompt ids, with past answers as the ids that were generated."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from services.wire.isthmus.v1.generation_pb2 import Chat
 
 Encode = Callable[[str], list[int]]
 CallText = Callable[[Sequence[AnswerCall]], str]
-_ANSWER_END = 64  # ids: more than templates write behind the last value of a call
+_ANSWER_END = 64  # templates write fewer ids behind the last value of a call
 
 
 class ChatTokenizer(Protocol):
@@ -58,7 +58,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PastAnswer:
-    """`prompt_end`: the last ids of the prompt that it was generated from, as far as they are known."""
+    """`prompt_end` are the last ids of the prompt that it was generated from, as far as they are known."""
 
     ids: Sequence[int]
     has_reasoning: bool = False
@@ -76,12 +76,12 @@ def render_chat(
     keep_thinking: bool = False,
     call_text: CallText | None = None,
 ) -> "RenderedChat":
-    """The prompt's ids, up to where the assistant's next turn begins or, where the last one goes on, up to
-    there.
+    """Return the prompt's ids, up to where the assistant's next turn begins or, where the last one goes on,
+    up to there.
 
     Past answers that come with `token_ids`, or are `remembered` by their message's index, stand there as the
     ids that they were, in the frame that the template gives them. One of which the template does not show
-    all, because it leaves thinking out, is written as the template has it, unless they `keep_thinking`.
+    all, because it leaves thinking out, is written as the template has it, unless `keep_thinking` is set.
 
     Control tokens in what messages say are text, unless the tokenizer is to read them.
 
@@ -89,7 +89,7 @@ def render_chat(
     right after.
 
     Raises:
-        InvalidRequest: names the message and its field, or says why the template refuses the chat.
+        InvalidRequest: The error names the message and its field, or says why the template refuses the chat.
     """
     read = read_chat(chat)
     controls = tokenizer.controls
@@ -125,7 +125,6 @@ def _render(
 
 
 def _at(places: Mapping[int, int], answers: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
-    """By their turn, where it says nothing else."""
     return {places[index]: answer for index, answer in answers.items() if index in places}
 
 
@@ -141,7 +140,7 @@ def _check_stand_alone(given: Mapping[int, PastAnswer], chat: ChatTurns) -> None
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """`spliced`: the remembered answers that stand in it as they were, by their message's index."""
+    """`spliced` are the remembered answers that stand in it as they were, by their message's index."""
 
     ids: list[int]
     spliced: frozenset[int]
@@ -149,7 +148,8 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class _Splice:
-    """An answer's ids and the text before them. `is_ended`: the template writes an end marker behind them."""
+    """An answer's ids follow the text before them. `is_ended` says that the template writes an end marker
+    next."""
 
     before: str
     ids: Sequence[int]
@@ -157,8 +157,8 @@ class _Splice:
 
 
 class _Rendering:
-    """`given`: the answers that came with ids, and stand whole. `encode`: how rendered text becomes ids,
-    where that is not the tokenizer's own way."""
+    """`given` are the answers that came with ids, and stand whole. `encode` makes ids of rendered text where
+    that is not done in the tokenizer's own way."""
 
     def __init__(
         self,
@@ -179,7 +179,8 @@ class _Rendering:
         self._last_question = max(questions, default=-1)
 
     def worth_trying(self, remembered: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
-        """Without those whose thinking the template is known to leave out: it would be rendered twice."""
+        """Leave out answers whose thinking the template is known to leave out: they would be rendered
+        twice."""
         keeps = self._keep_thinking or self._tokenizer.keeps_past_reasoning
         return {
             index: answer
@@ -188,13 +189,13 @@ class _Rendering:
         }
 
     def splice(self, remembered: Mapping[int, PastAnswer]) -> list[int] | set[int]:
-        """The prompt's ids, or those of the remembered answers that have to be left out."""
+        """Return the prompt's ids, or the remembered answers that have to be left out."""
         answers = {**remembered, **self._given}
         sentinels = Sentinels(secrets.token_hex(16))
         try:
             rendered = self._rendered(sentinels, answers)
         except InvalidRequest:
-            if remembered:  # it may be the sentinels that it refuses
+            if remembered:  # the template may refuse the sentinels
                 return set(remembered)
             raise
         self._check_shown(rendered, answers)
@@ -246,7 +247,6 @@ class _Rendering:
     def _written(
         self, sentinels: Sentinels, rendered: str, answers: Mapping[int, PastAnswer]
     ) -> dict[int, Written]:
-        """Those that the template writes exactly once, and in order."""
         found = sentinels.find(rendered)
         indices = [each.index for each in found]
         in_order = indices == sorted(set(indices))
@@ -264,7 +264,6 @@ class _Rendering:
         )
 
     def _assemble(self, rendered: str, answers: Sequence[tuple[Written, PastAnswer]]) -> list[int] | set[int]:
-        """The text before each answer, cut to its frame, then the answer, then the rest."""
         splices, begin, left_out = list[_Splice](), 0, set[int]()
         ends = [*(written.start for written, _ in answers), len(rendered)][1:]
         for (written, answer), end in zip(answers, ends, strict=True):
@@ -284,7 +283,8 @@ class _Rendering:
         return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
 
     def _before(self, written: Written, answer: PastAnswer, frame: Frame | None, before: str) -> str | None:
-        """`before` up to the first of the answer's ids. None: the template shows the answer otherwise."""
+        """Return `before` up to the first of the answer's ids, or None where the template shows the answer
+        otherwise."""
         split = None if frame is None else frame.split_lead(before)
         if frame is None or split is None:
             return before if written.index in self._given and written.parts == ("c",) else None
@@ -332,7 +332,8 @@ class _Rendering:
     # -- frames -----------------------------------------------------------------------------------
 
     def _frame(self, written: Written) -> Frame | None:
-        """Of what is written of the turn. None: the template cannot be made to show it."""
+        """Return the frame of what is written of the turn, or None where the template cannot be made to show
+        it."""
         index = written.index
         role = self._chat.turns[index - 1].role if index else None
         shows_ids = self._tokenizer.shows_call_ids(self._chat.tools)
@@ -360,14 +361,14 @@ class _Rendering:
         return Frame(lead, tail, asked[len(shown) :], inner_lead)
 
     def _shown(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
-        """With a tool where the chat has some: a model may have another template for those."""
+        """A tool is shown where the chat has some: a model may have another template for those."""
         return self._tokenizer.render_template(
             turns, self._chat.variables, self._chat.tools[:1], generation_prompt=generation_prompt
         )
 
     def _inner_lead(self, shown: str, turns: Sequence[Turn], sentinels: Sentinels) -> str:
-        """What stands before the last turn's first sentinel where others speak after it; `shown` is what is
-        before that turn. Empty: the template does not show it so."""
+        """Return what stands before the last turn's first sentinel where others speak after it; `shown` is
+        what is before that turn. It is empty where the template does not show it so."""
         try:
             followed = self._shown([*turns, *example_after(turns[-1])], generation_prompt=False)
         except InvalidRequest:

@@ -1,4 +1,4 @@
-"""Where the ids of past answers go in a rendered chat. Pure.
+"""This finds where the ids of past answers go in a rendered chat. Pure.
 
 Sentinels stand for what an answer said while the template renders: for its thinking, for its content, and for
 an argument of each of its calls.
@@ -20,17 +20,18 @@ from services.router.text.chats.answer_message import AnswerCall
 from services.router.text.chats.chat_turns import Turn
 
 _MOST_UNSEEN = 64  # after so many no others are searched for
-_MIN_STEM = 4  # characters: less may be the beginning of any marker
+_MIN_STEM = 4  # fewer characters may be the beginning of any marker
 
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """`stem`: chance, which no message can have foreseen: nothing needs to be searched for it."""
+    """`stem` is chance, which no message can have foreseen, so messages need not be searched for it."""
 
     stem: str
 
     def stand_in(self, turn: Turn, index: int) -> Turn:
-        """`turn` with sentinels. Content beside others needs none, and some templates refuse it there."""
+        """Return `turn` with sentinels. Content beside calls needs none, and some templates refuse it
+        there."""
         calls = tuple(
             replace(call, arguments=f'{{"x": "{self._of(index, number)}"}}')
             for number, call in enumerate(turn.calls)
@@ -46,7 +47,8 @@ class Sentinels:
         return f"{self.stem}x{index}x{what}y"
 
     def find(self, rendered: str) -> "list[Written]":
-        """The turns of which something was written, in their order; one twice where others were between."""
+        """Return the turns of which something was written, in their order; one is there twice where others
+        were between."""
         found: list[Written] = []
         for match in re.finditer(f"{self.stem}x([0-9]+)x(r|c|[0-9]+)y", rendered):
             index, what = int(match[1]), match[2]
@@ -59,7 +61,7 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Of a turn: rendered[start:end] is from its first sentinel to its last; `parts` are r, c or calls'
+    """A turn stands in rendered[start:end], from its first sentinel to its last; `parts` are r, c or calls'
     numbers."""
 
     index: int
@@ -68,7 +70,7 @@ class Written:
     parts: tuple[str, ...]
 
     def is_once(self, turn: Turn) -> bool:
-        """Whether all is there but thinking, once and in order."""
+        """Return whether all is there but thinking, once and in order."""
         expected = [str(number) for number in range(len(turn.calls))] or ["c"]
         return [part for part in self.parts if part != "r"] == expected and self.parts.count("r") <= 1
 
@@ -79,8 +81,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a template writes around an answer of some shape: `lead` before its first sentinel, `tail` behind
-    the last; `prompt` is the generation prompt that such an answer follows. `inner_lead`: the lead where
+    """A template writes this around an answer of some shape: `lead` before its first sentinel, `tail` behind
+    the last; `prompt` is the generation prompt that such an answer follows. `inner_lead` is the lead where
     others speak after it; Qwen3's template writes an empty thinking for the last turn alone."""
 
     lead: str
@@ -90,12 +92,12 @@ class Frame:
 
     @property
     def stem(self) -> str:
-        """Empty where there is hardly one."""
+        """It is empty where there is hardly one."""
         stem = _common_prefix(_common_prefix(self.prompt, self.lead), self.inner_lead)
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
-        """`before`, which ends with a turn's header: up to its stem's end, and the rest. None: it is not
+        """Split `before`, which ends with a turn's header, behind its stem; None means that the header is not
         there."""
         if self.stem:
             head, stem, rest = before.rpartition(self.stem)
@@ -105,26 +107,28 @@ class Frame:
         return before[: len(before) - len(self.lead)], ""
 
     def begun(self, prompt_end: str) -> str:
-        """What a prompt wrote behind the stem; `prompt_end` is empty where it is not known."""
+        """Return what a prompt wrote behind the stem; `prompt_end` is empty where it is not known."""
         _, stem, rest = prompt_end.rpartition(self.stem) if self.stem else ("", "", "")
         return rest if stem else self.prompt[len(self.stem) :]
 
     def skip_tail(self, after: str, answer_end: str | None, end_markers: Sequence[str]) -> int | None:
-        """How many characters of `after`, which begins behind the last sentinel of a turn's calls, the ids of
-        the answer stand for: up to the end marker or, where it was cut off before one, as far as its text
-        goes, of which `answer_end` is the end. None: it does not look as it should."""
+        """Return how many characters of `after` the ids of the answer stand for. `after` begins behind the
+        last sentinel of a turn's calls. They go up to the end marker or, where the answer was cut off before
+        one, as far as its text goes, of which `answer_end` is the end. None means that it does not look as it
+        should."""
         skipped = self._up_to_marker(end_markers)
         if not after.startswith(skipped):
             return None
         return len(skipped) if answer_end is None else _covered(skipped, answer_end) or None
 
     def skip_marker(self, after: str, end_markers: Sequence[str]) -> int:
-        """Likewise behind content: what templates write between it and their end marker."""
+        """Count likewise behind content: what templates write between it and their end marker."""
         skipped = self._up_to_marker(end_markers) if self.ends_with(end_markers) else ""
         return len(skipped) if after.startswith(skipped) else 0
 
     def ends_with(self, end_markers: Sequence[str]) -> bool:
-        """Whether the template writes an end marker, which may be another where the turn is not the last."""
+        """Return whether the template writes an end marker, which may be another where the turn is not the
+        last."""
         return any(marker in self.tail for marker in end_markers)
 
     def _up_to_marker(self, end_markers: Sequence[str]) -> str:
@@ -133,7 +137,8 @@ class Frame:
 
 
 def _covered(tail: str, answer_end: str) -> int:
-    """How much of `tail` the answer has written, whose last value need not have been a text in quotes."""
+    """Return how much of `tail` the answer has written, whose last value need not have been a text in
+    quotes."""
     for length in range(len(tail), 0, -1):
         written = tail[:length].lstrip('"')
         if written and answer_end.endswith(written):
@@ -142,9 +147,9 @@ def _covered(tail: str, answer_end: str) -> int:
 
 
 def unseen(rendered: str, turns: Iterable[tuple[int, Turn]]) -> list[int]:
-    """The indices of turns whose text does not stand in what a template wrote, behind that of the turn before
-    and as it is or as JSON: it may be missing, or be written otherwise. What stands beside calls is left
-    aside: many a template has no place for it."""
+    """Return the indices of turns whose text does not stand in what a template wrote, behind that of the turn
+    before and as it is or as JSON: it may be missing, or be written otherwise. What stands beside calls is
+    left aside: many a template has no place for it."""
     at, missed = 0, list[int]()
     for index, turn in turns:
         behind = _behind(turn, rendered, at) if len(missed) < _MOST_UNSEEN else None
@@ -156,7 +161,8 @@ def unseen(rendered: str, turns: Iterable[tuple[int, Turn]]) -> list[int]:
 
 
 def _behind(turn: Turn, rendered: str, at: int) -> int | None:
-    """Where the texts of a turn end, the first of which begins at `at` or later; None: one is not there."""
+    """Return where the texts of a turn end, the first of which begins at `at` or later, or None if one is not
+    there."""
     texts = [turn.content] if isinstance(turn.content, str) else turn.content
     for text in [] if turn.calls else map(str.strip, texts):
         begin = rendered.find(text, at)
@@ -170,13 +176,12 @@ def _behind(turn: Turn, rendered: str, at: int) -> int | None:
 
 
 def example_after(turn: Turn) -> list[Turn]:
-    """What its tools or, where it calls none, its reader may say."""
+    """Return what its tools may say or, where it calls none, its reader."""
     results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in turn.calls]
     return results or [Turn("user", "x")]
 
 
 def example_before(role: str | None) -> list[Turn]:
-    """A short chat whose last turn has the role."""
     question, call = Turn("user", "x"), AnswerCall("call_0123456789abcdef", "f", "{}")
     match role:
         case "tool":

@@ -1,4 +1,4 @@
-"""A message's content as a chat template takes it: a string, or a list of parts as vision models have it.
+"""A chat template takes a message's content as a string, or as a list of parts as vision models have it.
 
     content        template takes strings        template takes lists alone
     "a"            "a"                           [{"type": "text", "text": "a"}]
@@ -18,7 +18,7 @@ from services.router.text.chats.chat_turns import Content
 Rendered = str | list[dict[str, str]]
 
 _SEPARATOR = "\n"
-# Around a message of the role, so that a template which wants an order has one.
+# These stand around a message of the role, so that a template which wants an order has one.
 _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
 _AFTER = {"system": ("user",), "developer": ("user",)}
 
@@ -28,7 +28,8 @@ def _no_call() -> list[dict[str, Any]]:
 
 
 class TemplateContent:
-    """`render`: a chat as the template writes it; may raise anything. `call`: messages before a tool's."""
+    """`render` writes a chat as the template does, and may raise anything. `call` makes messages before a
+    tool's."""
 
     def __init__(
         self,
@@ -37,11 +38,10 @@ class TemplateContent:
     ) -> None:
         self._render = render
         self._call = call
-        self._takes_text: dict[str, bool] = {}  # by role
+        self._takes_text: dict[str, bool] = {}
         self._takes_parts: dict[str, bool] = {}
 
     def of(self, role: str, content: Content) -> Rendered:
-        """What to give the template."""
         if role not in self._takes_parts:
             self._try(role)
         if isinstance(content, str):
@@ -53,7 +53,7 @@ class TemplateContent:
         first, second, alien = (secrets.token_hex(16) for _ in range(3))
         self._takes_text[role] = first in self._rendered(role, first)
         parts = _as_parts([first, second])
-        parts[0]["note"] = alien  # shows where a list is written out as it is
+        parts[0]["note"] = alien  # it shows where a list is written out as it is
         rendered = self._rendered(role, parts)
         self._takes_parts[role] = first in rendered and second in rendered and alien not in rendered
 

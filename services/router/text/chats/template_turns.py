@@ -1,15 +1,16 @@
-"""Turns as a chat template takes them: what differs between templates is tried once, when one is loaded.
+"""A chat template takes turns in its own way: what differs between templates is tried once, when one is
+loaded.
 
-arguments of calls    an object {"a": 1}, or the same as a string; tried in this order
-content beside them   "" or null
-ids of calls          as they are; of nine letters and digits, always or where they are shorter; or the call's
-                      text, functions.NAME:0, where the template writes that in place of its name
-thinking              under the keys that templates read: all of them, or one where two would write it twice;
-                      or as a part of the content
-thinking beside       one text, where the template refuses both beside a call
-  content
-tools                 as they are, or with an empty description or properties
-order                 turn_order.py
+    arguments of calls    an object {"a": 1}, or the same as a string; tried in this order
+    content beside them   "" or null
+    ids of calls          as they are; of nine letters and digits, always or where they are shorter; or the
+                          call's text, functions.NAME:0, where the template writes that in place of its name
+    thinking              under the keys that templates read: all of them, or one where two would write it
+                          twice; or as a part of the content
+    thinking beside       one text, where the template refuses both beside a call
+      content
+    tools                 as they are, or with an empty description or properties
+    order                 turn_order.py
 """
 
 import json
@@ -33,7 +34,12 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _CALL_ID = "call_0123456789abcdef"
 _TEXT_ID = re.compile(r"functions\..+:[0-9]+")
 _HTML_QUOTES = ("&#34;", "&quot;")
-_FILLED = ((), ("description",), ("properties",), ("description", "properties"))  # of a tool, where left out
+_FILLED = (
+    (),
+    ("description",),
+    ("properties",),
+    ("description", "properties"),
+)  # these may be left out of a tool
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
 EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -42,7 +48,7 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
 
 
 class CallIds(Enum):
-    """As a template takes them."""
+    """A template takes a call's id in one of these ways."""
 
     ANY = "as they are"
     SHORT = "nine letters or digits"
@@ -51,11 +57,12 @@ class CallIds(Enum):
 
 
 class TemplateTurns:
-    """`render`: a chat, with tools, as the template writes it; may raise anything. `tools`: what it is tried
-    with; a model may have one template for chats with tools, and another for those without.
+    """`render` writes a chat, with tools, as the template does, and may raise anything. It is tried with
+    `tools`; a model may have one template for chats with tools, and another for those without.
 
-    `writes_calls`, `reads_tools`: whether the template does. `keeps_past_reasoning`: whether it shows what
-    was thought before the last question. `shows_ids`: whether a call's id is written. `order`: of turns.
+    `writes_calls` and `reads_tools` say whether the template does so, `keeps_past_reasoning` whether it shows
+    what was thought before the last question, `shows_ids` whether it writes a call's id. It takes turns in
+    `order`.
     """
 
     def __init__(
@@ -91,7 +98,6 @@ class TemplateTurns:
         self.order = replace(order, several_calls=self._finds_several_calls())
 
     def of(self, turn: Turn) -> Message:
-        """What to give the template."""
         message: Message = {"role": turn.role, "content": self._content.of(turn.role, turn.content)}
         if turn.calls:
             message["tool_calls"] = [self._call(call) for call in turn.calls]
@@ -123,7 +129,6 @@ class TemplateTurns:
         return id_
 
     def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool in OpenAI's shape as the template takes it."""
         function = dict(tool.get("function", {}))
         parameters = function.pop("parameters", {})
         if "description" in (self._filled or ()):
@@ -133,7 +138,7 @@ class TemplateTurns:
         return {**tool, "function": {**function, "parameters": parameters}}
 
     def with_own_ids(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Where a call's id is its text, calls are numbered through the chat, and results keep to it."""
+        """Calls whose ids are their text are numbered through the chat, and results keep to it."""
         return _numbered(turns) if self._ids is CallIds.TEXT else list(turns)
 
     def _set_reasoning(self, message: Message, turn: Turn) -> None:
@@ -150,12 +155,12 @@ class TemplateTurns:
     # -- what is tried ----------------------------------------------------------------------------
 
     def _find_calls(self) -> bool:
-        """Whether calls can be shown at all; sets how."""
+        """Find how calls can be shown, and return whether they can at all."""
         for ids, content, as_text in product((CallIds.ANY, CallIds.SHORT), ("", None), (False, True)):
             self._ids, self._empty_content, self._arguments_as_text = ids, content, as_text
             name, key, value = (_chance() for _ in range(3))
             rendered = self._rendered(self._of_calls(name, json.dumps({key: value})))
-            # A dict that is written out as Python has it, and a string that became a string of JSON or HTML.
+            # These begin a dict as Python writes it, and a string that became a string of JSON or HTML.
             is_garbled = f"'{key}'" in rendered or f'\\"{key}' in rendered
             is_garbled = is_garbled or any(quote in rendered for quote in _HTML_QUOTES)
             if all(text in rendered for text in (name, key, value)) and not is_garbled:
@@ -172,7 +177,7 @@ class TemplateTurns:
             self._ids = CallIds.LONG
 
     def _shows_name(self) -> bool:
-        """Whether it is written in the call, and not with its result alone."""
+        """Return whether it is written in the call, and not with its result alone."""
         name = _chance()
         return name in self._rendered([replace(turn, name="") for turn in self._of_calls(name)])
 
@@ -181,7 +186,8 @@ class TemplateTurns:
         return self._ids is CallIds.TEXT or id_ in self._rendered(self._of_calls("f", id_=id_))
 
     def _find_filled(self) -> tuple[str, ...] | None:
-        """What a tool must have that OpenAI's schema lets be left out; None: no tools are shown."""
+        """Return what a tool must have that OpenAI's schema lets be left out, or None where no tools are
+        shown."""
         for self._filled in _FILLED:
             name = _chance()
             function = {"name": name, "parameters": {"type": "object"}}
@@ -223,7 +229,7 @@ class TemplateTurns:
                 "type": "thinking",
                 "thinking": thought,
                 "note": alien,
-            },  # shows where a list is written as it is
+            },  # it shows where a list is written as it is
             {"type": "text", "text": "x"},
         ]
         question = self.of(Turn("user", "x"))
@@ -231,13 +237,11 @@ class TemplateTurns:
         return rendered.count(thought) == 1 and alien not in rendered
 
     def _finds_past_reasoning(self) -> bool:
-        """Whether thinking is shown of what was answered before the last question."""
         reasoning = _chance()
         past = Turn("assistant", "x", reasoning)
         return reasoning in self._rendered([Turn("user", "x"), past, Turn("user", "x")])
 
     def _finds_several_calls(self) -> bool:
-        """Whether all calls of one turn are shown."""
         names = [_chance(), _chance()]
         calls = tuple(AnswerCall(_CALL_ID[:-1] + str(n), name, "{}") for n, name in enumerate(names))
         results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in calls]
@@ -247,7 +251,6 @@ class TemplateTurns:
     def _of_calls(
         self, name: str, arguments: str = "{}", reasoning: str = "", content: str = "", id_: str = _CALL_ID
     ) -> list[Turn]:
-        """A tool loop of one call and its result."""
         call = AnswerCall(id_, name, arguments)
         return [
             Turn("user", "x"),
@@ -256,7 +259,7 @@ class TemplateTurns:
         ]
 
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Empty where the template refuses them."""
+        """The text is empty where the template refuses them."""
         return self._rendered_chat([self.of(turn) for turn in turns], tools)
 
     def _rendered_chat(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> str:

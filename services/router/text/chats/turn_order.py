@@ -1,4 +1,4 @@
-"""A chat's turns in an order that its template takes and shows. Which orders those are is tried when the
+"""A chat's turns come in an order that its template takes and shows. Which orders those are is tried when the
 template is loaded; where it takes an order, the turns stay as the client sent them.
 
     system a, system b, user c        ->  system a+b, user c
@@ -21,7 +21,7 @@ from services.router.text.chats.chat_turns import Content, Turn
 
 SYSTEM_ROLES = ("system", "developer")
 _JOINT = "\n\n"
-# What an assistant says between a tool's result and a user who did not wait for its answer.
+# An assistant says this between a tool's result and a user who did not wait for its answer.
 _BRIDGE = Turn("assistant", "Done.")
 
 
@@ -35,9 +35,9 @@ class SystemPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TurnOrder:
-    """What a template takes and shows: a developer's turns, several leading system turns, system turns behind
-    others in their place, neighbours of one role, tools' results, several calls in a turn. `bridges`: a user
-    is not taken behind a tool's result, but is behind an assistant's turn."""
+    """A template takes and shows these: a developer's turns, several leading system turns, system turns
+    behind others in their place, neighbours of one role, tools' results, several calls in a turn. `bridges`
+    says that a user is not taken behind a tool's result, but is behind an assistant's turn."""
 
     developers: bool = False
     system: SystemPlace = SystemPlace.OWN
@@ -52,14 +52,14 @@ class TurnOrder:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
-    """A turn, and the indices of the messages that it was made of. A part of a message names it twice."""
+    """A turn has the indices of the messages that it was made of. A part of a message names it twice."""
 
     turn: Turn
     origins: tuple[int, ...]
 
 
 def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[PlacedTurn]:
-    """Where no developer is known, as OpenAI has come to name the system, it is the system."""
+    """A developer, as OpenAI has come to name the system, is the system where no developer is known."""
     if not order.developers:
         turns = [replace(turn, role="system") if turn.role == "developer" else turn for turn in turns]
     placed = [PlacedTurn(turn, (index,)) for index, turn in enumerate(turns)]
@@ -80,7 +80,6 @@ def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[PlacedTurn]:
 
 
 def _with_calls_apart(placed: Sequence[PlacedTurn]) -> list[PlacedTurn]:
-    """Each call in a turn of its own, with its result behind it."""
     apart, at = list[PlacedTurn](), 0
     while at < len(placed):
         each, at = placed[at], at + 1
@@ -152,7 +151,7 @@ def _are_joined(first: Turn, second: Turn, order: TurnOrder) -> bool:
 
 
 def _joined(placed: Sequence[PlacedTurn]) -> PlacedTurn:
-    """One turn that says what they say; text that was one part stays within one."""
+    """Return one turn that says what they say; text that was one part stays within one."""
     first, turns = placed[0].turn, [each.turn for each in placed]
     contents = [turn.content for turn in turns if turn.content]
     turn = replace(
@@ -186,10 +185,10 @@ _ROLES = {"S": "system", "D": "developer", "U": "user", "A": "assistant"}
 
 
 def find_order(render: Render, loop: Sequence[Turn], *, names_developers: bool) -> TurnOrder:
-    """`render`: a chat as the template writes it, empty where it refuses it. `loop`: a question, a call and
-    its result; without a call where the template writes none."""
+    """`render` writes a chat as the template does, empty where it refuses it. `loop` is a question, a call
+    and its result; it is without a call where the template writes none."""
     trial = _Trial(render, loop)
-    if not trial.shows("U"):  # nothing can be told of it
+    if not trial.shows("U"):  # nothing can be found out then
         return TurnOrder(developers=names_developers)
     developers = names_developers and trial.shows("DU")
     roles = "SD" if developers else "S"
@@ -225,7 +224,7 @@ class _Trial:
         return min(self._places(chat), default=-1) >= 0
 
     def shows_late(self, role: str) -> bool:
-        """Whether a late system's text is shown, and where it stands."""
+        """Return whether a late system's text is shown, and where it stands."""
         before = [chat for chat in ("U", "SUA", "L") if self.shows(chat)]
         return all(self._shows_in_order(chat + role) for chat in before) and self._shows_in_order(
             f"UA{role}U"
@@ -236,14 +235,14 @@ class _Trial:
         return min(places, default=-1) >= 0 and places == sorted(places)
 
     def is_before_last_user(self) -> bool:
-        """Whether a system's text is written as if it were the beginning of the last user's."""
+        """Return whether a system's text is written as if the last user's began with it."""
         system, first, answer, last = self._turns("SUAU")
         joined = _joined([_as_user(PlacedTurn(system, ())), PlacedTurn(last, ())]).turn
         as_told = self._render([system, first, answer, last])
         return bool(as_told) and as_told == self._render([first, answer, joined])
 
     def _places(self, chat: str) -> list[int]:
-        """These are the places of the turns' texts: -1 for a missing one, none for a chat that is refused."""
+        """Return the places of the turns' texts: -1 for a missing one, none for a chat that is refused."""
         turns = self._turns(chat)
         rendered = self._render(turns)
         texts = [turn.content for turn in turns if turn.content and turn is not _BRIDGE]
