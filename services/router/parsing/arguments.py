@@ -27,7 +27,7 @@ class TypedText:
         return not properties or _has(properties, name)
 
     def is_string(self, name: str) -> bool:
-        """Return whether it is a string whatever its text is."""
+        """It is a string whatever its text is."""
         return self._types(name) == {"string"}
 
     def takes_text(self, name: str) -> bool:

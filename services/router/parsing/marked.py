@@ -152,7 +152,6 @@ class _Watched:
         next(self._steps)
 
     def finish(self) -> str:
-        """Return the text of the calls with which it ends; no more comes."""
         self._reader.end()
         next(self._steps, None)
         return self._called

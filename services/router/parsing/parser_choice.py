@@ -75,7 +75,7 @@ class ParserChoice:
 
     @property
     def writing(self) -> AnswerWriting | None:
-        """It says how such an answer is written; None means that we cannot say."""
+        """It says how such an answer is written, or is None where we cannot say."""
         if self.template is not None:
             return None
         if HARMONY in (self.tools, self.reasoning):
@@ -91,11 +91,10 @@ class ParserChoice:
         return THINKING_FORMATS[self.reasoning].wrapping if self._thinking else NO_WRAPPING
 
     def begins_thinking(self, prompt_end: str) -> bool:
-        """Return whether the prompt ends within thinking."""
         return self._thinking is not None and prompt_end.rstrip().endswith(self._thinking.opens)
 
     def thinks_behind(self, prompt_end: str, said: str) -> bool:
-        """Return the same where an answer goes on with what was `said` in its turn."""
+        """Return whether an answer ends within thinking that goes on with what was `said` in its turn."""
         if self._thinking is None:
             return False
         opened, closed = said.rfind(self._thinking.opens), said.rfind(self._thinking.closes)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool is called. `arguments` are a JSON object, as the model wrote it where it wrote JSON. `id` is
-    what the model itself calls it, by which its template tells results apart; most do not."""
+    """A model calls a tool. `arguments` are a JSON object, as the model wrote it where it wrote JSON. `id` is
+    what the model itself names the call, by which its template tells results apart; most do not."""
 
     name: str
     arguments: str

@@ -27,7 +27,7 @@ def _nowhere(text: str) -> None: ...
 
 
 class Unreadable(Exception):
-    """The text is not what the format says; what was taken since the mark shows where."""
+    """The text since the mark is not what the format says."""
 
 
 class Reader:
@@ -54,7 +54,6 @@ class Reader:
 
     @property
     def has_more(self) -> bool:
-        """It is true while text that was put is not read yet."""
         return self._at < len(self._text)
 
     def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
@@ -93,7 +92,6 @@ class Reader:
         return text
 
     def blank(self) -> Reading[str]:
-        """Return white space, as far as it goes."""
         return (yield from self.word(_BLANKS))
 
     def at_end(self) -> Reading[bool]:

@@ -90,7 +90,6 @@ class PromptEncoder:
         past.digest()
 
     def check(self, given: PackedIds) -> PackedIds:
-        """Check as `encode_now` would a request with those ids."""
         self._check_prompt(given, _IDS_NAME)
         return given
 

@@ -59,7 +59,6 @@ class _Automaton:
         self._borders = _borders(pattern)
 
     def step(self, character: str) -> bool:
-        """Return whether the pattern is complete with this character; then the search is over."""
         while self.matched_len and self.pattern[self.matched_len] != character:
             self.matched_len = self._borders[self.matched_len - 1]
         if self.pattern[self.matched_len] == character:

@@ -89,13 +89,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it have an embedding. It is config.json's word, else the tokenizer's own size."""
+        """Ids below it have an embedding, by config.json, else by the tokenizer's own size."""
         return self._vocab_size
 
     @property
     def context_tokens(self) -> int | None:
-        """Config.json bounds prompt and answer together by it, or says nothing (None); ranks may hold
-        less."""
+        """Prompt and answer together have so many, by config.json, or None where it does not say; ranks may
+        hold less."""
         return self._context_tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
@@ -167,7 +167,6 @@ class Tokenizer:
 
     @property
     def keeps_past_reasoning(self) -> bool:
-        """It is true where the chat template shows what was thought before the last question."""
         return self._plain_turns.keeps_past_reasoning or self._tool_turns.keeps_past_reasoning
 
     def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool:

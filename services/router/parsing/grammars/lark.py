@@ -34,7 +34,7 @@ class Lark:
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items())])
 
     def rule(self, body: str, name: str = "r") -> str:
-        """Return its name. One that ends in [lazy] or is in capitals says what kind it is of."""
+        """Return the rule's name. One that ends in [lazy] or is in capitals says what kind it is of."""
         head, bracket, attributes = name.partition("[")
         key = body if not bracket else body + " "  # a lazy terminal is another one
         numbered = self._rules.setdefault(key, f"{head}{len(self._rules)}{bracket}{attributes}")
@@ -55,12 +55,12 @@ class Lark:
         return self.rule("%json " + text_of({**schema, "x-guidance": _JSON}))
 
     def text(self, without: tuple[str, ...] = (), begins_without: str = "") -> str:
-        """It is any text of ordinary tokens, none too; without what is given, nor one of those characters
-        first."""
+        """Return a rule for any text of ordinary tokens, also for none, without what is given and with none
+        of those characters first."""
         return self.rule(_text_pattern(begins_without) + self._excluding(without), "TEXT")
 
     def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
-        """It is any text, and the end, which is not in it."""
+        """Return a rule for any text and then the end, which is not in the text."""
         excluding = self._excluding(tuple(each for each in without if each != end))
         first = self._cuts.search(end)
         if first is None:

@@ -83,7 +83,6 @@ class MarkedWriting:
         return self.writing.known_to(lark)
 
     def _thought(self, asked: Obligation) -> str:
-        """It has the white space around it that templates write."""
         if self.thinking is None:
             return ""
         lark = asked.lark

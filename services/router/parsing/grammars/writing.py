@@ -46,7 +46,7 @@ class Writing:
         return self if self.older is None or lark.has(self.needs) else self.older
 
     def calls(self, lark: Lark, schemas: Mapping[str, Any], parallel: bool) -> str:
-        """They stand behind `opens`, and are at least one."""
+        """The rule begins behind `opens`, with at least one call."""
         call = one_of(*(self.call(lark, name, schema) for name, schema in schemas.items()))
         any_call = lark.rule(call, "call")
         more = f"({_lined(lark, self.between)} {any_call})*" if parallel else ""
@@ -168,7 +168,7 @@ def _value(lark: Lark, schema: Any, root: Any, end: str) -> str:
 
 
 def _texts(schema: Any, root: Any, references: int) -> tuple[str, ...] | None:
-    """Return None where what the schema allows is no plain text. Nothing in the tuple means that it allows
+    """Return None where what the schema allows is no plain text, and nothing in a tuple where it allows
     any."""
     if not isinstance(schema, dict):
         return None

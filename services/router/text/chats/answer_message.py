@@ -14,7 +14,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A tool is called. `arguments` are JSON as the model wrote it, or what it wrote instead."""
+    """A model calls a tool. `arguments` are JSON as it wrote them, or what it wrote instead."""
 
     id: str
     name: str
@@ -23,7 +23,7 @@ class AnswerCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """Its client gets this answer, all deltas put together.
+    """A client gets this answer, all deltas put together.
 
     `calls` are those that the client sees: what could not be parsed is in `content`.
     """

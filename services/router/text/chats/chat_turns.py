@@ -54,7 +54,6 @@ class ChatTurns:
     may_call: bool = True
 
     def name_of(self, index: int) -> str:
-        """Errors call a turn by this name."""
         return f"chat.messages[{self.origins[index][0]}]" if self.origins[index] else "chat.messages"
 
 

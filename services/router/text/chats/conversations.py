@@ -12,7 +12,7 @@ def drift_tokens(remembered: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def _common_prefix_len(first: "array[int]", second: "array[int]") -> int:
-    """It goes by halves, so that the comparing is done in C."""
+    """Compare by halves, so that the work is done in C."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # first[:low] == second[:low], and they differ somewhere in [low, high] or end
         middle = (low + high + 1) // 2

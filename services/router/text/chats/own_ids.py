@@ -21,7 +21,6 @@ def without_stop_token(
 
 
 def unended(ids: Sequence[int], end_ids: Sequence[int]) -> Sequence[int]:
-    """Leave out the end, behind which an answer cannot go on."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids
 
 

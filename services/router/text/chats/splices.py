@@ -92,13 +92,13 @@ class Frame:
 
     @property
     def stem(self) -> str:
-        """It is empty where there is hardly one."""
+        """Fewer than _MIN_STEM characters are no stem."""
         stem = _common_prefix(_common_prefix(self.prompt, self.lead), self.inner_lead)
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
-        """Split `before`, which ends with a turn's header, behind its stem; None means that the header is not
-        there."""
+        """Split `before`, which ends with a turn's header, behind its stem; return None where the header is
+        not there."""
         if self.stem:
             head, stem, rest = before.rpartition(self.stem)
             return (head + stem, rest) if stem else None
@@ -176,7 +176,6 @@ def _behind(turn: Turn, rendered: str, at: int) -> int | None:
 
 
 def example_after(turn: Turn) -> list[Turn]:
-    """Return what its tools may say or, where it calls none, its reader."""
     results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in turn.calls]
     return results or [Turn("user", "x")]
 
