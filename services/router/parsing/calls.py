@@ -39,9 +39,9 @@ class Calls:
 
     def add(self, *calls: ParsedCall) -> None:
         for call in calls:
-            self.tell(CallPiece(call.name, call.arguments, ends=True, id=call.id))
+            self.report(CallPiece(call.name, call.arguments, ends=True, id=call.id))
 
-    def tell(self, piece: CallPiece) -> None:
+    def report(self, piece: CallPiece) -> None:
         self.sink.call(piece)
         self.reader.mark()
 
@@ -78,19 +78,19 @@ class Arguments:
         self._texts.append(text)
         self._num_chars += len(text)
         if self._begun:
-            self._calls.tell(CallPiece(arguments=text))
+            self._calls.report(CallPiece(arguments=text))
         elif was_short and self._num_chars > _WHOLE_CHARS:
             self._begin("".join(self._texts))
 
     def _begin(self, text: str) -> None:
         if _OBJECT.match(text, 0, _WHOLE_CHARS):
             self._begun = True
-            self._calls.tell(CallPiece(self.name, text, id=self._id))
+            self._calls.report(CallPiece(self.name, text, id=self._id))
 
     def end(self) -> None:
         arguments = arguments_of("".join(self._texts))
         if self._begun:
-            self._calls.tell(CallPiece(ends=True))
+            self._calls.report(CallPiece(ends=True))
         else:
             self._calls.add(ParsedCall(self.name, arguments, self._id))
 

@@ -189,7 +189,7 @@ class _Watched:
 class _Trial(Calls):
     """A reading is only tried here: no call is reported."""
 
-    def tell(self, piece: CallPiece) -> None:
+    def report(self, piece: CallPiece) -> None:
         pass
 
 

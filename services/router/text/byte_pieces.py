@@ -42,10 +42,10 @@ class Pieces:
 
     def without(self, silent: Iterable[int]) -> "Pieces":
         """Return the same pieces, in which these ids have no bytes."""
-        heard = list(self.of_ids)
+        audible = list(self.of_ids)
         for token_id in silent:
-            heard[token_id] = b""
-        return replace(self, of_ids=heard)
+            audible[token_id] = b""
+        return replace(self, of_ids=audible)
 
 
 def pieces_of(tokenizer: Any) -> Pieces | None:
