@@ -1,4 +1,4 @@
-"""The alerts: well-formed, each tested by promtool in both directions, each with its runbook."""
+"""The alerts are well-formed, each tested by promtool in both directions, each with its runbook."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def alerts(**values):
 
 
 def anchors():
-    """Of the headings, as GitHub makes them."""
+    """Return the headings' anchors as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", RUNBOOKS.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -75,7 +75,7 @@ def test_goals_are_values_and_edges_of_the_histograms():
 
 @pytest.fixture
 def rules(tmp_path):
-    """The rendered files, with the cases beside them."""
+    """Write the rendered files, with the cases beside them."""
     (tmp_path / "rules").mkdir()
     for path in CASES:
         (tmp_path / path.name).write_text(path.read_text())

@@ -17,7 +17,7 @@ def canonical(name):
 
 
 def pins(file):
-    """Version by name; None where the file has the name alone."""
+    """Return versions by name, None where the file has the name alone."""
     lines = [line.partition("#")[0].strip() for line in (REPOSITORY / file).read_text().splitlines()]
     named = [line.partition("==") for line in lines if line]
     return {canonical(name): version or None for name, _, version in named if name != "torch"}
@@ -34,7 +34,7 @@ def test_each_file_of_pins_has_its_hashes():
 
 
 def test_hashes_are_of_the_versions_that_are_pinned(subtests):
-    """`make hashes` after a change of pins."""
+    """Run `make hashes` after a change of pins."""
     for file in MADE_OF:
         with subtests.test(file):
             versions = pins("constraints.txt")

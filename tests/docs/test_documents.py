@@ -1,4 +1,4 @@
-"""What the documents say of the tree stays true: files, links, packages; what is read whole stays short."""
+"""The documents say what is true of the tree: files, links, packages; what is read whole stays short."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def is_there(path):
 
 
 def anchors(document):
-    """As GitHub makes them of headings."""
+    """Return the headings' anchors as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -58,7 +58,7 @@ def test_what_is_read_whole_is_short(subtests):
 
 
 def sentences():
-    """Of each package: `services/kv` -> what its __init__.py says."""
+    """Yield each package with what its __init__.py says."""
     for init in SERVICES.rglob("__init__.py"):
         package = init.parent.relative_to(SERVICES).as_posix()
         if package not in GENERATED and not package.startswith(STAND_INS):

@@ -1,4 +1,4 @@
-"""Each format, whole, by character and in random cuts; and calls as text."""
+"""Each format is read whole, by character and in random cuts; and calls are written as text."""
 
 import json
 
@@ -160,7 +160,7 @@ def test_thinking_that_begins_calls_without_end_is_read_in_time():
 
 
 def test_what_is_taken_and_put_back_costs_no_more_the_more_there_is():
-    """Where each step copied all that was taken, or is left, this took minutes."""
+    """This took minutes where each step copied all that was taken, or is left."""
     reader = Reader()
     reader.put("a" * 12_000_000 + "{}" * 6_000_000)
     reader.mark()

@@ -1,4 +1,4 @@
-"""What models of one format or another write, right or broken, is read as the rows say."""
+"""Models of one format or another write this, right or broken, and it is read as the rows say."""
 
 import json
 

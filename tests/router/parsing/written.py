@@ -1,4 +1,4 @@
-"""How models write an answer, as their chat templates do; and what our parsers make of a text."""
+"""Models write answers as their chat templates do, and our parsers make something of a text."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ def dumps(value) -> str:
 
 
 def plain(value) -> str:
-    """As templates write an argument where it stands as text."""
+    """Write an argument as templates do where it stands as text."""
     return value if isinstance(value, str) else dumps(value)
 
 
@@ -61,7 +61,7 @@ def minimax_m2(answer):
 
 
 def llama3_json(answer):
-    """Either content or calls."""
+    """An answer is either content or calls."""
     calls = (dumps({"name": name, "parameters": arguments}) for name, arguments in answer.calls)
     return "; ".join(calls) if answer.calls else answer.content
 
@@ -98,7 +98,7 @@ def _deepseek(answer, calls):
 
 
 def listed(opens, closes, name="name", arguments="arguments"):
-    """Calls in one list of JSON objects."""
+    """Write calls in one list of JSON objects."""
 
     def write(answer):
         calls = dumps([{name: called, arguments: given} for called, given in answer.calls])
@@ -122,7 +122,7 @@ def apertus(answer):
 
 
 def lfm2(answer):
-    """As Python has it, strings in its own quotes."""
+    """Write calls as Python has them, strings in its own quotes."""
     calls = (
         f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         for name, arguments in answer.calls
@@ -253,7 +253,7 @@ def harmony(answer):
 
 
 def own(answer):
-    """A tokenizer's response_template, OWN."""
+    """Write as a tokenizer's response_template, OWN, says."""
     calls = (f"<call>{dumps({'name': name, 'arguments': given})}</call>" for name, given in answer.calls)
     return think(answer, "<t>", "</t>") + answer.content + "".join(calls)
 
@@ -314,7 +314,7 @@ class Read:
 
 
 def joined(pieces):
-    """What a client makes of them: names and arguments. Only the last piece of a call ends it."""
+    """Return what a client makes of them: names and arguments. Only the last piece of a call ends it."""
     calls, ended = [], True
     for piece in pieces:
         if piece.name:

@@ -1,4 +1,4 @@
-"""What agents do in tool loops: what their models say, and how they send it back."""
+"""Agents in tool loops have models that say this, and send it back in one of these ways."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ RESULT = "It's 3 < 4 & ä"
 
 @dataclass(frozen=True)
 class Client:
-    """What it does to an answer before it sends it back."""
+    """It does this to an answer before it sends it back."""
 
     gives_reasoning: bool = False
     arguments: Callable[[str], str] = str
@@ -49,7 +49,7 @@ CLIENTS = {
 
 
 def answers(format_: Format, number: int) -> Iterator[Said]:
-    """What a model says in a loop of so many calls; the last is the answer to all."""
+    """Yield what a model says in a loop of so many calls; the last is the answer to all."""
     for index in range(number):
         calls = [Call("look_up", ARGUMENTS | {"turn": index})] * (
             2 if format_.parallel and index % 3 == 2 else 1

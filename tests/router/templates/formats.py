@@ -1,5 +1,5 @@
-"""How families of models are talked to and answer: a chat template each, condensed and in our own words, and
-the text that such a model writes. A tokenizer for them all is trained here, on the templates themselves.
+"""Families of models are talked to and answer so: each has a chat template, condensed and in our own words,
+and the text that such a model writes. A tokenizer for them all is trained here, on the templates themselves.
 
     template    what each does with thinking, results and calls is said in its first line
     write       what the model generates after the generation prompt, its end included
@@ -62,11 +62,11 @@ class Format:
         return (HERE / f"{self.name}.jinja").read_text(encoding="utf-8")
 
     def written(self, said: Said) -> str:
-        """All that the model generates."""
+        """Return all that the model generates."""
         return self.write(said) + ((said.calls and self.end_of_calls) or self.end)
 
     def save(self, directory: Path) -> Path:
-        """A model's directory with the tokenizer and its template."""
+        """Save a model's directory with the tokenizer and its template."""
         backend = _tokenizer()
         backend.add_special_tokens([AddedToken(text, special=True) for text in self.special.split()])
         backend.add_tokens([AddedToken(text, special=False) for text in self.markers.split()])
@@ -87,7 +87,7 @@ def _tokenizer() -> BackendTokenizer:
 
 @cache
 def _trained() -> str:
-    """Byte-level BPE with merges, so that text which is cut otherwise has other ids."""
+    """Train byte-level BPE with merges, so that text which is cut otherwise has other ids."""
     backend = BackendTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -137,7 +137,7 @@ def _mistral(said: Said) -> str:
 
 
 def own_id(call: Call, index: int) -> str:
-    """Of the index-th call of an answer, as models with ids write one."""
+    """Return the id of the index-th call of an answer, as models with ids write one."""
     return hashlib.sha256(f"{index}{call.dumps()}".encode()).hexdigest()[:9]
 
 
@@ -158,7 +158,7 @@ def _mistral_nemo(said: Said) -> str:
 
 
 def _deepseek(said: Said) -> str:
-    """Without thinking, as its calls are."""
+    """It writes no thinking, as its calls have none."""
     calls = [
         f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{call.dumps()}<｜tool▁call▁end｜>"
         for call in said.calls

@@ -1,4 +1,4 @@
-"""The text of ids that are bytes: as the tokenizer decodes them, however they come."""
+"""Ids that are bytes have the text that the tokenizer decodes, however they come."""
 
 from collections.abc import Sequence
 
@@ -111,7 +111,7 @@ def test_what_is_not_bytes_has_no_pieces(subtests: pytest.Subtests) -> None:
 
 
 def test_pieces_are_bytes_and_what_is_not_written_in_the_alphabet_is_its_own_text() -> None:
-    """As the library has it: a token that was added is taken for bytes where all of it could be."""
+    """The library takes a token that was added for bytes where all of it could be."""
     backend = byte_backend()
     backend.add_tokens([AddedToken(text) for text in ("a b", "<｜x▁y｜>", "éé", "\x7f\x80", "語")])
     pieces = pieces_of(backend)

@@ -146,7 +146,7 @@ def test_an_error_names_what_was_said_and_deep_nesting_by_name(directory: Path, 
 
 
 def test_other_text_is_encoded_as_it_always_is(tmp_path: Path) -> None:
-    """Whatever its added tokens do with the text beside them."""
+    """Added tokens may do anything with the text beside them."""
     chance = random.Random(7)
     for number, backend in enumerate((byte_backend(), character_backend(), sentencepiece_backend())):
         backend.add_special_tokens([AddedToken("<|r|>", rstrip=True), AddedToken("<|l|>", lstrip=True)])
@@ -184,7 +184,7 @@ def test_a_tokenizer_that_takes_all_for_text_needs_nothing(tmp_path: Path) -> No
 def test_where_names_cannot_stand_for_control_tokens_they_are_as_the_template_has_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of each tokenizer there is a text that one with names encodes otherwise: one line says so at load."""
+    """Each tokenizer encodes some text otherwise than one with names does: one line says so at load."""
     alike = (
         AddedToken("<|x|>", normalized=False),
         [AddedToken("<call>"), *(AddedToken(text, normalized=False) for text in ("<|x", ">b"))],

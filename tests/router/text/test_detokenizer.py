@@ -11,7 +11,7 @@ SILENT = 256
 
 
 class BytesDecoder:
-    """Id i is byte i; 256 is silent. Counts the ids it is asked to decode."""
+    """Id i is byte i, and 256 is silent. It counts the ids it is asked to decode."""
 
     def __init__(self) -> None:
         self.num_decodes = self.num_decoded = 0
@@ -145,7 +145,7 @@ def test_sentencepiece_keeps_spaces_and_bytes_that_fall_back(
 def test_a_character_that_breaks_behind_many_ids_breaks_none_of_theirs(
     sentencepiece_tokenizer: Tokenizer,
 ) -> None:
-    """Wherever a run of bytes is cut."""
+    """The run of bytes is cut everywhere."""
     text = "語" * 20
     ids = sentencepiece_tokenizer.encode(text)
     for cut in range(len(ids)):

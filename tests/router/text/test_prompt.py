@@ -108,7 +108,7 @@ async def test_special_tokens_are_added_to_a_text_unless_that_is_not_wanted(
 
 
 class Untouched:
-    """A tokenizer that must not be asked."""
+    """This tokenizer must not be asked."""
 
     eos_token_ids = ()
 

@@ -6,7 +6,7 @@ from services.router.text.stop_strings import StopStrings
 
 
 def oracle(stop: tuple[str, ...], text: str) -> tuple[str, str | None]:
-    """Reads the whole text: the first end where a stop string is complete, the longest one there."""
+    """Read the whole text, up to the first end where a stop string is complete: the longest one there."""
     for end in range(len(text) + 1):
         complete = [string for string in stop if text[:end].endswith(string)]
         if complete:
@@ -16,7 +16,7 @@ def oracle(stop: tuple[str, ...], text: str) -> tuple[str, str | None]:
 
 
 def held_back(stop: tuple[str, ...], text: str) -> int:
-    """The longest suffix of the text that a stop string can begin with."""
+    """Return the length of the longest suffix of the text that a stop string can begin with."""
     lengths = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
     return max(lengths, default=0)
 

@@ -89,7 +89,7 @@ def test_a_stored_truncation_does_not_cut_prompts(character_model: Path, tmp_pat
     stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     tokenizer = Tokenizer(str(tmp_path))
-    # Taken out at once: transformers would do it at the first call, and race with other threads.
+    # It is taken out at once: transformers would do it at the first call, and race with other threads.
     assert tokenizer._backend.backend_tokenizer.truncation is None
     assert len(tokenizer.encode("abcdefgh")) == 8
 
@@ -164,8 +164,7 @@ def test_the_chat_template_renders_up_to_the_next_turn_or_the_request_is_invalid
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece_tokenizer.render_template([Turn("user", "Hi")])
 
-    # They were read before, from a few calls less deep.
-
+    # Arguments that are too deep here were read before, from a few calls less deep.
     def too_deep(turn: Turn) -> None:
         raise RecursionError("maximum recursion depth exceeded")
 

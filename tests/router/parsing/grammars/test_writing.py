@@ -1,4 +1,4 @@
-"""Grammars of calls, where a real tokenizer's masks are not needed to see what is wrong."""
+"""No real tokenizer's masks are needed here to see what is wrong with a grammar of calls."""
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -67,7 +67,7 @@ def test_a_string_ends_where_its_tag_does():
 
 
 class Vocabulary:
-    """All bytes, the end, and one special token."""
+    """It has all bytes, the end, and one special token."""
 
     eos_token_id, bos_token_id = 256, None
     special_token_ids = (256, 257)

@@ -1,4 +1,4 @@
-"""Tool loops as clients play them: an agent that sends the whole history back each time, in its own way."""
+"""An agent in a tool loop sends the whole history back each time, in its own way."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
 
 @dataclass
 class Loop:
-    """An agent of one format. `held` are the ids of the last prompt and its answer."""
+    """This is an agent of one format. `held` are the ids of the last prompt and its answer."""
 
     format_: Format
     tokenizer: Tokenizer

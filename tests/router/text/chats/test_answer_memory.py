@@ -13,7 +13,7 @@ def answer(number: int, length: int = 1) -> RememberedAnswer:
 
 
 class Oracle:
-    """All answers in the order of their last use; looks through every one of them."""
+    """It keeps all answers in the order of their last use, and looks through every one of them."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -71,7 +71,7 @@ def test_what_is_found_was_remembered_under_that_key_alone(
 
 
 def oracle_history(operations: list[Operation], key: bytes) -> list[RememberedAnswer]:
-    """All that was ever to be remembered under the key."""
+    """Return all that was ever to be remembered under the key."""
     kept = [each for each in operations if not isinstance(each, bytes) and key in each[0]]
     return [answer(number, length) for _, number, length in kept]
 

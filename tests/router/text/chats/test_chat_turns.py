@@ -93,7 +93,7 @@ def test_the_first_spelling_stays_and_what_differs_is_as_it_was_sent() -> None:
     spellings = ToolSpellings(1 << 20)
     assert [shown(spellings, text) for text in (FIRST, AGAIN, FIRST, AGAIN)] == [FIRST] * 4
 
-    # Another tenant, name or description, another value, another order in a list, and what is no JSON.
+    # Another tenant, name, description, value or order in a list differs, and so does what is no JSON.
     spellings = ToolSpellings(1 << 20)
     shown(spellings, FIRST)
     shown(spellings, '{"enum": ["a", "b"], "type": "string"}')
@@ -130,7 +130,7 @@ values = st.recursive(
 
 
 def turned(value: Any) -> Any:
-    """The same value, each object's keys in the opposite order."""
+    """Return the same value, each object's keys in the opposite order."""
     if isinstance(value, dict):
         return {key: turned(inner) for key, inner in reversed(value.items())}
     return [turned(inner) for inner in value] if isinstance(value, list) else value

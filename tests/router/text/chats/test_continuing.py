@@ -1,4 +1,4 @@
-"""Prompts that end where the last message does: transformers' own, with past answers' ids in them."""
+"""Prompts that end where the last message does are transformers' own, with past answers' ids in them."""
 
 import pytest
 from transformers import AutoTokenizer

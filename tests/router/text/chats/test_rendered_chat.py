@@ -26,7 +26,7 @@ def prompt_of(tokenizer: Any, messages: Sequence[ChatMessage], variables: str = 
 
 
 class Plain:
-    """A tokenizer of characters, without special ones. Its template writes the contents one after the
+    """This tokenizer is of characters, without special ones. Its template writes the contents one after the
     other."""
 
     eos_token_ids: tuple[int, ...] = ()
@@ -185,7 +185,7 @@ def test_bad_variables_are_refused_by_name(character_tokenizer: Tokenizer, subte
 
 
 class Recorder(Plain):
-    """Keeps the longest content."""
+    """It keeps the longest content."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -205,7 +205,7 @@ def test_no_text_makes_the_sentinels_long() -> None:
 
 
 def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each was minutes for a request's worth of short turns."""
+    """Searching once for each took minutes for a request's worth of short turns."""
     searches = []
     search = splices.re.finditer
     monkeypatch.setattr(splices.re, "finditer", lambda *args: searches.append(1) or search(*args))
@@ -216,7 +216,7 @@ def test_the_template_is_searched_once_for_all_turns(monkeypatch: pytest.MonkeyP
 
 def test_what_a_template_leaves_out_is_refused_by_name() -> None:
     class Forgetful(Plain):
-        """Writes no tool's turn, and quotes of all others what is not plain."""
+        """It writes no tool's turn, and quotes of all others what is not plain."""
 
         def render_template(self, turns: Sequence[Turn], *args: Any, **prompts: bool) -> str:
             return "".join(str(turn.content).replace("'", "`") for turn in turns if turn.role != "tool")

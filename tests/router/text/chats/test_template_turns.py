@@ -1,4 +1,4 @@
-"""How turns reach templates that want them otherwise."""
+"""Turns reach templates that want them otherwise."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_arguments_are_what_the_template_takes(subtests: pytest.Subtests) -> Non
                 '{"a": "b"}' if as_text else {"a": "b"}
             )
 
-    # As mistral-common's do, which take arguments as an object and write HTML around them.
+    # mistral-common's templates take arguments as an object and write HTML around them.
     escaping = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}&#34;"
     escaping += "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
     message = of(HEAD + EACH + escaping, Turn("assistant", calls=(CALL,)))
@@ -137,7 +137,7 @@ def turns_whose_ids_are_text() -> TemplateTurns:
     )  # a result has its tool's name
 
 
-# Calls as (name, id), results as (name, id) behind each turn of calls; and what becomes of the ids.
+# Each row has calls as (name, id), results as (name, id) behind them, and what becomes of the ids.
 NUMBERED = (
     ([("f", "functions.f:1")], [("", "functions.f:1")], ["functions.f:1"], ["functions.f:1"]),
     ([("f", "call_abc"), ("f", "x")], [("", "x"), ("", "")], ["functions.f:2", "functions.f:3"], [1, 0]),

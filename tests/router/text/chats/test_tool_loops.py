@@ -1,4 +1,4 @@
-"""In a tool loop each prompt begins with all that the one before it was and said, whatever clients do to
+"""Each prompt of a tool loop begins with all that the one before it was and said, whatever clients do to
 it."""
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_content_beside_calls_changes_nothing(
 def test_the_prompt_reads_as_the_template_writes_it(
     tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
 ) -> None:
-    """With everything given back and nothing remembered, it is the same text."""
+    """The text is the same with everything given back and nothing remembered."""
     for name in LOOP_FORMATS:
         with subtests.test(name):
             format_, loop = begun(name, tokenizers, Client(gives_reasoning=True))
@@ -76,7 +76,7 @@ def test_the_prompt_reads_as_the_template_writes_it(
 def test_what_was_cut_off_behind_a_call_is_written_by_the_template(
     tokenizers: dict[str, Tokenizer], subtests: pytest.Subtests
 ) -> None:
-    """As where one call is all that may come, or max_tokens were all."""
+    """An answer is cut off where one call is all that may come, or max_tokens were all."""
     for name, cut_before in [
         ("qwen3", "\n</tool_call>"),
         ("qwen3", "</tool_call>"),
