@@ -17,9 +17,8 @@ from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.model.activations import even_activations
 from services.engine.torch.model.check.probe import probe
-from services.engine.torch.model.fused.norms import fuse_norms
-from services.engine.torch.model.fused.rotary import fuse_rotations
 from services.engine.torch.model.mixers import place_rows, wrap
+from services.engine.torch.model.norm_kernel import fuse_norms
 from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache, cache_argument
@@ -62,7 +61,6 @@ class PackedModel:
         if self.device.type == "cpu":
             even_activations(model)
             fuse_norms(model)
-            fuse_rotations(model)
         self._workers = Workers(num_threads)
         self.in_place = False  # that recurrences of single tokens are computed so
         for mixer in self.remembered.mixers:

@@ -2,8 +2,7 @@ import numpy as np
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-from services.engine.torch.model.fused.norm_kernel import rms_norm
-from services.engine.torch.model.fused.norms import fuse_norms
+from services.engine.torch.model.norm_kernel import fuse_norms, rms_norm
 
 SIZES = {
     "vocab_size": 16,
