@@ -1,4 +1,4 @@
-"""What tests/sglang/test_door.py runs in a process of its own: SGLang's messages, and no scheduler."""
+"""SGLang's messages, and no scheduler; test_inside.py runs them in a process of their own."""
 
 import pickle
 from types import SimpleNamespace

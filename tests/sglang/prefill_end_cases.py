@@ -1,4 +1,4 @@
-"""Our prefill end beside SGLang's own class; test_prefill_end.py runs them in a process of their own."""
+"""Our prefill end beside SGLang's own class; test_inside.py runs them in a process of their own."""
 
 import threading
 from types import SimpleNamespace

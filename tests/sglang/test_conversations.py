@@ -83,6 +83,7 @@ async def test_the_index_knows_what_both_ranks_hold(cluster, conversations):
         await cluster.until_indexed(finish.placement.decode, ids[: (len(ids) - 1) // PAGE * PAGE], name)
 
 
+@pytest.mark.slow  # another SGLang; tests/engine/test_conformance.py compares with transformers
 async def test_greedy_output_is_that_of_one_aggregated_sglang(cluster, conversations, tmp_path):
     async with AggregatedSglang(cluster.model, tmp_path) as aggregated:
         for turns in conversations.values():

@@ -105,6 +105,7 @@ async def test_sglangs_own_list_says_what_has_window_memory(gemma, mellum, tmp_p
         await has_window_memory(str(tmp_path), environment(gemma))
 
 
+@pytest.mark.slow
 async def test_gemma_3_keeps_all_and_answers_as_transformers(gemma, tmp_path):
     """Prompts longer than the window, and prefixes found on decode."""
     async with SglangCluster(gemma, tmp_path, decode_dp_size=1) as cluster:
