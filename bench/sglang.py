@@ -58,7 +58,7 @@ from services.cli.client import responses
 from services.cli.local.cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service.launch.settings import SglangSettings
+from services.engine.sglang.service.launch.sglang_settings import SglangSettings
 from services.net import channels
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, PeerFailed

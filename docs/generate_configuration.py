@@ -13,7 +13,11 @@ from typing import Any
 
 from services.cli.commands import COMMANDS, config_of
 from services.cli.look.checkpoint import CheckpointConfig
-from services.engine.sglang.service.launch.settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
+from services.engine.sglang.service.launch.sglang_settings import (
+    REFUSED_FAMILIES,
+    REFUSED_FLAGS,
+    REFUSED_SIZES,
+)
 from services.rank.config import RankConfig
 from services.router.config import RouterConfig
 from services.settings.cluster import ClusterConfig

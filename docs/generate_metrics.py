@@ -19,8 +19,8 @@ from services.decode.metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
+from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
 from services.index.keys import ClusterKeys
-from services.index.metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
 from services.index.pins import PinWriter
 from services.index.read.mirror import Mirror
 from services.index.schema import Schema

@@ -19,8 +19,7 @@ from bench.index.timed_index import TimedIndex
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.index.keys import ClusterKeys
-from services.index.read import garbage
-from services.index.read.mirror import Mirror
+from services.index.read.mirror import Mirror, keep_from_garbage_collector
 
 
 async def run(arguments: argparse.Namespace, turns: TimedSelector) -> None:
@@ -30,7 +29,7 @@ async def run(arguments: argparse.Namespace, turns: TimedSelector) -> None:
     async with Etcd(EtcdSettings((arguments.etcd,)), rng=random.Random()) as etcd:
         watched = Watched(etcd, arguments.cluster, turns)
         following = asyncio.create_task(watched.mirror.run())
-        await garbage.freeze(watched.mirror)
+        await keep_from_garbage_collector(watched.mirror)
         print(json.dumps({"ready_s": time.monotonic() - started} | watched.size()), flush=True)
         loop.add_signal_handler(signal.SIGUSR1, watched.begin)
         loop.add_signal_handler(signal.SIGTERM, stopping.set)

@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.engine.base import DecodeEngine
-from services.rank.metrics import SECONDS, PoolCollector, RequestMetrics
+from services.rank.rank_metrics import SECONDS, PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt
 from services.values.rank import Plan
 from services.values.request import Admitted

@@ -26,7 +26,7 @@ def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Seque
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.DECODE, own_ids)
-    from services.engine.sglang.service.engine import SglangDecodeEngine
+    from services.engine.sglang.service.sglang_engines import SglangDecodeEngine
 
     return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
 
@@ -36,7 +36,7 @@ def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequ
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.PREFILL, own_ids)
-    from services.engine.sglang.service.engine import SglangPrefillEngine
+    from services.engine.sglang.service.sglang_engines import SglangPrefillEngine
 
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
@@ -85,7 +85,7 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     """One SGLang serves all DP ranks of its worker."""
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
-    from services.engine.sglang.service.launch.settings import SglangSettings
+    from services.engine.sglang.service.launch.sglang_settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
     worker = SglangSettings(settings, role, own_ids[0].worker)

@@ -1,6 +1,8 @@
 """A thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and watch.py."""
 
+import logging
 import random
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from services.etcd.connection import EtcdConnection, Method, Observe, unobserved
-from services.etcd.errors import EtcdCompacted, EtcdTooLarge
+from services.etcd.etcd_errors import EtcdCompacted, EtcdTooLarge
 from services.etcd.settings import EtcdSettings
 from services.wire.etcd import etcd_pb2
 
@@ -26,6 +28,8 @@ _FIRST_PAGE_KEYS = 120
 _MAX_PAGE_KEYS = 1_000
 _PAGE_BYTES = 1 << 20
 _LIST_ATTEMPTS = 5
+logger = logging.getLogger(__name__)
+_DIVERGES_BEFORE = (3, 5, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class TxnResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListingPage:
     """Some of a prefix's keys at `revision`, in key order."""
 
     revision: int
@@ -133,7 +137,7 @@ class Etcd:
 
     async def pages(
         self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
-    ) -> AsyncGenerator[Page, None]:
+    ) -> AsyncGenerator[ListingPage, None]:
         """The keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
 
         Raises EtcdCompacted when the revision is compacted meanwhile.
@@ -149,12 +153,12 @@ class Etcd:
             revision, next_key = page.revision, page.next_key
             page_keys = _next_page_keys(page, page_keys)
 
-    async def _page(self, start: bytes, end: bytes, revision: int, page_keys: int) -> Page:
+    async def _page(self, start: bytes, end: bytes, revision: int, page_keys: int) -> ListingPage:
         request = etcd_pb2.RangeRequest(key=start, range_end=end, limit=page_keys, revision=revision)
         response = await self.connection.unary(_RANGE, request)
         kvs = [key_value(kv) for kv in response.kvs]
         next_key = kvs[-1].key + b"\0" if response.more else None
-        return Page(revision or response.header.revision, kvs, next_key)
+        return ListingPage(revision or response.header.revision, kvs, next_key)
 
     async def count(self, prefix: bytes) -> int:
         """How many keys have the prefix, as one member knows it."""
@@ -209,7 +213,7 @@ class Etcd:
         return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
 
 
-def _next_page_keys(page: Page, page_keys: int) -> int:
+def _next_page_keys(page: ListingPage, page_keys: int) -> int:
     """As many as fill a page if they are like the last; at most four times as many, lest they are not."""
     size_bytes = sum(len(kv.value) for kv in page.kvs)
     fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
@@ -218,3 +222,24 @@ def _next_page_keys(page: Page, page_keys: int) -> int:
 
 def key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
     return KeyValue(pb.key, pb.value, pb.mod_revision, pb.lease)
+
+
+def known_fault(version: str) -> str | None:
+    """What is wrong with an etcd of that version ("3.5.1") that has several members; None: nothing known.
+
+    A member of 3.5.0 to 3.5.2 that is killed while it writes can lose entries that it says it has applied.
+    From then on it serves other data than the rest, and nobody notices (etcd issue 13766).
+    """
+    numbers = re.match(r"3\.5\.(\d+)(?!\d)", version)
+    if numbers is None or (3, 5, int(numbers[1])) >= _DIVERGES_BEFORE:
+        return None
+    return "a member that is killed may lose entries for good, and serves them no more; use 3.5.3 or later"
+
+
+async def warn_of_version(etcd: Etcd) -> None:
+    """Log what is wrong with it, if anything is. Raises as Etcd.status."""
+    if etcd.connection.num_endpoints == 1:
+        return
+    version = (await etcd.status()).version
+    if (fault := known_fault(version)) is not None:
+        logger.warning("etcd_version_faulty version=%s fault=%s", version, fault)

@@ -24,7 +24,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import grpc
 
 from services.etcd.backoff import Backoff
-from services.etcd.errors import is_auth_off, is_token_refused, is_transient, rename
+from services.etcd.etcd_errors import is_auth_off, is_token_refused, is_transient, rename
 from services.etcd.settings import EtcdSettings
 from services.net import grpc_errors
 from services.net.tls import TlsConfig

@@ -14,7 +14,7 @@ import logging
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd
 from services.etcd.connection import EtcdStream, Method
-from services.etcd.errors import LeaseNotFound
+from services.etcd.etcd_errors import LeaseNotFound
 from services.values.errors import IsthmusError, Unavailable
 from services.wire.etcd import etcd_pb2
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd, KeyValue, key_value, prefix_end
 from services.etcd.connection import EtcdStream, Method
-from services.etcd.errors import EtcdCompacted
+from services.etcd.etcd_errors import EtcdCompacted
 from services.values.errors import ConfigError, IsthmusError, Unavailable
 from services.wire.etcd import etcd_pb2
 

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from services.etcd.errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.etcd_errors import EtcdNoSpace, LeaseNotFound
 from services.etcd.watch import NotListed
 from services.values.errors import ConfigError, IsthmusError, ProtocolError
 

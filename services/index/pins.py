@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd, put_op
-from services.etcd.errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.etcd_errors import EtcdNoSpace, LeaseNotFound
 from services.etcd.lease import BucketLease
 from services.index.keys import ClusterKeys, pin_name
 from services.index.message import fill, to_bytes

@@ -5,8 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.etcd.client import Etcd
-from services.etcd.versions import warn_of_version
+from services.etcd.client import Etcd, warn_of_version
 from services.index.keys import ClusterKeys
 from services.index.message import fill, to_bytes
 from services.values.errors import ConfigError, IsthmusError, Unavailable

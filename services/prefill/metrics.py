@@ -5,7 +5,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.engine.base import PrefillEngine
-from services.rank.metrics import SECONDS, PoolCollector, RequestMetrics
+from services.rank.rank_metrics import SECONDS, PoolCollector, RequestMetrics
 from services.values.request import PrefillResult
 
 

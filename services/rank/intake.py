@@ -14,14 +14,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+import grpc
+
 from services.values.errors import StaleGeneration, Unavailable
 from services.values.rank import RankId
+from services.wire.fields import finite
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 # Routers hear within this that a rank drains; until then it still takes what they send.
 _NOTICE_S = 0.5
 
 # Tells all routers whether the rank drains; False: they could not be told.
 Tell = Callable[[bool], Awaitable[bool]]
+OPERATIONS = rank_pb2.DESCRIPTOR.services_by_name["Rank"].full_name
 
 
 class Intake:
@@ -137,3 +142,22 @@ async def _nobody_is_there(draining: bool) -> bool:
 
 async def _be_noticed() -> None:
     await asyncio.sleep(_NOTICE_S)
+
+
+class Operations(rank_pb2_grpc.RankServicer):
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    async def Drain(
+        self, request: rank_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.DrainResponse:
+        self._intake.check_life(request.generation)
+        wait_s = finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
+        return rank_pb2.DrainResponse(running=await self._intake.drain(wait_s, request.only_wait))
+
+    async def Undrain(
+        self, request: rank_pb2.UndrainRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.UndrainResponse:
+        self._intake.check_life(request.generation)
+        await self._intake.undrain()
+        return rank_pb2.UndrainResponse()

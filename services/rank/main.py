@@ -30,8 +30,8 @@ from services.engine.pool_memory import pool_pages, ranks_memory, read_config
 from services.etcd.client import Etcd
 from services.host import descriptors, memory
 from services.host.ports import bindable, host_port, is_loopback
+from services.index.index_metrics import EtcdMetrics, MembershipCollector
 from services.index.keys import ClusterKeys
-from services.index.metrics import EtcdMetrics, MembershipCollector
 from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.index.write.publisher import PublisherSettings
@@ -42,10 +42,9 @@ from services.observe import build_info, log_lines, metrics_page, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
-from services.rank import operations
 from services.rank.config import RankConfig
-from services.rank.intake import Intake
-from services.rank.metrics import EngineCollector
+from services.rank.intake import OPERATIONS, Intake, Operations
+from services.rank.rank_metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
 from services.settings.hub import resolved
 from services.transfer.nixl_settings import keep_to_loopback
@@ -83,7 +82,7 @@ class RankRole:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsPage:
+class ServedMetrics:
     """/metrics of a rank: of its process alone until there is an engine."""
 
     registry: CollectorRegistry
@@ -281,7 +280,7 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 
 @asynccontextmanager
-async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[MetricsPage]:
+async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[ServedMetrics]:
     """From before the engine starts: a model may load for longer than a process may be out of sight.
 
     Raises ConfigError when the address cannot be bound.
@@ -293,7 +292,7 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
     labels = _process_labels(config, role, own_id)
     port, stop = metrics_page.serve_metrics(config.host, config.metrics_port, registry, labels)
     try:
-        yield MetricsPage(registry, port)
+        yield ServedMetrics(registry, port)
     finally:
         await asyncio.to_thread(stop)
 
@@ -303,7 +302,7 @@ async def open_rank(
     config: RankConfig,
     own_id: RankId,
     role: RankRole,
-    page: MetricsPage,
+    page: ServedMetrics,
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
     end_soon: Callable[[], None] = lambda: None,
@@ -329,7 +328,7 @@ async def open_rank(
         server = await servers.open_server(
             listen,
             partial(_register, services),
-            [*services.names, operations.NAME],
+            [*services.names, OPERATIONS],
             config.tls(),
             serving=False,
         )
@@ -344,7 +343,7 @@ async def open_rank(
 
 def _register(services: Services, server: grpc.aio.Server) -> None:
     services.register(server)
-    rank_pb2_grpc.add_RankServicer_to_server(operations.Operations(services.intake), server)
+    rank_pb2_grpc.add_RankServicer_to_server(Operations(services.intake), server)
 
 
 class StoppedEarly(Exception):

@@ -20,11 +20,10 @@ from services.etcd.client import Etcd
 from services.grammar.grammars import Grammars
 from services.host import descriptors
 from services.host.ports import bindable, host_port, listen
+from services.index.index_metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
 from services.index.keys import ClusterKeys
-from services.index.metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
 from services.index.pins import PinWriter
-from services.index.read import garbage
-from services.index.read.mirror import Mirror
+from services.index.read.mirror import Mirror, keep_from_garbage_collector
 from services.index.schema import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.net import servers
@@ -125,7 +124,7 @@ async def open_router(
         pins = PinWriter(etcd, keys, mirror.known_pin)
         registry.register(metrics_page.OnLoop(MirrorCollector(mirror, pins)))
         schema = keep_schema(etcd, keys, Schema(config.index_block, SCHEME), lambda: mirror.listings)
-        for work in (mirror.run(), pins.run(), schema, garbage.freeze(mirror)):
+        for work in (mirror.run(), pins.run(), schema, keep_from_garbage_collector(mirror)):
             await stack.enter_async_context(_background(work, failed))
         cluster = Cluster(
             _cluster_settings(config),

@@ -3,7 +3,7 @@
 import random
 
 from services.etcd.client import KeyValue, TxnResult
-from services.etcd.errors import LeaseNotFound
+from services.etcd.etcd_errors import LeaseNotFound
 from services.etcd.watch import KeyChange
 from services.values.errors import Unavailable
 

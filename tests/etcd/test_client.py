@@ -7,9 +7,18 @@ import pytest
 from etcd.etcd_users import require_users
 from etcd.real_etcd import FAST, client
 from net import certificates as shared
-from services.etcd.client import _RANGE, Etcd, delete_range_op, prefix_end, put_op, unchanged
+from services.etcd.client import (
+    _RANGE,
+    Etcd,
+    delete_range_op,
+    known_fault,
+    prefix_end,
+    put_op,
+    unchanged,
+    warn_of_version,
+)
 from services.etcd.embedded import EmbeddedEtcd
-from services.etcd.errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound
+from services.etcd.etcd_errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound
 from services.etcd.settings import EtcdSettings
 from services.etcd.watch import PrefixWatch
 from services.index.keys import ClusterKeys
@@ -220,3 +229,22 @@ async def test_an_etcd_that_comes_back_under_another_authority(
         mounted.swap(pems[1])
         await server.start()
         assert await etcd.get(b"a") is not None
+
+
+def test_versions_that_may_diverge(subtests: pytest.Subtests) -> None:
+    for version in ["3.5.0", "3.5.1", "3.5.2", "3.5.2-rc.1"]:
+        with subtests.test(version=version):
+            assert "3.5.3" in str(known_fault(version))
+    for version in ["3.4.23", "3.5.3", "3.5.10", "3.5.21", "3.6.0", "4.3.5.1", ""]:
+        with subtests.test(version=version):
+            assert known_fault(version) is None
+
+
+async def test_only_of_several_members_the_log_is_warned(
+    subtests: pytest.Subtests, etcd_endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for members in [1, 2]:
+        with subtests.test(members=members):
+            async with client(*[etcd_endpoint] * members) as etcd:
+                await warn_of_version(etcd)
+            assert ("etcd_version_faulty version=3.5.1" in caplog.text) is (members > 1)

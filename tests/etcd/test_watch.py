@@ -11,7 +11,7 @@ from etcd.silent_member import SilentMember
 from services.etcd.client import Etcd, delete_range_op, put_op
 from services.etcd.connection import EtcdStream
 from services.etcd.embedded import EmbeddedEtcd
-from services.etcd.errors import EtcdTooLarge
+from services.etcd.etcd_errors import EtcdTooLarge
 from services.etcd.watch import PrefixWatch, WatchBatch
 from services.index.keys import ClusterKeys
 from services.values.errors import Unavailable

@@ -35,19 +35,19 @@ class Reporter:
 @pytest.fixture
 def door(monkeypatch):
     """(inside.requests, the reporter that it uses)"""
-    from services.engine.sglang.inside.door import requests
+    from services.engine.sglang.inside.door import scheduler_door
 
     reporter = Reporter()
-    monkeypatch.setattr(requests, "process_reporter", lambda: reporter)
-    return requests, reporter
+    monkeypatch.setattr(scheduler_door, "process_reporter", lambda: reporter)
+    return scheduler_door, reporter
 
 
 def taken(door, *orders):
     """(requests, aborts) that SGLang would take after its own."""
-    requests, reporter = door
+    module, reporter = door
     reporter.waiting += orders
     receiver = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
-    (told, received, local), _ = requests.take_orders(receiver, ["received"], ["local"])
+    (told, received, local), _ = module.take_orders(receiver, ["received"], ["local"])
     assert told is receiver and (received.pop(0), local.pop(0)) == ("received", "local")
     return received, local
 
@@ -95,9 +95,9 @@ def test_an_abort_counts_at_its_dp_rank_with_dp_attention_too(door, monkeypatch)
 
 
 def test_a_process_that_follows_takes_none(door):
-    requests, reporter = door
+    module, reporter = door
     reporter.waiting.append(Abort("0a"))
-    assert requests.take_orders(None, None) is None
+    assert module.take_orders(None, None) is None
     assert reporter.waiting
 
 
@@ -237,7 +237,7 @@ def test_drafts_are_counted_at_the_end(door, monkeypatch):
 
 
 def test_outputs_survive_the_socket(door):
-    from services.engine.sglang.lines import decode, encode
+    from services.engine.sglang.message_lines import decode, encode
     from services.engine.sglang.reports import REPORTS
 
     sent(door, batch("0a", "0b"))

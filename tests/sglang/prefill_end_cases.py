@@ -16,8 +16,8 @@ from services.engine.sglang.inside.request_ends import IsthmusKVSender
 def test_a_page_is_posted_only_once_it_is_written(send, monkeypatch):
     """SGLang's early send of a cached prefix says when that is by an event, which its NIXL backend drops.
 
-    The early send is off (tests/engine/sglang/service/launch/test_settings.py), and our manager keeps such an
-    event and waits for it where the write is posted.
+    The early send is off (tests/engine/sglang/service/launch/test_sglang_settings.py), and our manager keeps
+    such an event and waits for it where the write is posted.
     """
     assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get() is False
     order = []

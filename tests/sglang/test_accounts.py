@@ -36,14 +36,14 @@ class Sglang:
 @pytest.fixture
 def rank(checkpoint, monkeypatch):
     """(engine, worker, clock) of a decode rank that has started; `clock.now` is the time."""
-    from services.engine.sglang.service import engine, rooms, worker
+    from services.engine.sglang.service import room_reports, sglang_engines, worker
 
     clock = SimpleNamespace(now=100.0)
-    for module in (engine, rooms, worker):
+    for module in (sglang_engines, room_reports, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
     monkeypatch.setattr(worker.SglangWorker, "layout", LAYOUT)
-    return engine.SglangDecodeEngine(own, OWN), own, clock
+    return sglang_engines.SglangDecodeEngine(own, OWN), own, clock
 
 
 class Leg:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.sglang.stand_in import OWN, PAGE_BYTES, chunk, worker_on
-from services.engine.sglang.service.engine import SglangDecodeEngine, SglangPrefillEngine, _stages
+from services.engine.sglang.service.sglang_engines import SglangDecodeEngine, SglangPrefillEngine, _stages
 from services.values.errors import InvalidRequest, NoCapacity
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import FinishReason, GenerationRequest, PrefillResult, SamplingParams

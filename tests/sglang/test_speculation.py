@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service.launch import speculation
+from services.engine.sglang.service.launch import speculation_flags
 
 PAGE = 16
 STEPS = [(5, 4, 8), (3, 1, 4), (1, 1, 6), (7, 8, 64), (2, 2, 40)]
 PAGES = [1, 16, 64]
-DRAFTS = ["LlamaForCausalLMEagle3", *speculation._GEMMA_4_ASSISTANTS]
+DRAFTS = ["LlamaForCausalLMEagle3", *speculation_flags._GEMMA_4_ASSISTANTS]
 SCRIPT = f"""
 import json
 from types import SimpleNamespace as Of
@@ -28,7 +28,7 @@ from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorith
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache import allocation_sizing
 from services.engine.sglang.inside import manager as ours
-from services.engine.sglang.inside.memory.posted import Posted
+from services.engine.sglang.inside.memory.process_memory import Posted
 
 def alias(name, draft):
     hf.get_config = lambda *args, **kwargs: Of(architectures=[draft])
@@ -87,15 +87,21 @@ def told(tmp_path_factory):
 def test_names_after_aliases_are_sglangs(told, tmp_path):
     for name, draft, alias in told.aliases:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [draft]}))
-        path = {speculation.DRAFT_PATHS[0]: str(tmp_path)} if draft else {}
-        assert speculation.algorithm({speculation.ALGORITHM: name.lower(), **path}) == alias
+        path = {speculation_flags.DRAFT_PATHS[0]: str(tmp_path)} if draft else {}
+        assert speculation_flags.algorithm({speculation_flags.ALGORITHM: name.lower(), **path}) == alias
 
 
 def test_the_slots_kept_for_drafts_are_sglangs_in_whole_pages(told):
     for steps, top_k, draft_tokens, page_size, reserve in told.reserves:
-        values = {speculation.ALGORITHM: "EAGLE", speculation._STEPS: steps, speculation._TOP_K: top_k}
+        values = {
+            speculation_flags.ALGORITHM: "EAGLE",
+            speculation_flags._STEPS: steps,
+            speculation_flags._TOP_K: top_k,
+        }
         values = {flag: str(value) for flag, value in values.items()}
-        slots = speculation.draft_slots({**values, speculation._DRAFT_TOKENS: str(draft_tokens)}, page_size)
+        slots = speculation_flags.draft_slots(
+            {**values, speculation_flags._DRAFT_TOKENS: str(draft_tokens)}, page_size
+        )
         assert slots == -(-reserve // page_size) * page_size + page_size
 
 

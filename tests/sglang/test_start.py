@@ -14,7 +14,7 @@ from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import active, tell
 from services.engine.sglang.reports import Load
 from services.engine.sglang.service import worker
-from services.engine.sglang.service.launch import entry_point
+from services.engine.sglang.service.launch import process
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
 
@@ -52,9 +52,9 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
 def test_a_plugin_that_was_installed_from_other_sources_is_refused(monkeypatch, module):
     """SGLang would start without it, and end again and again at what only the plugin knows."""
     plugin = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
-    monkeypatch.setattr(entry_point, "entry_points", lambda **_: EntryPoints([plugin]))
+    monkeypatch.setattr(process, "entry_points", lambda **_: EntryPoints([plugin]))
     with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
-        entry_point.require_entry_point()
+        process.require_entry_point()
 
 
 async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from engine.sglang.stand_in import OWN, PAGE_BYTES, chunk, worker_on
-from services.engine.sglang.service.engine import SglangDecodeEngine
+from services.engine.sglang.service.sglang_engines import SglangDecodeEngine
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams

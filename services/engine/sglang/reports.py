@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from services.engine.sglang import lines
+from services.engine.sglang import message_lines
 from services.values.kv import DraftKv, GroupKind, KvGroup
 
 
@@ -96,7 +96,7 @@ class Load:
 
 
 Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
-REPORTS = lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
+REPORTS = message_lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Abort:
 
 
 Order = Generate | Abort
-ORDERS = lines.kinds_of(Generate, Abort)
+ORDERS = message_lines.kinds_of(Generate, Abort)
 
 
 def pack_ids(ids: Iterable[int]) -> str:

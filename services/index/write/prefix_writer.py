@@ -26,7 +26,7 @@ from services.index.records import (
     PrefixSnapshot,
     hashes_of,
 )
-from services.index.write.rank_ledger import Changes, Contents
+from services.index.write.rank_ledger import Contents, UntoldChanges
 from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
 from services.values.rank import RankId
 from services.wire.etcd import etcd_pb2
@@ -113,7 +113,7 @@ class PrefixWriter:
         """Whatever head is found next is an earlier life's."""
         self._has_ruled = False
 
-    async def append(self, changes: Changes, age_s: float, lease_id: int) -> None:
+    async def append(self, changes: UntoldChanges, age_s: float, lease_id: int) -> None:
         """One delta. Only with a log."""
         log = self._log
         assert log is not None, "a delta needs a snapshot to stand on"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from services.etcd.backoff import Backoff
 from services.etcd.client import Etcd
-from services.etcd.errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.etcd_errors import EtcdNoSpace, LeaseNotFound
 from services.index.degraded import Degraded, reason_of
 from services.index.keys import ClusterKeys
 from services.index.write.flush_pace import FlushPace

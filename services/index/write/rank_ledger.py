@@ -20,7 +20,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class UntoldChanges:
     """Of a delta, oldest first."""
 
     added: Sequence[int] = ()
@@ -70,10 +70,10 @@ class RankLedger:
             removed = (*events.resumable_removed, *events.removed)
             self._resumable.record(CacheEvents(stored, removed, events.cleared), now)
 
-    def take_delta(self, max_hashes: int) -> Changes:
+    def take_delta(self, max_hashes: int) -> UntoldChanges:
         added, removed = self._held.take_delta(max_hashes)
         room = max_hashes - len(added) - len(removed)
-        return Changes(added, removed, *self._resumable.take_delta(room))
+        return UntoldChanges(added, removed, *self._resumable.take_delta(room))
 
     def take_snapshot(self) -> Contents:
         return Contents(self._held.take_snapshot(), self._resumable.take_snapshot())

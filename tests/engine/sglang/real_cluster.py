@@ -229,8 +229,7 @@ class AggregatedSglang:
         ours = ("--disaggregation", "--kv-events-config")
         arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
         # Their libraries come with SGLang, and this module is imported where that is not.
-        from services.engine.sglang.service.http_client import SglangHttp
-        from services.engine.sglang.service.launch.process import SglangProcess
+        from services.engine.sglang.service.launch.process import SglangHttp, SglangProcess
 
         self._folder = RunFolder.open()
         environment = self._folder.environment(settings.environment(os.environ))

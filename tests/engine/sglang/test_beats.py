@@ -4,8 +4,7 @@ import asyncio
 import threading
 
 from services.engine.sglang import beats as beats_module
-from services.engine.sglang.beats import Beats
-from services.engine.sglang.inside.loop_thread import LoopThread
+from services.engine.sglang.beats import Beats, LoopThread
 
 
 def test_who_was_heard_of_is_silent_after_so_many_looks():

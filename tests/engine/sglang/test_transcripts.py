@@ -22,7 +22,7 @@ from plugins.transcripts import stem, transcripts_beside
 from services.engine.sglang.inside.memory.process_memory import Buffers, Draft, ProcessMemory
 from services.engine.sglang.inside.memory.replicas import TpPlace, check_drafts, check_tensor_parallel
 from services.engine.sglang.inside.memory.state_groups import AttentionHeads
-from services.engine.sglang.service.launch import speculation
+from services.engine.sglang.service.launch import speculation_flags
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -67,9 +67,9 @@ class Story:
     def do_flag(self, algorithm, assistant=""):
         architecture = "Gemma4AssistantForCausalLM" if assistant else "LlamaForCausalLMEagle3"
         (self.folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-        values = {speculation.ALGORITHM: algorithm, speculation.DRAFT_PATHS[0]: str(self.folder)}
-        speculation.check_decode_cache(values)
-        yield f"runs as {speculation.algorithm(values)}"
+        values = {speculation_flags.ALGORITHM: algorithm, speculation_flags.DRAFT_PATHS[0]: str(self.folder)}
+        speculation_flags.check_decode_cache(values)
+        yield f"runs as {speculation_flags.algorithm(values)}"
 
     def do_rank(self, name, keys="tokens", draft="", tp="1"):
         rank = self.ranks[name] = Rank(name, keys, draft, int(tp))

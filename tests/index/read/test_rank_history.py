@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etcd.fake_etcd import FakeEtcd
-from services.etcd.errors import LeaseNotFound
+from services.etcd.etcd_errors import LeaseNotFound
 from services.etcd.watch import KeyChange
 from services.index.codec import decode_record
 from services.index.keys import ClusterKeys

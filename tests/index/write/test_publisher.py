@@ -1,7 +1,7 @@
 import pytest
 
 from etcd.fake_etcd import FakeEtcd
-from services.etcd.errors import LeaseNotFound
+from services.etcd.etcd_errors import LeaseNotFound
 from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, ParsedKey, SnapshotKey
 from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of, pack_hashes

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.index.write.hash_ledger import HashLedger
-from services.index.write.rank_ledger import Changes, Contents, RankLedger
+from services.index.write.rank_ledger import Contents, RankLedger, UntoldChanges
 from services.values.kv import BlockHash, CacheEvents
 
 
@@ -26,21 +26,21 @@ def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
     with subtests.test("a block is told held and then resumable"):
         ledger = told_everything()
         ledger.record(events(stored=(1, 2, 3), resumable=(3,)), now=0.0)
-        assert ledger.take_delta(2) == Changes((1, 2), ())
-        assert ledger.take_delta(2) == Changes((3,), (), (3,), ())
+        assert ledger.take_delta(2) == UntoldChanges((1, 2), ())
+        assert ledger.take_delta(2) == UntoldChanges((3,), (), (3,), ())
         assert not ledger.has_news
     with subtests.test("of a block that is evicted nothing is left"):
         # Even where the engine tells of one kind only.
         ledger = told_everything(events(stored=(1, 2), resumable=(1, 2)))
         ledger.record(events(removed=(2,)), now=0.0)
-        assert ledger.take_delta(9) == Changes((), (2,), (), (2,))
+        assert ledger.take_delta(9) == UntoldChanges((), (2,), (), (2,))
         ledger.record(events(resumable=(2,)), now=0.0)
         assert not ledger.has_news and ledger.resumable == {1}
     with subtests.test("a point that moves on is news though nothing is stored"):
         ledger = told_everything(events(stored=(1, 2), resumable=(1,)))
         ledger.record(events(resumable=(2,), no_more=(1,)), now=5.0)
         assert ledger.has_news and ledger.age_s(6.5) == 1.5
-        assert ledger.take_delta(9) == Changes((), (), (2,), (1,))
+        assert ledger.take_delta(9) == UntoldChanges((), (), (2,), (1,))
         assert ledger.taken_age_s(7.0) == 2.0
     with subtests.test("too much news of one kind is a snapshot of both"):
         ledger = RankLedger(HashLedger(max_untold=2))
@@ -55,7 +55,7 @@ def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
         ledger.record(events(stored=(1, 2)), now=0.0)
         assert ledger.take_snapshot() == Contents((1, 2), ())
         ledger.record(events(stored=(3,), removed=(1,)), now=0.0)
-        assert ledger.take_delta(9) == Changes((3,), (1,))
+        assert ledger.take_delta(9) == UntoldChanges((3,), (1,))
 
 
 blocks = st.lists(st.integers(0, 9), max_size=5, unique=True)

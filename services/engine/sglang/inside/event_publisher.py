@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from sglang.srt.disaggregation.kv_events import EventPublisher
 
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.reports import TreeEvents
 
 

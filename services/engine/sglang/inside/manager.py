@@ -23,7 +23,7 @@ from services.engine.sglang.beats import BEAT_S
 from services.engine.sglang.inside import idle_waits
 from services.engine.sglang.inside.decode_end import DecodeEnd
 from services.engine.sglang.inside.door.load_reports import LOAD_S, tell_load
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.inside.prefill_end import PrefillEnd
 from services.engine.sglang.reports import Active, Beat, draft_fields, group_fields
 

@@ -9,11 +9,11 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, num_kv_slots
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from services.engine.sglang.inside.host_states import HostAgent
-from services.engine.sglang.inside.loop_thread import LoopThread
+from services.engine.sglang.beats import LoopThread
 from services.engine.sglang.inside.memory.process_memory import (
     Buffers,
     Draft,
+    HostAgent,
     ProcessMemory,
     read_item_bytes,
 )

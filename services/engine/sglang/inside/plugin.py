@@ -22,7 +22,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from services.engine.sglang.inside import idle_waits
-    from services.engine.sglang.inside.door import load_reports, requests
+    from services.engine.sglang.inside.door import load_reports, scheduler_door
     from services.engine.sglang.inside.event_publisher import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
@@ -41,9 +41,9 @@ def register() -> None:
     )
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", publish_events, HookType.AFTER)
     receive = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks"
-    HookRegistry.register(receive, requests.take_orders, HookType.BEFORE)
+    HookRegistry.register(receive, scheduler_door.take_orders, HookType.BEFORE)
     send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
-    HookRegistry.register(send, requests.tell_outputs, HookType.AROUND)
+    HookRegistry.register(send, scheduler_door.tell_outputs, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", load_reports.note_load, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
@@ -72,7 +72,7 @@ def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> An
 
 def _give_tokenizer(result: Any, manager: Any, scheduler: Any) -> None:
     # SGLang silences the loggers that there are when it sets up its own.
-    from services.engine.sglang.inside.grammars import give_tokenizer
+    from services.engine.sglang.inside.grammar_tokenizer import give_tokenizer
 
     give_tokenizer(manager, scheduler)
 

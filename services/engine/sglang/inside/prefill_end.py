@@ -9,9 +9,9 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, TransferInfo
 
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.inside.idle_waits import room_news
-from services.engine.sglang.inside.memory.posted import Posted
+from services.engine.sglang.inside.memory.process_memory import Posted
 from services.engine.sglang.inside.memory.replicas import TpPlace
 from services.engine.sglang.inside.own_process import OwnProcess
 from services.engine.sglang.inside.streams import frames

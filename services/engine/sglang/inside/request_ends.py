@@ -6,7 +6,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
 
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.inside.manager import IsthmusKVManager
 from services.engine.sglang.inside.streams.frames import Frames
 from services.engine.sglang.reports import TicketSent

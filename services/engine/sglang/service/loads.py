@@ -1,13 +1,15 @@
 """What a scheduler of SGLang's tells of its load, as routers want it (managers/load_snapshot.py). Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.values.kv import PageBooks
 from services.values.load import RankLoad
 from services.values.rank import Role
+from services.values.step_histogram import NO_STEPS, StepHistogram
 
 Load = Mapping[str, Any]
+_PACE = 0.2  # of the exponential average
 
 
 def num_pages(load: Load, page_size: int) -> int:
@@ -49,3 +51,34 @@ def rank_load(load: Load, role: Role, page_size: int, pool_pages: int) -> RankLo
 def _prefill_rate(load: Load) -> float:
     busy_us = int(load.get("total_prefill_busy_us", 0) or 0)
     return int(load.get("total_prefill_uncached_tokens", 0)) * 1e6 / busy_us if busy_us else 0.0
+
+
+class MeanStepTimes:
+    """Kept while a rank rests: a router wants to know what one sequence more would cost there."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, tuple[float, float]] = {}  # steps, microseconds
+        self._averages_s: dict[int, float] = {}
+        self._histograms: dict[int, StepHistogram] = {}
+
+    def note(self, dp_rank: int, moments: Sequence[float] | None) -> None:
+        """`moments`: since the rank's start, over all decode steps, how many, their batch sizes, their
+        microseconds and more; None before the first (sglang.srt.managers.load_snapshot)."""
+        if not moments:
+            return
+        before = self._totals.get(dp_rank, (0.0, 0.0))
+        steps, total_us = self._totals[dp_rank] = float(moments[0]), float(moments[2])
+        if steps > before[0]:
+            sample_s = (total_us - before[1]) / (steps - before[0]) / 1e6
+            average_s = self._averages_s.get(dp_rank, sample_s)
+            self._averages_s[dp_rank] = average_s + _PACE * (sample_s - average_s)
+            known = self._histograms.get(dp_rank, NO_STEPS)
+            self._histograms[dp_rank] = known.with_steps(sample_s, int(steps - before[0]))
+
+    def step_s(self, dp_rank: int) -> float:
+        """0 before the first step."""
+        return self._averages_s.get(dp_rank, 0.0)
+
+    def histogram(self, dp_rank: int) -> StepHistogram:
+        """Since the start; of steps between two looks their mean is all that is known."""
+        return self._histograms.get(dp_rank, NO_STEPS)

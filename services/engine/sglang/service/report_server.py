@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from services.engine.sglang import lines
+from services.engine.sglang import message_lines
 from services.engine.sglang.reports import REPORTS, Order, Report
 from services.values.errors import InvalidRequest, ProtocolError
 
@@ -43,7 +43,7 @@ class _Process(asyncio.Protocol):
         self._take = take
         self._unreadable = unreadable
         self._ended = ended
-        self._splitter = lines.LineSplitter()
+        self._splitter = message_lines.LineSplitter()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -51,7 +51,7 @@ class _Process(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         for line in self._splitter.feed(received):
             try:
-                report = lines.decode(line, REPORTS)
+                report = message_lines.decode(line, REPORTS)
             except ProtocolError as error:
                 self._unreadable(error)
                 continue
@@ -65,7 +65,7 @@ class _Process(asyncio.Protocol):
 
     def _say(self, order: Order) -> None:
         """Raises InvalidRequest for what the other end would not read: a scheduler ends with such a line."""
-        if len(line := lines.encode(order)) > lines.MAX_LINE_BYTES:
-            limit = lines.MAX_LINE_BYTES
+        if len(line := message_lines.encode(order)) > message_lines.MAX_LINE_BYTES:
+            limit = message_lines.MAX_LINE_BYTES
             raise InvalidRequest(f"engine sglang takes requests of {limit} bytes as JSON, got {len(line)}")
         self._transport.write(line)

@@ -36,20 +36,22 @@ from services.engine.sglang.reports import (
 )
 from services.engine.sglang.service import loads, own_metrics
 from services.engine.sglang.service.door import Door, Telling
-from services.engine.sglang.service.http_client import SglangHttp
-from services.engine.sglang.service.launch.entry_point import require_entry_point
-from services.engine.sglang.service.launch.model_shape import ModelShape
-from services.engine.sglang.service.launch.process import SglangProcess
-from services.engine.sglang.service.launch.run_folder import RunFolder
-from services.engine.sglang.service.launch.settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
-from services.engine.sglang.service.launch.window_memory import (
+from services.engine.sglang.service.launch.model_shape import (
     RECURRENT_SAID,
     WINDOW_MEMORY_SAID,
+    ModelShape,
     has_window_memory,
 )
+from services.engine.sglang.service.launch.process import SglangHttp, SglangProcess, require_entry_point
+from services.engine.sglang.service.launch.run_folder import RunFolder
+from services.engine.sglang.service.launch.sglang_settings import (
+    KEEP_WHOLE,
+    WINDOW_MEMORY_FLAG,
+    SglangSettings,
+)
+from services.engine.sglang.service.loads import MeanStepTimes
 from services.engine.sglang.service.report_server import Say, serve_reports
-from services.engine.sglang.service.rooms import RoomReports
-from services.engine.sglang.service.step_times import MeanStepTimes
+from services.engine.sglang.service.room_reports import RoomReports
 from services.engine.sglang.service.tree_events import TreeEventRebuilder
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import held_ports

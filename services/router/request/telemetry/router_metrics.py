@@ -1,4 +1,4 @@
-"""What a router shows Prometheus of requests. What it shows of the index is in services/index/metrics.py."""
+"""What a router shows Prometheus of requests; what it shows of the index is in index/index_metrics.py."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

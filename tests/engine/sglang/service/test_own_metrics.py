@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.engine.sglang.service import own_metrics
-from services.rank.metrics import EngineCollector
+from services.rank.rank_metrics import EngineCollector
 
 PAGE = """\
 # HELP sglang:num_running_reqs The number of running requests.

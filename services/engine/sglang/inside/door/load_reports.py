@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.reports import Load
 
 LOAD_S = 0.25  # between two looks; a scheduler publishes at every few steps, and spinning all the time

@@ -9,8 +9,10 @@ import queue
 import select
 import socket
 import threading
+from functools import cache
 
-from services.engine.sglang import lines
+from services.engine.sglang import message_lines
+from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.reports import ORDERS, Order, Report
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class Reporter:
         self._late: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._num_late = 0  # not yet written; while there are some, what comes goes behind them
         self._lock = threading.Lock()
-        self._splitter = lines.LineSplitter()
+        self._splitter = message_lines.LineSplitter()
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._comes = False  # something was there when we last looked, or waited
@@ -40,7 +42,7 @@ class Reporter:
         return self._socket.fileno()
 
     def report(self, report: Report) -> None:
-        line = lines.encode(report)
+        line = message_lines.encode(report)
         with self._lock:
             rest = line if self._num_late else self._write_now(line)
             if rest:
@@ -52,7 +54,7 @@ class Reporter:
         orders: list[Order] = []
         left = _MOST_BYTES
         while left > 0 and ((received := self._received()) or self._rest_comes()):
-            orders += [lines.decode(line, ORDERS) for line in self._splitter.feed(received)]
+            orders += [message_lines.decode(line, ORDERS) for line in self._splitter.feed(received)]
             left -= len(received)
         return orders
 
@@ -94,3 +96,9 @@ class Reporter:
                 log.error("sglang_reports_lost error=%s", error)
             with self._lock:
                 self._num_late -= 1
+
+
+@cache
+def process_reporter() -> Reporter:
+    """Connected at the first call."""
+    return Reporter(PluginSettings.from_environment().reports_path)

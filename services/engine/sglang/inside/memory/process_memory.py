@@ -9,6 +9,7 @@ The draft's buffers, where the process speculates, have the same page ids, and c
 
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
 from services.engine.sglang.inside.memory.state_groups import AttentionHeads, StateComponent, carried_groups
@@ -133,3 +134,44 @@ def read_item_bytes(item_bytes: Sequence[int], num_draft: int) -> tuple[tuple[in
     """The model's, and the draft's, which are the last ones."""
     count = len(item_bytes) - num_draft
     return tuple(map(int, item_bytes[:count])), tuple(map(int, item_bytes[count:]))
+
+
+class Posted:
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self.size_bytes = 0
+        self.carried_bytes: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Posted(pages={self.num_pages} bytes={self.size_bytes} carried={self.carried_bytes})"
+
+    def pages(self, num_pages: int, page_bytes: int) -> None:
+        self.num_pages += num_pages
+        self.size_bytes += num_pages * page_bytes
+
+    def carried(self, kind: str, size_bytes: int) -> None:
+        """`kind`: SGLang's word, or DRAFT."""
+        self.carried_bytes[kind] = self.carried_bytes.get(kind, 0) + size_bytes
+
+
+class HostAgent:
+    """The agent, for which all memory is the host's."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def register_memory(self, *args: Any, **kwargs: Any) -> Any:
+        return self._agent.register_memory(*map(_on_host, args), **kwargs)
+
+    def get_xfer_descs(self, *args: Any, **kwargs: Any) -> Any:
+        return self._agent.get_xfer_descs(*map(_on_host, args), **kwargs)
+
+    def prep_xfer_dlist(self, *args: Any, **kwargs: Any) -> Any:
+        return self._agent.prep_xfer_dlist(*map(_on_host, args), **kwargs)
+
+
+def _on_host(argument: Any) -> Any:
+    return "DRAM" if isinstance(argument, str) and argument == "VRAM" else argument

@@ -6,17 +6,21 @@ recurrent layers                                     carried as states
 others                                               refused: what they keep is not known here
 """
 
+import asyncio
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from services.engine.start_fault import start_fault
+from services.host.parent_death import dying_with_us
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
 from services.model.layer_groups import LayerGroups, layer_groups, text_config
-from services.values.errors import ConfigError
+from services.values.errors import ConfigError, Unavailable
 
 # Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mixer_types", "attn_type_list")
@@ -45,6 +49,16 @@ _OTHER_LAYERS = (
 # Layers that keep what no group is: whatever else config.json says.
 _UNKNOWN = ("hybrid_layer_pattern", "ssm_cfg", "state_size", "compress_ratios")
 _REFUSED = "no model for --engine=sglang"
+_WINDOW_MODULE = "services.engine.sglang.inside.window_memory"
+# Of stock SGLang 0.5.23: a node of its tree is a hit only if every component has there what it needs.
+WINDOW_MEMORY_SAID = (
+    "windows' KV is in memory of its own, as asked for: prompts that begin alike and then differ find "
+    "nothing on decode, and a conversation whose window was evicted finds less than attention holds"
+)
+RECURRENT_SAID = (
+    "SGLang's decode finds a prefix only where it kept a state: at the end of an answer, at multiples of "
+    "--mamba-track-interval; prompts that begin alike and then differ find nothing, whatever attention holds"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +139,34 @@ def _sees_less(config: Mapping[str, Any], name: str) -> bool:
     if isinstance(first, int) and first >= int(config.get("num_hidden_layers", first + 1)):
         return False
     return window < int(config["max_position_embeddings"])
+
+
+async def has_window_memory(model_path: str, environment: Mapping[str, str]) -> bool:
+    """Whether SGLang would keep windows' KV in memory of its own, by its own list of architectures.
+
+    Loads SGLang's libraries in a child process: seconds.
+
+    Raises:
+        ConfigError: it gives no answer.
+        Unavailable: it was killed; memory may be short.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *dying_with_us([sys.executable, "-m", _WINDOW_MODULE, model_path]),
+        env=dict(environment),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    if (process.returncode or 0) < 0:
+        raise Unavailable(f"what asks SGLang about this model's windows ended with {process.returncode}")
+    answers = {"true": True, "false": False}
+    answer = (output.decode(errors="replace").split() or [""])[-1]
+    if process.returncode or answer not in answers:
+        last = (errors.decode(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
+        raise ConfigError(f"SGLang does not say what it does with this model's windows: {last}")
+    return answers[answer]

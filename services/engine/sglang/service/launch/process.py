@@ -14,12 +14,17 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 
+import aiohttp
 import psutil
 
 from services.engine.sglang.service.launch import shared_memory
+from services.engine.sglang.service.launch.sglang_settings import IDLE_CONNECTION_S
 from services.host.child_lines import child_lines
 from services.host.parent_death import dying_with_us
+from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +33,8 @@ _TERM_TIMEOUT_S = 12.0
 _KILL_TIMEOUT_S = 5.0
 _LAST_LINES = 200
 _NOISE = ("WARNING", "UserWarning", "FutureWarning")
+_CLIENT_ERRORS = (aiohttp.ClientError, ConnectionError, TimeoutError)
+_SHORT_S = 5.0
 
 
 class SglangProcess:
@@ -124,4 +131,59 @@ def _alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
+        return False
+
+
+class SglangHttp:
+    """Made and used on one loop."""
+
+    def __init__(self, port: int) -> None:
+        self.base = f"http://127.0.0.1:{port}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(keepalive_timeout=IDLE_CONNECTION_S)
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._session.get(f"{self.base}/health", timeout=_timeout()) as response:
+                return bool(response.status == 200)
+        except _CLIENT_ERRORS:
+            return False
+
+    async def abort_all(self) -> None:
+        """No error when there is no SGLang any more."""
+        try:
+            url, everything = f"{self.base}/abort_request", {"abort_all": True}
+            await self._session.post(url, json=everything, timeout=_timeout())
+        except _CLIENT_ERRORS:
+            return
+
+
+def _timeout() -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=_SHORT_S)
+
+
+def require_entry_point() -> None:
+    """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
+    found = entry_points(group="sglang.srt.plugins", name="isthmus")
+    if not found:
+        raise ConfigError(
+            "the plugin is not installed: SGLang finds it by the entry point isthmus of sglang.srt.plugins, "
+            "so isthmus must be installed where SGLang is, not only be on the path"
+        )
+    for plugin in found:
+        if not _exists(plugin.module):
+            raise ConfigError(
+                f"the plugin is installed as {plugin.value}, which does not exist: isthmus has changed, "
+                "and must be installed again where SGLang is"
+            )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
         return False

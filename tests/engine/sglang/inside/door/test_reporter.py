@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from services.engine.sglang.inside.door.reporter import Reporter
-from services.engine.sglang.lines import LineSplitter, decode, encode
+from services.engine.sglang.message_lines import LineSplitter, decode, encode
 from services.engine.sglang.reports import REPORTS, Abort, Generate, Moved, TreeEvents
 
 

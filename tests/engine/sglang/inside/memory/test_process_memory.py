@@ -9,6 +9,8 @@ import pytest
 from services.engine.sglang.inside.memory.process_memory import (
     Buffers,
     Draft,
+    HostAgent,
+    Posted,
     ProcessMemory,
     read_item_bytes,
 )
@@ -152,3 +154,43 @@ def test_tails_and_states_that_are_written(subtests):
             given = dict(zip(["swa", "dsa", "mamba"], indices, strict=False))
             written = dict(own.written_states(indices, item_bytes(own), place, place))
             assert written == {kind: sizes[kind] for kind in sizes if given.get(kind)}
+
+
+def test_pages_tails_and_states_are_counted_apart():
+    posted = Posted()
+    posted.pages(3, 100)
+    posted.pages(2, 100)
+    posted.carried("swa", 40)
+    posted.carried("mamba", 7)
+    posted.carried("swa", 40)  # to another process of the peer's
+    assert (posted.num_pages, posted.size_bytes) == (5, 500)
+    assert posted.carried_bytes == {"swa": 80, "mamba": 7}
+
+
+class Agent:
+    """NIXL's, which notes what it is told."""
+
+    name = "a"
+
+    def __init__(self):
+        self.told = []
+
+    def register_memory(self, memory, kind):
+        self.told.append((memory, kind))
+        return "registered"
+
+    def get_xfer_descs(self, rows, kind):
+        self.told.append((rows, kind))
+
+    def prep_xfer_dlist(self, peer, rows, kind):
+        self.told.append((peer, rows, kind))
+
+
+def test_on_a_cpu_all_memory_is_the_hosts():
+    agent = Agent()
+    host = HostAgent(agent)
+    assert host.register_memory([1], "VRAM") == "registered"
+    host.get_xfer_descs([2], "VRAM")
+    host.prep_xfer_dlist("VRAMs", [3], "DRAM")
+    assert agent.told == [([1], "DRAM"), ([2], "DRAM"), ("VRAMs", [3], "DRAM")]
+    assert host.name == "a"

@@ -1,12 +1,14 @@
 """What is known of a checkpoint before SGLang loads it; the configs are cut down to what says so."""
 
 import json
+import os
 
 import pytest
 
 from exactness.model_configs import GEMMA_3_4B
+from services.engine.sglang.service.launch import model_shape
 from services.engine.sglang.service.launch.model_shape import ModelShape
-from services.values.errors import ConfigError
+from services.values.errors import ConfigError, Unavailable
 
 PLAIN = {
     "num_attention_heads": 8,
@@ -155,3 +157,16 @@ def test_a_config_that_is_missing_or_wrong_is_refused(subtests, tmp_path):
         with pytest.raises(ConfigError, match="Qwen3ForCausalLM is of model_type 'qwen3', not 'qwen2'"):
             read(tmp_path, {**PLAIN, **names})
         assert read(tmp_path, {**PLAIN, **names, "architectures": ["NotOneOfOurs"]})
+
+
+async def test_who_is_asked_about_windows_may_end_without_an_answer(subtests, tmp_path, monkeypatch):
+    for code, error in [
+        ("import os; os.kill(os.getpid(), 9)", Unavailable),  # memory was short: another start may do
+        ("raise KeyError('architectures')", ConfigError),
+        ("print('maybe')", ConfigError),
+    ]:
+        with subtests.test(code=code, error=error):
+            (tmp_path / "asked.py").write_text(code)
+            monkeypatch.setattr(model_shape, "_WINDOW_MODULE", "asked")
+            with pytest.raises(error, match="windows"):
+                await model_shape.has_window_memory("m", {**os.environ, "PYTHONPATH": str(tmp_path)})

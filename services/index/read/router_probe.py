@@ -7,7 +7,7 @@ import asyncio
 import logging
 
 from services.etcd.client import Etcd
-from services.etcd.errors import LeaseNotFound
+from services.etcd.etcd_errors import LeaseNotFound
 from services.etcd.lease import BucketLease
 from services.index.keys import ClusterKeys
 from services.values.errors import IsthmusError

@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.engine.sglang.service.sampling import check_resumption, check_sampling, sampling_arguments
+from services.engine.sglang.service.sampling_arguments import (
+    check_resumption,
+    check_sampling,
+    sampling_arguments,
+)
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams

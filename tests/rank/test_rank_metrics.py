@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.decode.metrics import DecodeMetrics
 from services.prefill.metrics import PrefillMetrics
-from services.rank.metrics import PoolCollector, RequestMetrics
+from services.rank.rank_metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
 from services.values.load import CarriedPool, ConstraintCounts, DraftCount, RankLoad

@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from services.engine.sglang.inside.door.process_reporter import process_reporter
+from services.engine.sglang.inside.door.reporter import process_reporter
 from services.engine.sglang.reports import Abort, Generate, Outputs, unpack_ids
 
 _NOT_ASKED_FOR: dict[str, Any] = {

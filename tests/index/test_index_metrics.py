@@ -5,8 +5,8 @@ from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
 from services.etcd.embedded import EmbeddedEtcd
 from services.index.degraded import Degraded
+from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
 from services.index.keys import ClusterKeys
-from services.index.metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
 from services.index.pins import PinWriter
 from services.values.errors import NotFound
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service.launch import speculation
+from services.engine.sglang.service.launch import speculation_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -94,7 +94,7 @@ _KNOWN = (
     *_UNSUPPORTED,
     *_UNSUPPORTED_FAMILIES,
     *_UNSUPPORTED_SIZES,
-    *speculation.FLAGS,
+    *speculation_flags.FLAGS,
     *(
         _ALLOCATION,
         _RETRACTION,
@@ -140,7 +140,7 @@ class SglangSettings:
             _check_argument(text)
         _check_values(_values(self.engine.engine_arg))
         if self.role is Role.DECODE and self.engine.has_cache(self.role):
-            speculation.check_decode_cache(_values(self.engine.engine_arg))
+            speculation_flags.check_decode_cache(_values(self.engine.engine_arg))
         if self.engine.transport != "nixl":
             raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
         if not Path(self.engine.model).is_dir():
@@ -193,9 +193,9 @@ class SglangSettings:
         together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
         return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
-    def draft(self) -> speculation.DraftShape | None:
+    def draft(self) -> speculation_flags.DraftShape | None:
         """Raises ConfigError."""
-        return speculation.DraftShape.read(_values(self.engine.engine_arg))
+        return speculation_flags.DraftShape.read(_values(self.engine.engine_arg))
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Prompt and output together. Raises ConfigError.
@@ -229,7 +229,7 @@ class SglangSettings:
     def _draft_slots(self) -> int:
         """Token slots that a running sequence keeps for drafts, behind those that its tokens fill."""
         values = _values(self.engine.engine_arg)
-        return speculation.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
+        return speculation_flags.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
 
     def _number(self, flag: str, default: int) -> int:
         text = _values(self.engine.engine_arg).get(flag, str(default))
