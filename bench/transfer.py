@@ -43,8 +43,7 @@ from services.transfer.choose import open_transport
 from services.transfer.host_memory import map_memory
 from services.transfer.nixl import NixlTransport, open_agent
 from services.transfer.nixl_settings import NixlSettings
-from services.transfer.prefill.delta_write import DeltaWrite
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import DeltaWrite, Sources
 from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
 from services.values.rank import Generation, Room
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
-from services.decode.metrics import DecodeMetrics
+from services.decode.decode_metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
@@ -27,7 +27,7 @@ from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.net.certificates import CertificateCollector
 from services.observe import build_info
-from services.prefill.metrics import PrefillMetrics
+from services.prefill.prefill_metrics import PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics

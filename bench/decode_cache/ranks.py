@@ -32,8 +32,8 @@ from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
 from services.net import servers
-from services.prefill.metrics import PrefillMetrics
-from services.prefill.server import PrefillService
+from services.prefill.prefill_metrics import PrefillMetrics
+from services.prefill.prefill_service import PrefillService
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Reserved, Token
+from services.engine.paged.core_events import Reserved, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import Chunk, Sampled
 from services.engine.paged.sequence import Sequence as CoreSequence

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from bench.router.sizes import MAX_CONTEXT_TOKENS, VOCAB_SIZE
-from services.decode.role import decode_roles
+from services.decode.decode_service import decode_roles
 from services.engine import fake
-from services.prefill.role import prefill_roles
+from services.prefill.prefill_service import prefill_roles
 from services.rank.main import main
 
 

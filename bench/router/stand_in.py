@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 import grpc
 
 from bench.router.sizes import MAX_CONTEXT_TOKENS
-from services.decode.server import IDLE_REPORT_S
+from services.decode.decode_service import IDLE_REPORT_S
 from services.engine.fake import FakeRunner
 from services.etcd.client import Etcd
 from services.host import descriptors

@@ -4,7 +4,9 @@ from services.process.signals import ending_at_once
 
 
 def _main() -> None:
-    from services.decode.role import decode_roles  # takes a second or two, which Ctrl-C may cut short
+    from services.decode.decode_service import (
+        decode_roles,  # takes a second or two, which Ctrl-C may cut short
+    )
     from services.rank.main import main
 
     main("services.decode", decode_roles)

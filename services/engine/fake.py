@@ -25,7 +25,7 @@ from services.engine.paged.runner import (
     keep_accepted,
     masks_asked,
 )
-from services.engine.paged.scores import Scoring
+from services.engine.paged.scored_prompt import Scoring
 from services.engine.torch.draft_tokens import single_tokens
 from services.grammar.masks import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError

@@ -4,7 +4,9 @@ from services.process.signals import ending_at_once
 
 
 def _main() -> None:
-    from services.prefill.role import prefill_roles  # takes a second or two, which Ctrl-C may cut short
+    from services.prefill.prefill_service import (
+        prefill_roles,  # takes a second or two, which Ctrl-C may cut short
+    )
     from services.rank.main import main
 
     main("services.prefill", prefill_roles)

@@ -9,9 +9,9 @@ from types import MappingProxyType
 import grpc
 
 from engine.pair import settled
-from services.decode.role import decode_roles
+from services.decode.decode_service import decode_roles
 from services.net import channels
-from services.prefill.role import prefill_roles
+from services.prefill.prefill_service import prefill_roles
 from services.rank.config import RankConfig
 from services.rank.main import open_rank, own_rank_id, serving_metrics
 from services.router.app import open_router

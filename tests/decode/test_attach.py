@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.decode.attach import AttachSession, RunningRequests
-from services.decode.metrics import DecodeMetrics
+from services.decode.decode_metrics import DecodeMetrics
 from services.decode.prefill_leg import PrefillChannels
 from services.rank.intake import Intake
 from services.values.errors import ProtocolError

@@ -14,8 +14,8 @@ from services.engine.paged.shell.engine import PagedEngine
 from services.engine.settings import EngineSettings
 from services.net import servers
 from services.net.tls import TlsConfig
-from services.prefill.metrics import PrefillMetrics
-from services.prefill.server import PrefillService
+from services.prefill.prefill_metrics import PrefillMetrics
+from services.prefill.prefill_service import PrefillService
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, RankAddress, RankId
 from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams

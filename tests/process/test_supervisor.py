@@ -391,7 +391,7 @@ def start_worker(marks: Path) -> subprocess.Popen[bytes]:
     flags = ["--engine=fake", "--worker=w", "--etcd=127.0.0.1:1", "--grace-s=0"]
     code = (
         "import os, sys\n"
-        "from services.decode.role import decode_roles\n"
+        "from services.decode.decode_service import decode_roles\n"
         "from services.rank.main import main\n"
         f"os.register_at_fork(before=lambda: print('forks', file=open({str(marks)!r}, 'a')))\n"
         "main('services.decode', decode_roles)\n"

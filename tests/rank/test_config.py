@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.decode.role import decode_roles
+from services.decode.decode_service import decode_roles
 from services.engine.paged.shell.decode import PagedDecodeEngine
 from services.engine.paged.shell.engine import PagedEngine
-from services.prefill.role import prefill_roles
+from services.prefill.prefill_service import prefill_roles
 from services.process.supervisor import rank_commands
 from services.rank import main as rank_main
 from services.rank.config import RankConfig

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.decode.metrics import DecodeMetrics
-from services.prefill.metrics import PrefillMetrics
+from services.decode.decode_metrics import DecodeMetrics
+from services.prefill.prefill_metrics import PrefillMetrics
 from services.rank.rank_metrics import PoolCollector, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind

@@ -15,17 +15,15 @@ from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.drafts.counts import DraftCounts
-from services.engine.paged.drafts.drafting import Drafting, Wish
+from services.engine.paged.core_events import Carried, Failed, Offered, Reserved, Said
+from services.engine.paged.core_reports import Reports
+from services.engine.paged.drafts.acceptance import DraftCounts
+from services.engine.paged.drafts.drafting import Drafting, RoomAhead, Wish
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.drafts.room_ahead import RoomAhead
-from services.engine.paged.events import Carried, Failed, Offered, Reserved, Said
-from services.engine.paged.queue.gate import Gate
+from services.engine.paged.queue.gate import BatchSlots, Gate
 from services.engine.paged.queue.limits import Limits
-from services.engine.paged.queue.places import Places
 from services.engine.paged.queue.step_figures import StepFigures
 from services.engine.paged.queue.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
-from services.engine.paged.reports import Reports
 from services.engine.paged.runner import Chunk, ModelRunner, Sampled
 from services.engine.paged.sequence import RUNNING, Phase, Sequence, finish_reason, follow_choice, token_said
 from services.kv.carried.carried_cache import CarriedCache
@@ -69,7 +67,7 @@ class EngineCore:
         self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
         self._events: list[tuple[Sequence, Said]] = []
         self._figures = StepFigures(limits, clock)
-        self._places = Places(limits, self._figures.times, clock)
+        self._slots = BatchSlots(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts)
         self.retractions = 0
@@ -228,7 +226,7 @@ class EngineCore:
         let_in = 0
         running = Counter(tenant_of(seq) for seq in self._active if seq.phase in RUNNING)
         for seq in in_turn(landed, running):
-            if not (self._places.one_more_runs(self._active) or self._makes_place(seq)):
+            if not (self._slots.one_more_runs(self._active) or self._makes_place(seq)):
                 break
             self._say_first_token(seq)
             let_in += 1
@@ -238,7 +236,7 @@ class EngineCore:
         """For one that has landed: while it received, another tenant's may have taken its place. Where more
         run than may now, one that went back would leave none, and nobody goes."""
         victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
-        if victim is None or not self._places.one_more_runs([s for s in self._active if s is not victim]):
+        if victim is None or not self._slots.one_more_runs([s for s in self._active if s is not victim]):
             return False
         self._send_back(victim)
         return True
@@ -262,16 +260,16 @@ class EngineCore:
 
     def _has_place(self, seq: Sequence, others: list[Sequence]) -> bool:
         """One that receives needs its place when it has landed."""
-        has_place = seq.receives or self._places.one_more_runs(others)
+        has_place = seq.receives or self._slots.one_more_runs(others)
         return has_place and self.carried.may_open(computes=not seq.receives)
 
     def _let_in(self) -> bool:
         admitted = False
-        while self._gate and self._places.one_more_runs(self._active):
+        while self._gate and self._slots.one_more_runs(self._active):
             seq = self._gate.next(
                 self._active,
                 may_receive=self.carried.may_open(computes=False)
-                and self._places.one_more_receives(self._active),
+                and self._slots.one_more_receives(self._active),
                 may_compute=self.carried.may_open(computes=True),
             )
             if seq is None:

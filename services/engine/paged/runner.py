@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.engine.paged.scores import Scoring
+from services.engine.paged.scored_prompt import Scoring
 from services.grammar.masks import Asked, MaskCounts
 from services.grammar.matcher import Matcher
 from services.values.kv import KvLayout, PageId, PoolMemory

@@ -23,10 +23,10 @@ token; its pages stay until the room has let go of them (`room_open`).
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.engine.paged.core_events import Token
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.events import Token
 from services.engine.paged.runner import NO_TOKEN, Sampled
-from services.engine.paged.scores import PromptScores
+from services.engine.paged.scored_prompt import ScoredPrompt
 from services.grammar.matcher import Matcher
 from services.kv.carried.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
@@ -90,7 +90,7 @@ class Sequence:
     looked_up_at: int = -1  # the gate's count of news
     ending_ids: frozenset[int] = frozenset()  # the request's
     matcher: Matcher | None = None  # of its constraint, as far as its output ids
-    scores: PromptScores | None = (
+    scores: ScoredPrompt | None = (
         None  # where its prompt's are asked for and computed here, until they are said
     )
 

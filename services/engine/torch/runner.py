@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from services.engine.paged.drafts.failures import DraftFailures
+from services.engine.paged.drafts.draft_failures import DraftFailures
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow

@@ -1,18 +1,79 @@
-"""One room's write: which units are final, which are posted, which have landed. lanes.py draws it.
+"""One room's write: which units are final, which are posted, which have landed, and their digests.
 
-Each is posted exactly once: the delta's pages in token order as they are computed, and what is carried when
-the prompt is, with the last pages as far as it fits. Few posts are in flight at a time: after the last one, a
-write lease and the fence's margin must cover no more than those, however long the delta is. What is computed
-meanwhile goes out in one post.
+full attention   [ held by decode | taken .......... | final | not yet computed )      by position
+                 0                ^ first            ^ next                     ^ end
+the others       [ taken | final once the prompt is computed )                   a tail, a state
+                 0 = first                                   ^ end
+the draft model  as full attention: the same pages, of its own pool
+
+Each unit is posted exactly once: the delta's pages in token order as they are computed, and what is carried
+when the prompt is, with the last pages as far as it fits. Few posts are in flight at a time: after the last
+one, a write lease and the fence's margin must cover no more than those, however long the delta is. What is
+computed meanwhile goes out in one post.
+
+Digests are read from the units by position, not from what was posted, so that pages that went to each other's
+place are noticed too. They are taken a piece at a time, for the sender's thread has other rooms' posts, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
-from services.kv.transfer_plan import PageMove, merge_moves, pages_of
+from services.kv.page_digest import ReadPages, digest_of
+from services.kv.transfer_plan import PageMove, merge_moves, pages_covering, pages_of
 from services.transfer.base import PeerName, Transport, Unsettled, Write
-from services.transfer.prefill.lanes import Lane, Sources, lanes_of
-from services.values.kv import KvLayout, KvTicket
+from services.values.kv import KvLayout, KvTicket, PageId
+
+
+@dataclass(slots=True)
+class Sources:
+    """A prompt's units in the writer's pools, as far as they are final. Their owner adds to them."""
+
+    pages: list[PageId] = field(default_factory=list)  # of full attention, from position 0 on
+    # By group beside full attention, in the layout's order; empty: the prompt is not computed yet.
+    carried: tuple[Sequence[PageId], ...] = ()
+
+    def of(self, group: int) -> Sequence[PageId]:
+        if group == 0:
+            return self.pages
+        return self.carried[group - 1] if self.carried else ()
+
+
+@dataclass(slots=True)
+class Lane:
+    """Units [next, end) of a group's sources are still to be taken, each once and in token order."""
+
+    group: int  # whose sources, and targets
+    first: int
+    end: int
+    next: int
+    pool: int  # that they are of, on either side
+
+    @property
+    def done(self) -> bool:
+        return self.next == self.end
+
+    def has_due(self, sources: Sources) -> bool:
+        return self.next < min(len(sources.of(self.group)), self.end)
+
+    def take(self, sources: Sources, most: int) -> Sequence[PageId]:
+        """The next ones that are final, `most` of them at most."""
+        units = sources.of(self.group)[self.next : min(self.next + most, self.end)]
+        self.next += len(units)
+        return units
+
+
+def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
+    """One for each pool of what both sides have."""
+    delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, layout.page_size)
+    lanes = [Lane(0, delta.start, delta.stop, next=delta.start, pool=0)]
+    for target in ticket.targets:
+        num_units = sum(run.num_pages for run in target.runs)
+        lanes.append(Lane(target.group, 0, num_units, next=0, pool=target.group))
+    if layout.draft is not None:
+        lanes.append(replace(lanes[0], pool=len(lanes)))
+    return lanes
+
 
 MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until that is seen
 
@@ -114,3 +175,27 @@ class DeltaWrite:
         except Unsettled:
             self.unsettled = True
             raise
+
+
+class DeltaDigests:
+    """`sources` as a DeltaWrite has them."""
+
+    def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
+        self._lanes = lanes_of(ticket, layout)
+        self._unit_bytes = layout.unit_bytes
+        self._sources = sources
+        # Of the delta's pages in token order, of what is carried, of the delta's in the draft's pool.
+        self.values: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        return all(lane.done for lane in self._lanes)
+
+    def advance(self, read_pages: ReadPages, max_bytes: int) -> bool:
+        """Digest what comes next, one unit at least, as far as it is final. False: nothing is."""
+        lane = next((lane for lane in self._lanes if not lane.done), None)
+        if lane is None:
+            return False
+        units = lane.take(self._sources, max(1, max_bytes // self._unit_bytes[lane.pool]))
+        self.values += [digest_of(content) for content in read_pages(units, lane.pool)]
+        return bool(units)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from services.transfer.base import PeerName, Transport
 from services.transfer.prefill.delta_write import DeltaWrite
-from services.transfer.prefill.failures import Failures
 from services.transfer.prefill.room import Link, PrefillRoom
+from services.transfer.prefill.write_failures import Failures
 from services.values.errors import PeerFailed
 from services.values.rank import RankId
 

@@ -7,9 +7,7 @@ from enum import Enum
 from services.kv.handshake import ROOM_OVER, RoomEvent, RoomState
 from services.kv.ticket import hit_kind
 from services.transfer.base import PeerName
-from services.transfer.prefill.delta_digests import DeltaDigests
-from services.transfer.prefill.delta_write import DeltaWrite
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import DeltaDigests, DeltaWrite, Sources
 from services.values.kv import HitKind, KvLayout, KvTicket, PoolMemory
 from services.values.rank import RankId, Room
 from services.wire.isthmus.v1 import handshake_pb2

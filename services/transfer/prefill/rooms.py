@@ -22,9 +22,7 @@ from services.kv.ticket import StartsWithinPage, check_ticket, targets_of
 from services.kv.transfer_plan import pages_covering
 from services.transfer.base import PeerName, Transport
 from services.transfer.hello import Hello
-from services.transfer.prefill.delta_digests import DeltaDigests
-from services.transfer.prefill.delta_write import DeltaWrite
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import DeltaDigests, DeltaWrite, Sources
 from services.transfer.prefill.peers import Peers
 from services.transfer.prefill.room import Link, Outcome, PrefillRoom, Request, RoomEnd, Send
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
-from services.decode.metrics import DecodeMetrics
-from services.prefill.metrics import PrefillMetrics
+from services.decode.decode_metrics import DecodeMetrics
+from services.prefill.prefill_metrics import PrefillMetrics
 from services.router.config import RouterConfig
 from services.router.request.telemetry.router_metrics import RouterMetrics
 from services.router.request.telemetry.stages import STAGES

@@ -5,7 +5,7 @@ import urllib.request
 from dataclasses import replace
 
 from cluster.harness import FAKE_RANK
-from services.decode.role import decode_roles
+from services.decode.decode_service import decode_roles
 from services.engine.paged.shell.decode import PagedDecodeEngine
 from services.host.ports import free_ports
 from services.process import signals

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.core import EngineCore
+from services.engine.paged.core_events import Carried, Offered, Reserved, Token
 from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.events import Carried, Offered, Reserved, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import Sampled
-from services.engine.paged.scores import scores_of
+from services.engine.paged.scored_prompt import scores_of
 from services.engine.paged.sequence import Sequence
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.carried.pool_sizes import units_for
@@ -158,7 +158,7 @@ class Rank:
 
     def limit(self, **changes) -> None:
         """From now on."""
-        for part in (self.core._figures, self.core._places):
+        for part in (self.core._figures, self.core._slots):
             part._limits = replace(part._limits, **changes)
 
     def let_run(self, num_requests) -> None:

@@ -16,7 +16,7 @@ from services.engine.paged.sequence import Phase
 from services.transfer.base import Unsettled
 from services.transfer.decode.room_watch import RoomWatch
 from services.transfer.local import LocalTransport
-from services.transfer.prefill import failures as failures_module
+from services.transfer.prefill import write_failures as failures_module
 from services.values.errors import IsthmusError, NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan
 

@@ -15,8 +15,8 @@ from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import VOCAB_SIZE as FAKE_VOCABULARY
 from services.engine.fake import FakeRunner, continuation
 from services.net import servers
-from services.prefill.metrics import PrefillMetrics
-from services.prefill.server import PrefillService
+from services.prefill.prefill_metrics import PrefillMetrics
+from services.prefill.prefill_service import PrefillService
 from services.transfer.local import LocalTransport
 from services.transfer.prefill.rooms import RoomTable
 from services.values.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.engine.paged.events import Reserved, Token
+from services.engine.paged.core_events import Reserved, Token
 from services.engine.paged.shell.legs import both
 from services.engine.paged.shell.prefill import _Computed
 

@@ -89,10 +89,10 @@ async def test_cancelled_between_two_tickets_it_leaves_nothing(wants_earlier, mo
         await pair.generate(PROMPT, 2)
         wants_earlier(8)
         core, loop, reopened = core_of(pair.decode), asyncio.get_running_loop(), asyncio.Event()
-        renegotiate, one_more_runs = core.renegotiate, core._places.one_more_runs
+        renegotiate, one_more_runs = core.renegotiate, core._slots.one_more_runs
 
         def reopen(seq, start):
-            monkeypatch.setattr(core._places, "one_more_runs", lambda _: False)  # as if the batch were full
+            monkeypatch.setattr(core._slots, "one_more_runs", lambda _: False)  # as if the batch were full
             renegotiate(seq, start)
             loop.call_soon_threadsafe(reopened.set)
 
@@ -102,7 +102,7 @@ async def test_cancelled_between_two_tickets_it_leaves_nothing(wants_earlier, mo
             await reopened.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        monkeypatch.setattr(core._places, "one_more_runs", one_more_runs)
+        monkeypatch.setattr(core._slots, "one_more_runs", one_more_runs)
         await pair.assert_nothing_held()
         assert (await pair.generate(PROMPT, 6)).tokens == continuation(PROMPT, 6)
 

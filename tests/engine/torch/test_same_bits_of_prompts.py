@@ -10,7 +10,7 @@ import torch
 from engine.torch.bits import num_parted, recorded_logits, runner_of
 from exactness.reference import random_prompt
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Token
+from services.engine.paged.core_events import Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.torch.model import mixers

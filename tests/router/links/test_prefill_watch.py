@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from services.net import servers
-from services.prefill import server as prefill_server
-from services.prefill.server import PrefillService
+from services.prefill import prefill_service as prefill_server
+from services.prefill.prefill_service import PrefillService
 from services.router.links import prefill_watch, silence
 from services.router.links.prefill_watch import PrefillWatch
 from services.values.load import RankLoad

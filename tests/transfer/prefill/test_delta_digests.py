@@ -7,8 +7,7 @@ from services.kv.page_digest import digest_of
 from services.kv.tails import units_at
 from services.kv.ticket import targets_of
 from services.kv.transfer_plan import runs_of
-from services.transfer.prefill.delta_digests import DeltaDigests
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import DeltaDigests, Sources
 from services.values.kv import KvTicket, PageId
 from services.values.rank import Generation, Room
 from transfer.prefill.room_rank import HYBRID, LAYOUT, PAGE

@@ -1,8 +1,7 @@
 """What goes out in one post."""
 
 from services.kv.tails import tail_start, units_at
-from services.transfer.prefill.delta_write import DeltaWrite
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import DeltaWrite, Sources
 from services.values.kv import GroupKind, GroupTarget, KvGroup, KvLayout, KvTicket, PageRun
 
 PAGE, PROMPT_LEN = 16, 160

@@ -3,7 +3,7 @@
 import pytest
 
 from services.transfer.prefill import rooms as rooms_module
-from services.transfer.prefill.lanes import Sources
+from services.transfer.prefill.delta_write import Sources
 from services.transfer.prefill.room import Outcome, Request
 from services.values.rank import Room
 from transfer.prefill.room_rank import DECODE, OTHER_DECODE, A, B, Rank

@@ -1,12 +1,15 @@
-"""How often a draft is right: of each sequence lately, before that of the rank. Pure.
+"""How often a draft is right: of each sequence lately, before that of the rank; and counts for metrics. Pure.
 
 A draft behind a wrong one says nothing. So a guess of which m ids were right tells of m that were and, unless
 it was right to its end, of one that was not. It does so verified or not: what the sequence goes on with shows
 what the guess was worth. So a source that is wrong can be listened to without a row for it, and comes back.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from services.values.load import DraftCount
 
 Kind = tuple[str, int]  # source, and the length of its match by its bits: 3, 4..7, 8..15, 16
 
@@ -56,3 +59,33 @@ def count_right(guess: Sequence[int], actual: Sequence[int]) -> tuple[int, int]:
             return index, index + 1
     compared = min(len(guess), len(actual))
     return compared, compared
+
+
+class DraftCounts:
+    """By source, since the rank's start; and what sequences get of a step."""
+
+    def __init__(self) -> None:
+        self._drafted = Counter[str]()
+        self._accepted = Counter[str]()
+        self.tokens_per_step = 0.0  # of a decoding sequence, lately; 0: none was there yet
+
+    def __repr__(self) -> str:
+        return f"DraftCounts({self.by_source()} tokens_per_step={self.tokens_per_step:.2f})"
+
+    def note(self, source: str, drafted: int, accepted: int) -> None:
+        """Of one verified proposal."""
+        self._drafted[source] += drafted
+        self._accepted[source] += accepted
+
+    def note_step(self, num_sequences: int, num_tokens: int) -> None:
+        """That so many decoding sequences got together."""
+        if num_sequences:
+            mean = num_tokens / num_sequences
+            before = self.tokens_per_step or mean
+            self.tokens_per_step = 0.9 * before + 0.1 * mean
+
+    def by_source(self) -> tuple[DraftCount, ...]:
+        return tuple(
+            DraftCount(source, drafted, self._accepted[source])
+            for source, drafted in sorted(self._drafted.items())
+        )

@@ -9,7 +9,7 @@ from services.engine.paged.drafts.drafting import Wish
 from services.engine.paged.drafts.guesser import Guess, Guesser
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rows
-from services.engine.paged.drafts.sources.own_ngrams import OwnNgrams
+from services.engine.paged.drafts.sources.ngram_chains import OwnNgrams
 from services.engine.paged.drafts.sources.shared_ngrams import SaltNgrams, SharedNgrams
 from services.engine.paged.drafts.sources.siblings import Siblings
 from services.engine.paged.drafts.sources.source import Source
@@ -23,7 +23,7 @@ _NO_CANDIDATE = Candidate(0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSettings:
+class LookupSettings:
     most: int = 5  # drafts of a sequence in a step
     shares: bool = False  # also from others of the same salt
     shares_unsalted: bool = False  # and where that is empty
@@ -42,7 +42,7 @@ class _Drafted:
 class Drafter:
     """Implements Drafting."""
 
-    def __init__(self, settings: DraftSettings, page_size: int) -> None:
+    def __init__(self, settings: LookupSettings, page_size: int) -> None:
         self._settings = settings
         self._page_size = page_size
         self._shared = SharedNgrams()

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.engine.paged.drafts.acceptance import Acceptance, Kind, count_right
-from services.engine.paged.drafts.sources.match import Ids
-from services.engine.paged.drafts.sources.source import Source
+from services.engine.paged.drafts.sources.source import Ids, Source
 
 _GOOD = 0.8  # chance: the other sources are not asked
 _PATIENCE = 4  # wrong guesses in a row, each of which counts a step more from then on that nobody is asked

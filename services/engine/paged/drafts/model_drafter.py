@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from services.engine.paged import sequence
 from services.engine.paged.batch import chunk_of
 from services.engine.paged.drafts.acceptance import Acceptance
+from services.engine.paged.drafts.draft_failures import DraftFailures
 from services.engine.paged.drafts.drafter import step_cost
 from services.engine.paged.drafts.drafting import Wish
-from services.engine.paged.drafts.failures import DraftFailures
 from services.engine.paged.drafts.proposal import Proposal
 from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rounds
 from services.engine.paged.queue.step_time import StepTimes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from services.engine.paged.drafts.drafter import Drafter, DraftSettings
+from services.engine.paged.drafts.drafter import Drafter, LookupSettings
 from services.engine.paged.drafts.drafting import Drafting
 from services.engine.paged.drafts.model_drafter import ModelDrafter
 from services.engine.paged.runner import ModelRunner
@@ -28,4 +28,4 @@ class Speculation:
             assert runner.draft is not None  # see EngineSettings
             return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)
         shares = self.mode == "tree"
-        return Drafter(DraftSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)
+        return Drafter(LookupSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)

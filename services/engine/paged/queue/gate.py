@@ -1,19 +1,54 @@
 """Lets those that wait into the pool: what there is, what each would take, what those that run still need.
 
-Decided in admission.py and growth.py. A round of decisions is made only when there is news, that is when
+Decided in overtaking.py and growth.py. A round of decisions is made only when there is news, that is when
 something has happened that may let somebody in: weighing takes time, which those that decode would feel at
 every token.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
 
-from services.engine.paged.queue.admission import Patience, Waiting
 from services.engine.paged.queue.growth import Growing, Growth, OutputEstimate
+from services.engine.paged.queue.limits import Limits
+from services.engine.paged.queue.overtaking import Newcomer, Patience
+from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.queue.waiting_queue import WaitingQueue, gives_way, tenant_of
-from services.engine.paged.sequence import RUNNING, Sequence
+from services.engine.paged.sequence import RUNNING, Phase, Sequence
 from services.engine.queue_rate import QueueRate
 from services.kv.prefix_cache import PrefixCache
+
+
+class BatchSlots:
+    """`active`: those that have pages."""
+
+    def __init__(self, limits: Limits, times: StepTimes, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._times = times
+        self._clock = clock
+
+    def one_more_runs(self, active: SequenceOf[Sequence]) -> bool:
+        """Whoever receives."""
+        return self._allows(sum(seq.phase in RUNNING for seq in active) + 1, receiving=0)
+
+    def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
+        """Whether there is a place for it when all have landed, but for those that are overdue."""
+        now_s = self._clock()
+        overdue = sum(self._is_overdue(seq, now_s) for seq in active)
+        receiving = sum(seq.phase not in RUNNING for seq in active) - overdue
+        return self._allows(len(active) - overdue + 1, receiving)
+
+    def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
+        """Who has received for longer than those behind it would wait lands late, if ever."""
+        since_s = seq.admitted_s
+        waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
+        return waited and seq.phase is Phase.RECEIVING
+
+    def _allows(self, batch: int, receiving: int) -> bool:
+        target_s = self._limits.itl_target_s
+        if batch > self._limits.max_running_requests:
+            return False
+        return target_s is None or self._times.allows(batch, target_s, receiving)
 
 
 def _running(active: Collection[Sequence]) -> Counter[str]:
@@ -98,7 +133,7 @@ class Gate:
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
-        def fits(seq: Sequence, waiting: Waiting) -> bool:
+        def fits(seq: Sequence, waiting: Newcomer) -> bool:
             if not (may_receive if seq.receives else may_compute):
                 return False
             if not active or waiting.num_pages > available:
@@ -188,14 +223,14 @@ class Gate:
         if not self._queue:
             self._rate.empty()
 
-    def _weigh(self, seq: Sequence) -> Waiting:
+    def _weigh(self, seq: Sequence) -> Newcomer:
         if seq.lookup is None or seq.looked_up_at != self._news:
             salt, limit = seq.request.cache_salt, seq.matchable_tokens
             seq.lookup = self._cache.look_up(seq.ids, salt, limit, seq.lookup)
             seq.looked_up_at = self._news
         cached, locked = seq.lookup.cached_pages, seq.lookup.locked_pages
         since_s = seq.overtaken_since_s
-        return Waiting(
+        return Newcomer(
             new_pages=self._pages_wanted(seq) - cached,
             unheld_pages=cached - locked,
             shares=2 * locked * self._cache.page_size >= len(seq.ids),
@@ -217,7 +252,7 @@ class Gate:
                 growing.append(Growing(len(seq.ids), len(pages.pages), own_pages(pages), more_tokens))
         return growing
 
-    def _newcomer(self, seq: Sequence, waiting: Waiting) -> Growing:
+    def _newcomer(self, seq: Sequence, waiting: Newcomer) -> Growing:
         return Growing(len(seq.ids), self._pages_wanted(seq), waiting.new_pages, self._more_tokens(seq))
 
     def _more_tokens(self, seq: Sequence) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.engine.paged.queue.admission import Patience
+from services.engine.paged.queue.overtaking import Patience
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Those that wait to be admitted, in order, and who of those that run goes back to them; next is who
-admission.py says.
+overtaking.py says.
 
 The order is by priority, then by turns of the tenants, then by arrival. A tenant is who shares a cache salt:
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
 
-from services.engine.paged.queue.admission import Patience, Waiting, next_admission
+from services.engine.paged.queue.overtaking import Newcomer, Patience, next_admission
 from services.engine.paged.sequence import RUNNING, Phase, Sequence
 
 
@@ -65,8 +65,8 @@ class WaitingQueue:
 
     def next(
         self,
-        weigh: Callable[[Sequence], Waiting],
-        fits: Callable[[Sequence, Waiting], bool],
+        weigh: Callable[[Sequence], Newcomer],
+        fits: Callable[[Sequence, Newcomer], bool],
         looks_small: Callable[[Sequence], bool],
         now_s: float,
     ) -> Sequence | None:

@@ -16,11 +16,11 @@ from typing import TypeVar
 import grpc
 
 from services.engine.base import RemotePrefill
+from services.engine.paged.core_events import Reserved, Token
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.events import Reserved, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner, Sampled
-from services.engine.paged.scores import check_told
+from services.engine.paged.scored_prompt import check_told
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.engine import CacheSettings, Mailbox, PagedEngine
 from services.engine.paged.shell.legs import both

@@ -12,11 +12,11 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore
+from services.engine.paged.core_events import Event, Failed, Offer, Said, Token
 from services.engine.paged.drafts.speculation import Speculation
-from services.engine.paged.events import Event, Failed, Offer, Said, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
-from services.engine.paged.scores import scores_of
+from services.engine.paged.scored_prompt import scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.thread import CheckBooks, Command, EngineThread, StepReport
 from services.engine.paged.shell.warm_up import warm_up

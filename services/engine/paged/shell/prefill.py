@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from services.engine.paged.events import Offer, Offered, Reserved, Token
+from services.engine.paged.core_events import Offer, Offered, Reserved, Token
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
 from services.engine.paged.sequence import Sequence

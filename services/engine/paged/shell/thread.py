@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.events import Carried, Failed, Offer, Offered, Said
+from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Said
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of

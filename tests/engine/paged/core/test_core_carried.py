@@ -5,7 +5,7 @@ import pytest
 from engine.paged.core_rank import Prefill, Rank
 from services.engine.fake import fake_state, fake_window
 from services.engine.paged import carrying
-from services.engine.paged.queue.admission import Patience
+from services.engine.paged.queue.overtaking import Patience
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 from services.kv.carried.borders import shared_border

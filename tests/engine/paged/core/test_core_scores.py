@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import fake_state, fake_window, prompt_scores
-from services.engine.paged.scores import PromptScores, scores_of
+from services.engine.paged.scored_prompt import ScoredPrompt, scores_of
 from services.engine.paged.sequence import Phase
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import MAX_BYTES
@@ -161,7 +161,7 @@ def test_who_scores_waits_for_others_only_where_it_may_take_over(subtests):
 
 def test_requests_and_rows_that_are_refused(subtests):
     with subtests.test("a row that would be skipped is found out"):
-        scores = PromptScores((1, 2, 3, 4), 2, 0)
+        scores = ScoredPrompt((1, 2, 3, 4), 2, 0)
         with pytest.raises(AssertionError, match="token 2"):
             scores.asked_of(2, 4)
 

@@ -2,7 +2,7 @@
 
 from engine.paged.core_rank import Rank
 from engine.paged.drafts.replay import Replay, echoing, novel, sequence
-from services.engine.paged.drafts.drafter import Drafter, DraftSettings
+from services.engine.paged.drafts.drafter import Drafter, LookupSettings
 from services.engine.paged.drafts.drafting import Wish
 from services.engine.paged.queue.step_time import StepTimes
 
@@ -13,7 +13,7 @@ def steps_cost(batch, drafts):
 
 
 def replayed(answers, seconds=steps_cost, itl_target_s=None, **bounds):
-    replay = Replay(Drafter(DraftSettings(itl_target_s=itl_target_s), page_size=4), seconds)
+    replay = Replay(Drafter(LookupSettings(itl_target_s=itl_target_s), page_size=4), seconds)
     replay.run({sequence(prompt, answer): answer for prompt, answer in answers}, **bounds)
     return replay
 
@@ -59,7 +59,7 @@ def test_drafts_pay_or_are_not_tried(subtests):
             )
 
         answers = many(4, late)
-        replay = Replay(Drafter(DraftSettings(), page_size=4), steps_cost)
+        replay = Replay(Drafter(LookupSettings(), page_size=4), steps_cost)
         running = {sequence(prompt, answer): answer for prompt, answer in answers}
         replay.run(running, steps=400)
         assert replay.accepted == 0
@@ -70,7 +70,7 @@ def test_drafts_pay_or_are_not_tried(subtests):
 def test_bounds_hold(subtests):
     with subtests.test("a long prompt is taken in by and by"):
         prompt = novel(10_000)
-        replay = Replay(Drafter(DraftSettings(), page_size=4), steps_cost)
+        replay = Replay(Drafter(LookupSettings(), page_size=4), steps_cost)
         running = {sequence(prompt, answer := prompt[9000:]): answer}
         replay.run(running, steps=4)
         assert replay.accepted == 0
@@ -96,7 +96,7 @@ def test_bounds_hold(subtests):
 
 def share(salts, **settings):
     """Each answers alike, one after the other; how many tokens of the last were drafted right."""
-    drafter = Drafter(DraftSettings(**settings), page_size=4)
+    drafter = Drafter(LookupSettings(**settings), page_size=4)
     prompts, answer = [novel(50, seed) for seed in range(len(salts))], novel(200, seed=9)
     for prompt, salt in zip(prompts, salts, strict=True):
         replay = Replay(drafter, steps_cost)
@@ -136,7 +136,7 @@ def test_only_who_may_share_gains_by_what_others_said(subtests):
 
 
 def drafting_rank(**settings):
-    drafter = Drafter(DraftSettings(**settings), page_size=4)
+    drafter = Drafter(LookupSettings(**settings), page_size=4)
     rank = Rank(drafting=drafter, num_pages=128)
     return rank, drafter
 
@@ -153,7 +153,7 @@ def test_nothing_is_kept_or_shown_of_who_has_ended(subtests):
         assert not drafter._drafted
 
     with subtests.test("no ids and no salt are in what a log may show"):
-        drafter = Drafter(DraftSettings(shares=True), page_size=4)
+        drafter = Drafter(LookupSettings(shares=True), page_size=4)
         seq = sequence([77777, 77778, 77779], [77780] * 9, "the-salt")
         drafter.propose([Wish(seq, 5)], 10, StepTimes())
         drafter.ended(seq)

@@ -12,7 +12,7 @@ from exactness.prompt_scores import check_scores
 from exactness.reference import random_prompt
 from services.cli.model.families import FAMILIES
 from services.cli.model.make_model import ARCHITECTURES
-from services.engine.paged.scores import PromptScores
+from services.engine.paged.scored_prompt import ScoredPrompt
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import prompt_scores
 from services.engine.torch.sampling.prompt_scores import told_by
@@ -75,7 +75,7 @@ def test_pieces_of_chunks_are_as_the_definition_has_them(architecture, monkeypat
     for length, first in ((40, 1), (33, 9)):
         prompt = random_prompt(length, length)
         sequence = Sequence(prompt, tables.take(length), 13, carried=Carried(tables))
-        scored.append((sequence, PromptScores(prompt, first, 3)))
+        scored.append((sequence, ScoredPrompt(prompt, first, 3)))
     while any(not sequence.output_ids for sequence, _ in scored):
         going = [(sequence, scores) for sequence, scores in scored if not sequence.output_ids]
         chunks = [sequence.next_chunk() for sequence, _ in going]

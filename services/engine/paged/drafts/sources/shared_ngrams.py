@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from services.engine.paged.drafts.sources.match import LONGEST, Ids, Match, Trail
+from services.engine.paged.drafts.sources.source import LONGEST, Continuation, Ids, Trail
 from services.engine.paged.drafts.sources.text_ring import TextRing
 
 _MAX_BYTES = 64 << 20  # some 25 salts with 130,000 ids each, or 800 with 4,000
@@ -62,7 +62,7 @@ class SaltNgrams:
         self._shared.add(self._salt, self._ids[max(0, self._told - _OVERLAP) :])
         self._told = len(self._ids)
 
-    def match(self, most: int) -> Match | None:
+    def match(self, most: int) -> Continuation | None:
         ring = self._shared.of(self._salt)
         found = ring.match(self._ids, self._trail, most) if ring is not None else None
         if found is None:

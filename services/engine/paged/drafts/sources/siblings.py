@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from services.engine.paged.drafts.sources.match import Match
+from services.engine.paged.drafts.sources.source import Continuation
 from services.kv.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from services.kv.radix_tree import Node
 
@@ -26,7 +26,7 @@ class Siblings:
         self._followed: Node | None = None  # a child of `_under`
         self._seen = 0  # children of `_under` of which none goes on alike
 
-    def match(self, most: int) -> Match | None:
+    def match(self, most: int) -> Continuation | None:
         if (deepest := self._deepest()) is None:
             return None
         open_ids = pack_tokens(self._ids[deepest.depth * self._page_size :])
@@ -34,7 +34,7 @@ class Siblings:
         if node is not self._under:
             self._under, self._followed, self._seen = node, None, 0
         child = self._find(node, open_ids) if node is not None else None
-        return Match(_read(child, len(open_ids), most), WHOLE_PREFIX) if child is not None else None
+        return Continuation(_read(child, len(open_ids), most), WHOLE_PREFIX) if child is not None else None
 
     def _find(self, node: Node, open_ids: bytes) -> Node | None:
         """The latest child that begins like that. Who was followed so far is asked first, and all are asked

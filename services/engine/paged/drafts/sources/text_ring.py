@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from services.engine.paged.drafts.sources.match import LONGEST, Ids, Match, Trail, common_len
 from services.engine.paged.drafts.sources.ngram_chains import NGRAM, NO_ID, NgramChains
+from services.engine.paged.drafts.sources.source import LONGEST, Continuation, Ids, Trail, common_len
 
 _MOST_COMPARED = 8  # 4 to 32 accept as much, and cost more and more
 
@@ -40,13 +40,13 @@ class TextRing:
             self._put([NO_ID] * to_edge)
         self._put(text)
 
-    def match(self, ids: Ids, trail: Trail, most: int) -> tuple[Match, Trail] | None:
+    def match(self, ids: Ids, trail: Trail, most: int) -> tuple[Continuation, Trail] | None:
         """What mostly followed where the longest part of the end of `ids` stood; up to `most` ids."""
         if len(ids) < NGRAM:
             return None
         length, positions = self._longest(ids, trail, most)
         guess = self._likeliest(positions, most) if length >= NGRAM else []
-        return (Match(guess, length), Trail(len(ids), positions[0])) if guess else None
+        return (Continuation(guess, length), Trail(len(ids), positions[0])) if guess else None
 
     @property
     def _mask(self) -> int:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.match import LONGEST
-from services.engine.paged.drafts.sources.own_ngrams import OwnNgrams
+from services.engine.paged.drafts.sources.ngram_chains import OwnNgrams
+from services.engine.paged.drafts.sources.source import LONGEST
 
 
 def grown(ids, at_once=4):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.match import LONGEST, Trail
+from services.engine.paged.drafts.sources.source import LONGEST, Trail
 from services.engine.paged.drafts.sources.text_ring import TextRing
 
 IDS = st.integers(0, 3)

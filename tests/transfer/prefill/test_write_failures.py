@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from services.transfer.base import Unsettled
-from services.transfer.prefill import failures as failures_module
-from services.transfer.prefill.failures import MAX_FAILURES, MIN_SPAN_S
+from services.transfer.prefill import write_failures as failures_module
 from services.transfer.prefill.peers import TransportBroken
+from services.transfer.prefill.write_failures import MAX_FAILURES, MIN_SPAN_S
 from services.values.rank import Generation, RankId, Room
 from transfer.decode.link_pair import Pair
 from transfer.prefill.room_rank import DECODE, OTHER_DECODE, Rank

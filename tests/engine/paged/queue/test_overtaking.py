@@ -5,9 +5,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.queue.admission import Patience, Waiting, next_admission
+from services.engine.paged.queue.overtaking import Newcomer, Patience, next_admission
 
-PLAIN = Waiting(new_pages=4, unheld_pages=0, shares=False, overtaken=0, overtaken_for_s=0.0)
+PLAIN = Newcomer(new_pages=4, unheld_pages=0, shares=False, overtaken=0, overtaken_for_s=0.0)
 PATIENCE = Patience(overtakes=3, wait_s=5.0)
 
 
@@ -49,7 +49,7 @@ def test_nobody_is_overtaken_more_often_than_allowed(arrivals, overtakes, window
         del arriving[:per_round]
         free = room  # those of the last round have ended
         while True:
-            weighed = [Waiting(pages, 0, shares, passed, 0.0) for pages, shares, passed in queue[:window]]
+            weighed = [Newcomer(pages, 0, shares, passed, 0.0) for pages, shares, passed in queue[:window]]
             index = next_admission(weighed, lambda i, w=weighed, f=free: w[i].num_pages <= f, patience)
             if index is None:
                 break

@@ -30,7 +30,7 @@ class Scoring:
 
 
 @dataclass(slots=True, eq=False)
-class PromptScores:
+class ScoredPrompt:
     """One sequence's, touched by the engine's thread only."""
 
     prompt_ids: Sequence[int]
@@ -60,10 +60,10 @@ class PromptScores:
         self.next += len(told)
 
 
-def scores_of(request: GenerationRequest) -> PromptScores | None:
+def scores_of(request: GenerationRequest) -> ScoredPrompt | None:
     """None: they are not asked for. Raises InvalidRequest where they cannot be had."""
     scored, num_top = request.scored, request.sampling.prompt_logprobs
-    return None if num_top is None else PromptScores(request.prompt_ids, scored.start, num_top)
+    return None if num_top is None else ScoredPrompt(request.prompt_ids, scored.start, num_top)
 
 
 def check_told(told: PromptLogprobs | None, request: GenerationRequest) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from services.engine.paged.drafts.counts import DraftCounts
+from services.engine.paged.drafts.acceptance import DraftCounts
 from services.engine.paged.queue.gate import Gate
 from services.engine.paged.queue.step_figures import StepFigures
 from services.engine.paged.sequence import Phase, Sequence

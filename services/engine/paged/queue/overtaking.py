@@ -29,7 +29,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Newcomer:
     """What one that waits would take of the pool."""
 
     new_pages: int  # for what is not cached
@@ -44,7 +44,7 @@ class Waiting:
         return self.new_pages + self.unheld_pages
 
 
-def next_admission(queue: Sequence[Waiting], fits: Callable[[int], bool], patience: Patience) -> int | None:
+def next_admission(queue: Sequence[Newcomer], fits: Callable[[int], bool], patience: Patience) -> int | None:
     """The index of who comes in next; `fits(index)` says whether there is room."""
     reach = _reach(queue, patience)
     for index in sorted(range(reach), key=lambda index: (not queue[index].shares, index)):
@@ -53,7 +53,7 @@ def next_admission(queue: Sequence[Waiting], fits: Callable[[int], bool], patien
     return None
 
 
-def _reach(queue: Sequence[Waiting], patience: Patience) -> int:
+def _reach(queue: Sequence[Newcomer], patience: Patience) -> int:
     """How many, from the first on, may be chosen from: nobody behind one whose patience is at its end."""
     for index, waiting in enumerate(queue):
         if patience.is_over(waiting.overtaken, waiting.overtaken_for_s):
