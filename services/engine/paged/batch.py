@@ -1,4 +1,4 @@
-"""What sequences contribute to a step. Reads them, changes nothing."""
+"""What sequences contribute to a step: the functions here read them and change nothing."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -10,7 +10,7 @@ Ids = SequenceOf[int]
 
 
 def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chunk:
-    """Its next `size` tokens, and where they are its last ones `drafts` behind them."""
+    """Return the chunk of its next `size` tokens, with `drafts` behind them where they are its last ones."""
     assert seq.pages is not None and seq.carried is not None
     end = seq.computed + size
     last = end == len(seq.ids)
@@ -39,7 +39,7 @@ def _tail_pages(tails: SequenceOf[Tail]) -> tuple[TailPages, ...]:
 
 
 def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
-    """How many tokens it may generate at the most, but for one."""
+    """Return how many tokens it may generate at the most, less one."""
     left = max_context_tokens - len(seq.ids)
     max_tokens = seq.request.sampling.max_tokens
     if max_tokens is not None:
@@ -48,8 +48,10 @@ def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
 
 
 def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
-    """Up to one that would end it: that is for the target to say, and nothing follows it. Nor to one that its
-    constraint forbids."""
+    """Return the drafts before the first that would end the sequence or break its constraint.
+
+    Only the target may choose an ending token, and nothing follows it.
+    """
     ids = ids[:most]
     for index, token_id in enumerate(ids):
         if token_id in seq.ending_ids or not 0 <= token_id < vocab_size:
@@ -59,22 +61,23 @@ def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
 
 
 def lacks_slot(seq: Sequence, page_size: int) -> bool:
-    """Whether its newest token has no place in its pages yet."""
+    """Return whether its newest token has no place in its pages yet."""
     assert seq.pages is not None
     return len(seq.pages.pages) * page_size < len(seq.ids)
 
 
 def computes_towards(other: Sequence, seq: Sequence) -> bool:
-    """Whether `other`, who computes as well, will keep a resume point that saves `seq` what is before it."""
+    """Return whether `other`, which computes too, will keep a checkpoint that spares `seq` what is before
+    it."""
     common = min(other.common.get(seq, 0), seq.scorable_from)
     return any(seq.computed < border <= common for border in other.borders)
 
 
 def computes_next_page_of(other: Sequence, seq: Sequence, page_size: int) -> bool:
-    """Whether `other`, who computes as well, is at the page that `seq` needs next and will fill it.
+    """Return whether `other`, which computes too, is at the page that `seq` needs next and will fill it.
 
-    Then `seq` can have it from the tree soon. Both hold the same path of the tree, or they are not at
-    the same page of the same prefix.
+    Then `seq` can have it from the tree soon. Both hold the same path of the tree, or they are not at the
+    same page of the same prefix.
     """
     assert seq.pages is not None and other.pages is not None
     if seq.pages.node is None or seq.pages.node is not other.pages.node:

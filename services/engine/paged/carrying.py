@@ -1,4 +1,4 @@
-"""What sequences carry through their phases: where they go on from, which borders they keep.
+"""The per-request state of sequences through their phases: where they go on from, which borders they keep.
 
 begin --> (catch_up --> chunk_end, account)* --> [rest -->] release
 """
@@ -11,12 +11,12 @@ from services.kv.carried.borders import borders_to_keep, shared_border
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 
-# Of a long prompt a resume point is kept every so many chunks.
+# A checkpoint of a long prompt is kept every so many chunks.
 _STRIDE_CHUNKS = 8
 
 
 class Carrying:
-    """Over one rank's books; `cache` has the tree that the resume points belong to."""
+    """It works on one rank's books; `cache` has the tree that the checkpoints belong to."""
 
     def __init__(self, books: CarriedCache, cache: PrefixCache, chunk_size: int) -> None:
         self._books = books
@@ -24,7 +24,7 @@ class Carrying:
         self._stride = _STRIDE_CHUNKS * chunk_size
 
     def estimate(self, seq: Sequence) -> None:
-        """What it would lack if it came in now, for the load report."""
+        """Note what it would lack if it came in now, for the load report."""
         found = self._cache.look_up(seq.ids, seq.request.cache_salt, seq.scorable_from)
         matched = found.cached_pages * self._cache.page_size
         seq.uncached_tokens = len(seq.ids) - matched
@@ -32,9 +32,9 @@ class Carrying:
         seq.uncomputed_tokens = 0 if seq.receives else len(seq.ids) - resumed
 
     def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
-        """It has its pages: hold units for what somebody else writes, or go to the deepest resume point.
+        """Hold units for what somebody else writes, or go on from the deepest checkpoint; it has its pages.
 
-        Of it and of each that computes what it begins with, too, the first keeps a point for the other.
+        Of two that compute the same beginning, the first keeps a checkpoint for the other.
         """
         assert seq.pages is not None
         seq.stored = seq.pages.prefix_len
@@ -55,7 +55,8 @@ class Carrying:
                 _add_border(other, border)
 
     def catch_up(self, seq: Sequence) -> None:
-        """Go on from what others have computed of its prompt: pages, or where there are states a point."""
+        """Go on from what others have computed of its prompt: pages, or where there are states a
+        checkpoint."""
         assert seq.pages is not None and seq.carried is not None
         published = seq.pages.num_published * self._cache.page_size
         seq.stored = max(seq.stored, published)
@@ -66,10 +67,11 @@ class Carrying:
             seq.borders = [border for border in seq.borders if border > seq.computed]
 
     def prompt_end(self, seq: Sequence, budget: int, *, is_first: bool) -> int:
-        """Where its next chunk ends, of about `budget` tokens; where it stands, if these are too few.
+        """Return where its next chunk of about `budget` tokens ends, which is where it stands if these are
+        too few.
 
-        In whole scans, but for the prompt's last. What it has generated itself is no part of that: it was
-        computed by single tokens. The first chunk of a step has a scan at least.
+        All but the prompt's last chunk consist of whole scans. What the sequence has generated itself is no
+        part of that, for it was computed by single tokens. The first chunk of a step has a scan at least.
         """
         scan = self._books.scan_tokens
         if scan == 1 or seq.computed >= len(seq.request.prompt_ids):
@@ -81,7 +83,7 @@ class Carrying:
         if (end := self._whole_scans(seq, reached)) > seq.computed:
             return end
         if is_first:
-            return reached  # a window has no pages for a scan: other bits are better than none
+            return reached  # A window has no pages for a scan, and other bits are better than none.
         assert seq.carried is not None
         self._books.trim(seq.carried, seq.computed)
         return end
@@ -91,19 +93,22 @@ class Carrying:
         return prompt_len if end >= prompt_len else max(seq.computed, end // scan * scan)
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Where its chunk up to `end` must stop for a border, or because its tails have pages up to there."""
+        """Return where its chunk up to `end` must stop for a border, or because its tails have pages up to
+        there."""
         if self._books.is_empty:
             return end
         assert seq.carried is not None
         return self._books.extend(seq.carried, min([end, *seq.borders[:1]]))
 
     def most_ahead(self, seq: Sequence, most: int) -> int:
-        """How many tokens behind its newest one a step may compute, of `most`: past a border it would lose
-        what it is to keep there."""
+        """Return how many of `most` tokens behind its newest one a step may compute.
+
+        Past a border it would lose the state that it is to keep there.
+        """
         return most if self._books.is_empty else min(most, -len(seq.ids) % self._books.index_block)
 
     def account(self, seq: Sequence) -> None:
-        """A chunk of it was computed, and its pages are published."""
+        """Note that a chunk of it was computed and that its pages are published."""
         if self._books.is_empty:
             return
         assert seq.carried is not None
@@ -111,7 +116,7 @@ class Carrying:
         self.note_border(seq)
 
     def note_border(self, seq: Sequence) -> None:
-        """Where it stands on a border: keep a resume point, or while it decodes what may become one."""
+        """Keep a checkpoint where it stands on a border or, while it decodes, what may become one."""
         assert seq.pages is not None and seq.carried is not None
         if self._books.is_empty or seq.pages.node is None:
             return
@@ -123,13 +128,13 @@ class Carrying:
             self._books.note_border(seq.carried)
 
     def rest(self, seq: Sequence) -> None:
-        """It computes no more, and keeps what its room may read."""
+        """Note that it computes no more and keeps what its transfer may read."""
         assert seq.carried is not None
         self._keep_border(seq)
         self._books.rest(seq.carried)
 
     def release(self, seq: Sequence) -> None:
-        """It gives its pages back next; the border that it passed last becomes a resume point."""
+        """Make the border that it passed last a checkpoint; it gives its pages back next."""
         for other in seq.common:
             del other.common[seq]
         seq.common.clear()
@@ -139,8 +144,10 @@ class Carrying:
             seq.carried = None
 
     def _common_borders(self, seq: Sequence, others: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
-        """Who shares at least a block with it, and how much. What a third one has in common with both is not
-        compared again."""
+        """Yield who shares at least a block with it, and how many tokens.
+
+        What a third one has in common with both is not compared again.
+        """
         third, shared = None, 0
         for other in others:
             known = min(shared, third.common.get(other, 0)) if third is not None else 0
@@ -159,7 +166,7 @@ class Carrying:
 
 
 def _begins_alike(other: Sequence, seq: Sequence) -> bool:
-    """Whether `other` computes as well, and the two may share pages."""
+    """Return whether `other` computes as well, and the two may share pages."""
     same_salt = other.request.cache_salt == seq.request.cache_salt
     return other is not seq and other.phase is Phase.COMPUTING and same_salt
 

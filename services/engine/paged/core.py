@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 
 class EngineCore:
-    """Single-threaded; every method is called by the engine's thread."""
+    """Every method is called by the engine's thread; nothing here is safe for another one."""
 
     def __init__(
         self,
@@ -48,13 +48,11 @@ class EngineCore:
         carried: CarriedCache | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        """`carried` is due where the layout carries anything; its resume points are of `cache`'s tree.
-
-        Without `drafting` each step gives a sequence one token.
-        """
+        """`carried` is due where the layout has per-request state; its checkpoints belong to `cache`'s tree.
+        Without `drafting` each step gives a sequence one token."""
         self.runner = runner
         self.page_size = runner.layout.page_size
-        # Bounded by the pool too, so that a sequence alone always fits.
+        # The pool bounds it too, so that a sequence alone always fits.
         self.max_context_tokens = min(runner.max_context_tokens, runner.memory.num_pages * self.page_size)
         self.cache = cache
         self.carried = carried or CarriedCache(runner.layout, ())
@@ -63,19 +61,19 @@ class EngineCore:
         self._drafts = DraftCounts()
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
-        self._active: list[Sequence] = []  # RECEIVING, LANDED, COMPUTING, DECODING, in order of admission
-        self._kept: set[Sequence] = set()  # ENDED, but a room may still read the pages
+        self._active: list[Sequence] = []  # They have pages, and stand in order of admission.
+        self._kept: set[Sequence] = set()  # These have ENDED, but a transfer may still read their pages.
         self._events: list[tuple[Sequence, Said]] = []
         self._figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts)
         self.retractions = 0
-        self._served_at: dict[str, int] = {}  # when each tenant's prompt was the first of a step, counted
+        self._served_at: dict[str, int] = {}  # It counts the steps, by the tenant that was first in one.
 
     @property
     def failed_steps(self) -> int:
-        """In a row."""
+        """Return how many steps have failed in a row."""
         return self._figures.failed
 
     # -- commands ---------------------------------------------------------------------------------
@@ -101,10 +99,10 @@ class EngineCore:
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
-        """Every page of a RECEIVING sequence is there and its first token is known; `with_draft`: also every
-        page in the draft model's pool."""
+        """Note that every page of a RECEIVING sequence is there and its first token known; with `with_draft`
+        also every page in the draft model's pool."""
         if seq.phase is not Phase.RECEIVING:
-            return  # cancelled meanwhile
+            return  # It was cancelled meanwhile.
         if with_draft:
             self._note_received(seq)
         seq.computed = len(seq.ids)
@@ -119,10 +117,8 @@ class EngineCore:
         self.runner.draft.received(received, len(seq.ids) - seq.stored)
 
     def renegotiate(self, seq: Sequence, start: int) -> None:
-        """Nobody writes a RECEIVING sequence's pages; its delta is to start at `start`, earlier than now.
-
-        It is admitted anew, with a shorter prefix: the pages of a prefix are never written.
-        """
+        """Admit a RECEIVING sequence, whose pages nobody writes, anew with a shorter prefix: its delta is to
+        start at `start`, earlier than now, and the pages of a prefix are never written."""
         if seq.phase is not Phase.RECEIVING:
             return  # cancelled meanwhile
         self._active.remove(seq)
@@ -131,8 +127,8 @@ class EngineCore:
         self._wait(seq)
 
     def cancel(self, seq: Sequence, *, quarantine: bool = False) -> None:
-        """End a sequence in whatever phase it is. With `quarantine` a writer may still write its
-        pages: they come back by `end_quarantine` only."""
+        """End a sequence in whatever phase it is. With `quarantine` a writer may still write its pages: they
+        come back by `end_quarantine` only."""
         if seq.phase in (Phase.NEW, Phase.ENDED):
             return
         if seq.phase is Phase.WAITING:
@@ -142,7 +138,7 @@ class EngineCore:
         self._end(seq, quarantine=quarantine)
 
     def end_quarantine(self, seq: Sequence) -> None:
-        """The writer of a quarantined sequence has stopped."""
+        """Give back the pages of a quarantined sequence, whose writer has stopped."""
         if seq.pages is not None and seq.pages.hold is Hold.QUARANTINED:
             self.cache.end_quarantine(seq.pages)
             if seq.carried is not None:
@@ -151,7 +147,7 @@ class EngineCore:
             self._gate.note_news()
 
     def room_ended(self, seq: Sequence) -> None:
-        """Prefill role: nothing reads the sequence's pages on behalf of its room any more."""
+        """Note, in the prefill role, that the transfer reads the sequence's pages no more."""
         seq.room_open = False
         if seq in self._kept:
             self._kept.remove(seq)
@@ -160,9 +156,8 @@ class EngineCore:
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit, run one batch, account for it. See `take_outputs`.
-
-        False: nothing changed, and nothing will until the next command.
+        """Admit, run one batch, account for it; `take_outputs` has what came of it. Returns False where
+        nothing changed, and nothing will until the next command.
 
         Raises:
             RunnerFailed: the batch was not computed; `fail_active` is due.
@@ -186,7 +181,6 @@ class EngineCore:
         return True
 
     def take_outputs(self) -> list[tuple[Sequence, Said]]:
-        """What happened since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -195,7 +189,7 @@ class EngineCore:
         failed = [s for s in self._active if s.phase in RUNNING]
         for seq in failed:
             assert seq.carried is not None
-            self.carried.trim(seq.carried, seq.computed)  # its room may stay open
+            self.carried.trim(seq.carried, seq.computed)  # Its transfer may stay open.
             self.cancel(seq)
         return failed
 
@@ -205,11 +199,10 @@ class EngineCore:
         return self._reports.load(self._active, len(self._kept), self.retractions)
 
     def take_cache_events(self) -> CacheEvents:
-        """What the tree gained and lost since the last call, and where sequences can go on."""
         return self._reports.take_cache_events()
 
     def check(self) -> PageBooks:
-        """Raises AssertionError: the books do not balance, or pages are held by no sequence."""
+        """Raises AssertionError where the books do not balance, or pages are held by no sequence."""
         return self._reports.check(num_holders=len(self._active) + len(self._kept))
 
     # -- admission --------------------------------------------------------------------------------
@@ -219,7 +212,6 @@ class EngineCore:
         self._gate.add(seq)
 
     def _let_in_landed(self) -> bool:
-        """True when one that has landed got its place in the batch."""
         landed = [seq for seq in self._active if seq.phase is Phase.LANDED]
         if not landed:
             return False
@@ -233,8 +225,8 @@ class EngineCore:
         return let_in > 0
 
     def _makes_place(self, seq: Sequence) -> bool:
-        """For one that has landed: while it received, another tenant's may have taken its place. Where more
-        run than may now, one that went back would leave none, and nobody goes."""
+        """Send one back for a sequence that has landed and whose slot another tenant took meanwhile. Where
+        more run than may now, one that went back would leave no slot free, and nobody goes."""
         victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
         if victim is None or not self._slots.one_more_runs([s for s in self._active if s is not victim]):
             return False
@@ -247,7 +239,6 @@ class EngineCore:
         self._append(seq, first_token)
 
     def _admit(self) -> bool:
-        """True when a sequence came in, or went back for one."""
         changed = self._let_in()
         while (exchange := self._gate.exchange(self._active, self._has_place)) is not None:
             comes, leaves = exchange
@@ -259,7 +250,6 @@ class EngineCore:
         return changed
 
     def _has_place(self, seq: Sequence, others: list[Sequence]) -> bool:
-        """One that receives needs its place when it has landed."""
         has_place = seq.receives or self._slots.one_more_runs(others)
         return has_place and self.carried.may_open(computes=not seq.receives)
 
@@ -290,7 +280,7 @@ class EngineCore:
             seq.reused_tokens = seq.computed
             self._emit(seq, self._reserved(seq, seq.pages, seq.admitted_s - seq.submitted_s))
         self._offer(seq)
-        seq.receives = False  # after a retraction the tail is computed here
+        seq.receives = False  # After a retraction the tail is computed here.
 
     def _reserved(self, seq: Sequence, pages: SequencePages, queue_s: float) -> Reserved:
         first = pages.prefix_len // self.page_size
@@ -311,7 +301,6 @@ class EngineCore:
         ]
 
     def _grown(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Those that have a slot for their newest token, or now get one."""
         page_size = self.page_size
         lacking = [seq for seq in decoding if lacks_slot(seq, page_size)]
         if not lacking:
@@ -324,14 +313,14 @@ class EngineCore:
     def _propose(self, drafting: Drafting, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._ahead.most_drafts(seq)) for seq in decoding]
         began = self._clock()
-        with self._figures.noting_failures():  # a draft model may compute
+        with self._figures.noting_failures():  # A draft model may compute here.
             proposals = drafting.propose(wishes, self.runner.max_step_drafts, self._figures.times)
         self._figures.drafting_s = self._clock() - began
         return proposals
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
-        """First in turn first, whenever it came in: who has priority waits for no prompt of the others', and
-        no tenant for more than a step's worth of each other's."""
+        """Go by the tenants' turns, so that one with priority waits for no prompt of the others', and no
+        tenant for more than a step's worth of each other's."""
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         if not computing:
             return []
@@ -344,7 +333,7 @@ class EngineCore:
                 break
             self._catch_up(seq)
             if any(self._computes_for(other, seq) for other, _ in chunks):
-                continue  # it can have that at a later step
+                continue  # It can have that at a later step.
             end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
             if (size := end - seq.computed) > 0:
                 budget -= size
@@ -352,7 +341,6 @@ class EngineCore:
         return chunks
 
     def _note_served(self, line: list[Sequence]) -> None:
-        """The first one's tenant begins this step; of those without a prompt nothing is kept."""
         tenants = set(map(tenant_of, line))
         self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
         if len(tenants) > 1:
@@ -364,7 +352,6 @@ class EngineCore:
         return computes_towards(other, seq)
 
     def _catch_up(self, seq: Sequence) -> None:
-        """Take over what others have computed of its prompt since it was admitted."""
         assert seq.pages is not None
         num_private = seq.pages.num_private
         self.cache.adopt(seq.pages, seq.ids, seq.matchable_tokens)
@@ -372,33 +359,31 @@ class EngineCore:
             self._gate.note_news()
         before = seq.computed
         self._carrying.catch_up(seq)
-        if seq.retractions == 0:  # else it has computed them itself before
+        if seq.retractions == 0:  # Otherwise it has computed them itself before.
             seq.reused_tokens += seq.computed - before
         self._offer(seq)
 
     def _grow(self, seq: Sequence) -> bool:
-        """Make sure that the newest token has a slot; False when it cannot have one this step."""
         while lacks_slot(seq, self.page_size):
             assert seq.pages is not None
             if self.cache.extend(seq.pages, 1):
                 return True
             victim = retraction_victim(self._active)
             if victim is None:
-                return False  # the rest of the pool is being received into or quarantined: wait
+                return False  # The rest of the pool is being received into or quarantined.
             self._retract(victim)
             if victim is seq:
                 return False
         return True
 
     def _retract(self, seq: Sequence) -> None:
-        """Pages are short."""
         if self._send_back(seq):
             self.retractions += 1
             self._gate.note_retraction()
 
     def _send_back(self, seq: Sequence) -> bool:
-        """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted. False: its
-        first token was its only one, and it has ended."""
+        """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted. Returns
+        False where its first token was its only one, and it has ended."""
         if seq.phase is Phase.LANDED:
             self._say_first_token(seq)
         if seq.phase is Phase.ENDED:
@@ -416,8 +401,8 @@ class EngineCore:
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
         accepted = max(0, len(sampled) - 1)
         for right in sampled[:accepted]:
-            self._append(seq, right)  # which ends nothing: see usable_drafts
-            if seq.phase is Phase.ENDED:  # but where its constraint has come to a limit
+            self._append(seq, right)  # It ends nothing, as usable_drafts has seen to.
+            if seq.phase is Phase.ENDED:  # It may have, where its constraint has come to a limit.
                 return
         if seq.proposal is not None:
             assert self._drafting is not None
@@ -437,15 +422,15 @@ class EngineCore:
         assert seq.pages is not None
         # Only full pages go to the tree; publishing is skipped while the last one is filling.
         if seq.computed // self.page_size > seq.pages.num_published:
-            # Kept twice, a page could be one too many for a sequence that needs the whole pool. A room may
-            # be reading its own.
+            # If it were kept twice, a page could be one too many for a sequence that needs the whole pool. A
+            # transfer may be reading the sequence's own.
             self.cache.publish(seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.room is not None)
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 
     def _offer(self, seq: Sequence) -> None:
-        """Tell the room of every page that is final: full ones, and at the end of the prompt the last, with
-        what is carried."""
+        """Offer the transfer every page that is final: full ones and, at the end of the prompt, the last one
+        and the per-request state."""
         if seq.room is None or not seq.room_open:
             return
         assert seq.pages is not None and seq.carried is not None
@@ -459,7 +444,6 @@ class EngineCore:
                 self._emit(seq, Carried(seq.room, self.carried.units_of(seq.carried)))
 
     def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
-        """The newest token; the last one of a step tells of its drafts."""
         if (refused := follow_choice(seq, sampled.token_id)) is not None:
             self._fail(seq, refused)
             return
@@ -481,7 +465,6 @@ class EngineCore:
             self._end(seq)
 
     def _fail(self, seq: Sequence, error: IsthmusError) -> None:
-        """Of one in the batch."""
         self._active.remove(seq)
         self._gate.note_end(seq)
         self._end(seq)
@@ -494,7 +477,7 @@ class EngineCore:
             self._drafting.ended(seq)
         if not held:
             return
-        self._gate.note_news()  # its place in the batch is free, if not its pages
+        self._gate.note_news()  # Its slot in the batch is free, if not its pages.
         if quarantine:
             assert seq.pages is not None
             self.cache.quarantine(seq.pages)

@@ -1,4 +1,5 @@
-"""What a core tells of itself: its load, what its tree gained and lost, and whether its books balance."""
+"""What a core reports about itself: its load, what its tree gained and lost, and whether its books
+balance."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from services.values.load import RankLoad
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Reads the core's parts; but for `take_cache_events` it changes nothing."""
+    """It reads the core's parts and, `take_cache_events` apart, changes nothing."""
 
     cache: PrefixCache
     carried: CarriedCache
@@ -24,7 +25,7 @@ class Reports:
     drafts: DraftCounts
 
     def load(self, active: Collection[Sequence], num_kept: int, retractions: int) -> RankLoad:
-        """`num_kept` have ended, but a room may still read their pages."""
+        """`num_kept` sequences have ended, but a transfer may still read their pages."""
         gate, carried = self.gate, self.carried
         pending = sum(s.uncomputed_tokens for s in gate)
         pending += sum(s.remaining_tokens for s in active if s.phase is Phase.COMPUTING)
@@ -55,7 +56,7 @@ class Reports:
         )
 
     def take_cache_events(self) -> CacheEvents:
-        """What the tree gained and lost since the last call, and where sequences can go on."""
+        """Return what the tree and the checkpoints gained and lost since the last call."""
         events = self.cache.take_events()
         stored, removed = self.carried.points.events.take()
         if not (stored or removed):

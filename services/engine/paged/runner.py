@@ -13,9 +13,9 @@ from services.values.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class TailPages:
-    """Of one windowed group: page i of `pages` holds the positions of page first_page + i of the sequence.
+    """Page i of `pages` holds the positions of page first_page + i of the sequence, for one windowed group.
 
-    They begin with the tail that the chunk's first token sees, and end with the page of its last one.
+    The pages begin with the tail that the chunk's first token sees, and end with the page of its last one.
     """
 
     first_page: int
@@ -24,39 +24,38 @@ class TailPages:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one sequence contributes to a step: tokens whose KV is to be computed and stored.
+    """A chunk is what one sequence contributes to a step: tokens whose KV is to be computed and stored.
 
     Nobody changes one. It is not frozen, for there is one for each token of each step, and what is frozen
     takes thrice as long to make.
 
-    The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in
-    the pages already, and the state after `start` tokens in the slot (which is taken for zeros at 0).
-    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size).
+    The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in the pages
+    already, and the state after `start` tokens in the slot (which is taken for zeros at 0). Page i of `pages`
+    holds positions [i * page_size, (i + 1) * page_size).
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[PageId]
-    sample: bool  # choose the token that follows the chunk
+    sample: bool  # The token that follows the chunk is chosen.
     sampling: SamplingParams
     # Only read when `sample` is set. `history` is every id up to and with the chunk's last one, drafts apart;
     # its last `num_output_ids` ids are generated ones (penalties, min_tokens, bad_token_ids).
     history: Sequence[int] = ()
     num_output_ids: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    # Of the groups beside full attention (KvLayout.carried):
-    store_from: int = (
-        0  # full attention's K and V of positions before it are in the pages: others may read them
-    )
-    tails: tuple[TailPages, ...] = ()  # of each windowed group, in the layout's order
-    slot: int | None = None  # where the recurrent state is, and goes; no other chunk of the step has it
+    # What follows is about the groups beside full attention (KvLayout.carried).
+    store_from: int = 0  # Full attention's K and V before it are in the pages, where others may read them.
+    tails: tuple[TailPages, ...] = ()  # They have one entry for each windowed group, in the layout's order.
+    # It has the recurrent state, before and after; no other chunk of the step has it.
+    slot: int | None = None
     # Its last tokens are guesses: each is to be kept where it is what would have been chosen. `history` ends
     # before them.
     num_drafts: int = 0
-    matcher: Matcher | None = None  # where it samples: of its constraint, as far as `history`
+    matcher: Matcher | None = None  # It is set where the chunk samples, and stands at the end of `history`.
     # Its tokens were chosen here or elsewhere, one by one: recurrent layers compute them so again.
     generated: bool = False
-    scoring: Scoring | None = None  # what else its rows are asked, of its prompt's next tokens
+    scoring: Scoring | None = None  # It is what else the rows report, about the prompt's next tokens.
 
     @property
     def end(self) -> int:
@@ -68,8 +67,10 @@ class Chunk:
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """That must not come next: each would end a sequence of bad_token_ids; what came before the output is
-        no part of one."""
+        """Return the ids that must not come next, as each would end a sequence of bad_token_ids.
+
+        What came before the output is no part of such a sequence.
+        """
         bad = self.sampling.bad_token_ids
         longest = min(max(map(len, bad), default=1) - 1, self.num_output_ids)
         last = tuple(self.history[len(self.history) - longest :]) if longest else ()
@@ -81,7 +82,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """NO_TOKEN: constraint and bans together allow none that the vocabulary has."""
+    """With NO_TOKEN, constraint and bans together allow no token that the vocabulary has."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -92,38 +93,41 @@ class RunnerFailed(Exception):
 
 
 class DraftModel(Protocol):
-    """A small model beside a runner's own, to draft what that may choose next.
+    """A small model beside a runner's own drafts what that may choose next.
 
-    Its KV is a shadow of the target's: a pool of its own with as many pages, lent by the same ids. It has no
-    books, nobody waits for it, and what it lacks of a sequence it computes or does not draft. It decides how
-    fast tokens come, never which nor whether: where it fails there are no drafts. Called from the engine's
-    thread only.
+    Its KV is a shadow of the target's: a pool of its own with as many pages, allocated by the same ids. It
+    has no books, nobody waits for it, and what it lacks of a sequence it computes or does not draft. It
+    decides how fast tokens come, never which nor whether: where it fails there are no drafts. It is called
+    from the engine's thread only.
     """
 
     @property
     def memory(self) -> PoolMemory:
-        """Its pool: page i shadows page i of full attention; `layout.draft` says what one is."""
+        """Return its pool: page i shadows page i of full attention; `layout.draft` says what one is."""
 
     @property
     def step_s(self) -> float:
-        """Seconds that one draft for each sequence of a batch took lately; 0: not known yet."""
+        """Return the seconds that one draft for each sequence of a batch took lately; 0 where it is not known
+        yet."""
 
     def lent(self, pages: Sequence[PageId]) -> None:
-        """The target's pages were lent anew: nothing in them is of who has them now."""
+        """Note that the target's pages were allocated anew: nothing in them belongs to who has them now."""
 
     def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
-        """Its KV of so many tokens came by wire into these pages, from the first one's first token on."""
+        """Note that its KV of `num_tokens` tokens came by wire into these pages, from the first one's start
+        on."""
 
     def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """For each decoding sequence up to so many ids that may follow its newest one.
+        """Return for each decoding sequence up to so many ids that may follow its newest one.
 
-        A chunk is what it computes next, without drafts: that newest token, `history` with it. None where its
-        KV of the sequence lacks more than a step computes: that is gone on with at each call.
+        A chunk is what the sequence computes next, without drafts: that newest token, `history` with it.
+        There are none where the draft's KV of the sequence lacks more than a step computes; each call goes on
+        with that.
         """
 
 
 class ModelRunner(Protocol):
-    """Called from the engine's thread only, but for `read_pages`."""
+    """Every method but `read_pages` is called from the engine's thread only."""
 
     @property
     def draft(self) -> DraftModel | None:
@@ -135,11 +139,11 @@ class ModelRunner(Protocol):
 
     @property
     def memory(self) -> PoolMemory:
-        """The pool of full attention."""
+        """Return the pool of full attention."""
 
     @property
     def carried_memory(self) -> tuple[PoolMemory, ...]:
-        """The pools of the layout's other groups, in its order."""
+        """Return the pools of the layout's other groups, in its order."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -149,37 +153,40 @@ class ModelRunner(Protocol):
 
     @property
     def max_step_drafts(self) -> int:
-        """The most drafts in one step, of all its chunks together."""
+        """Return the most drafts in one step, of all its chunks together."""
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """Compute one step: store every chunk's KV into its pages, choose the tokens asked for.
 
-        Returns one entry per chunk, () where `sample` is not set. When it returns, the KV is in
-        memory and may be read by a transport. Chunks of any lengths may be mixed. No two chunks
-        write the same page; they may read the same ones.
+        When it returns, the KV is in memory and may be read by a transport. Chunks of any lengths may be
+        mixed. No two chunks write the same page; they may read the same ones.
 
-        A chunk with drafts gets the choice before each of them and after the last, as they would be
-        without drafts, up to the first that is not what was guessed: 1 to num_drafts + 1 of them. Its
-        slot then has the state after start + that many tokens. The KV of drafts that were wrong stays
-        behind in its pages; whoever writes these positions next writes over it.
+        A chunk with drafts gets the choice before each of them and after the last, as they would be without
+        drafts, up to the first that is not what was guessed: 1 to num_drafts + 1 of them. Its slot then has
+        the state after start + that many tokens. The KV of drafts that were wrong stays behind in its pages;
+        whoever writes these positions next writes over it.
 
         A chunk gets none of its banned ids, and with a matcher only what that allows; the matcher stays where
-        it is. What its scoring asks is told before it returns, unless it raises; of all chunks together that
-        takes little memory.
+        it is. What its scoring requests is reported before it returns, unless it raises; for all chunks
+        together that takes little memory.
+
+        Returns:
+            One entry per chunk, () where `sample` is not set.
         """
 
     @property
     def mask_counts(self) -> MaskCounts:
-        """What the masks of constraints took."""
+        """Return what the masks of constraints took."""
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy states, from the first slot of each move to the second; called between steps.
+        """Copy states, from the first slot of each move to the second; it is called between steps.
 
         When it returns they are in memory: a transport may read and write the slots.
         """
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
-        """The bytes of each unit of a group's pool, in the host's memory: copied there where it is not.
+        """Yield the bytes of each unit of a group's pool, copied to the host's memory where they are
+        elsewhere.
 
         What it gives is valid until the next is taken, or this thread reads anew. Any thread may call.
         """
@@ -189,7 +196,7 @@ class ModelRunner(Protocol):
 
 
 def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sampled, ...]:
-    """Of the choices before each draft and after the last: up to the first that is not its draft."""
+    """Return the choices before each draft and after the last, up to the first that is not its draft."""
     for index, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
         if choice.token_id != draft:
             return tuple(choices[: index + 1])
@@ -197,5 +204,5 @@ def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sa
 
 
 def masks_asked(chunks: Sequence[Chunk]) -> list[Asked]:
-    """Of those that sample under a constraint, in their order."""
+    """Return the masks of those that sample under a constraint, in their order."""
     return [Asked(c.matcher, c.drafts) for c in chunks if c.sample and c.matcher is not None]

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens: which rows of a chunk tell them, and what they have told.
+"""Log-probabilities of a prompt's tokens: which rows of a chunk report them, and what they have reported.
 
     position     0   1   2   3   4   5         a prompt of 6, asked for from 3 on
     its row      .   .   3   4   5   next      the row of a token tells of the one behind it
@@ -16,35 +16,38 @@ from services.values.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a chunk's rows are asked: of each id how probable it is behind the tokens before it."""
+    """A chunk's rows are asked for each id how probable it is behind the tokens before it."""
 
-    first: int  # position of the first id, whose row is the one before
+    first: int  # It is the position of the first id, whose row is the one before.
     token_ids: Sequence[int]
     num_top: int
-    tell: Callable[[PromptLogprobs], None]  # of all of them; called once, by the step
+    tell: Callable[[PromptLogprobs], None]  # The step calls it once, with all of them.
 
     @property
     def rows(self) -> range:
-        """Positions whose logits it takes."""
+        """Return the positions whose logits it takes."""
         return range(self.first - 1, self.first - 1 + len(self.token_ids))
 
 
 @dataclass(slots=True, eq=False)
 class ScoredPrompt:
-    """One sequence's, touched by the engine's thread only."""
+    """It belongs to one sequence and is touched by the engine's thread only."""
 
     prompt_ids: Sequence[int]
-    next: int  # position of the first token that nothing has been told of
+    next: int  # It is the position of the first token about which nothing has been reported.
     num_top: int
     pieces: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def matchable_tokens(self) -> int:
-        """How many of the prompt may come from a cache."""
+        """Return how many of the prompt's tokens may come from a cache."""
         return self.next - 1
 
     def asked_of(self, start: int, end: int) -> Scoring | None:
-        """Of a chunk of positions [start, end). It may compute again what has been told, and skip nothing."""
+        """Return what is requested of a chunk of positions [start, end), or None where nothing is.
+
+        The chunk may compute again what has been reported, and skip nothing.
+        """
         assert start < self.next, (
             f"nobody computes what tells of token {self.next}: a chunk starts at {start}"
         )
@@ -61,13 +64,13 @@ class ScoredPrompt:
 
 
 def scores_of(request: GenerationRequest) -> ScoredPrompt | None:
-    """None: they are not asked for. Raises InvalidRequest where they cannot be had."""
+    """Return None where no scores are requested. Raises InvalidRequest where they cannot be had."""
     scored, num_top = request.scored, request.sampling.prompt_logprobs
     return None if num_top is None else ScoredPrompt(request.prompt_ids, scored.start, num_top)
 
 
 def check_told(told: PromptLogprobs | None, request: GenerationRequest) -> None:
-    """Raises PeerFailed where a prefill rank has told of other tokens than it was asked for."""
+    """Raises PeerFailed where a prefill rank has reported other tokens than it was asked for."""
     num_told = None if told is None else (len(told), told.num_top)
     num_top = request.sampling.prompt_logprobs
     asked = None if num_top is None else (len(request.scored), num_top)

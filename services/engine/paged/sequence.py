@@ -9,8 +9,8 @@
        +<--renegotiated (the delta must start earlier)    |           |            |
        +------------------------retracted (pages were short)----------+------------+
 
-Who only receives takes no place in the batch: it may take for ever. One that has landed and finds no place is
-the next to get one, before all that are new.
+A sequence that only receives takes no slot in the batch, for it may take for ever. One that has landed and
+finds no slot is the next to get one, before all that are new.
 
 Retraction keeps the full pages in the tree, unlocked: whoever is retracted matches its own prefix when it
 comes in again, and computes what was evicted meanwhile. In the prefill role nobody is retracted: a room
@@ -37,61 +37,61 @@ from services.values.request import FinishReason, GenerationRequest
 
 
 class Phase(Enum):
-    NEW = auto()  # not submitted, or refused
-    WAITING = auto()  # queued, holds nothing
-    RECEIVING = auto()  # pages reserved; prefill writes them
-    LANDED = auto()  # written, its first token is known and not said; there is no place in the batch yet
-    COMPUTING = auto()  # prompt chunks are computed here
-    DECODING = auto()  # one token a step
+    NEW = auto()  # It is not submitted, or was refused.
+    WAITING = auto()  # It is queued and holds nothing.
+    RECEIVING = auto()  # Its pages are reserved; prefill writes them.
+    LANDED = auto()  # Its pages are written and its first token known, but the batch has no slot yet.
+    COMPUTING = auto()  # Its prompt chunks are computed here.
+    DECODING = auto()  # It gets one token a step, or with drafts several.
     ENDED = auto()
 
 
-RUNNING = (Phase.COMPUTING, Phase.DECODING)  # in the batch
+RUNNING = (Phase.COMPUTING, Phase.DECODING)  # These are in the batch.
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one request, touched by the engine's thread only.
+    """It is the mutable state of one request, touched by the engine's thread only.
 
     Invariants: `computed <= len(ids)`; while COMPUTING the KV of ids[:max(computed, stored)] is in the pages;
     while DECODING computed == len(ids) - 1: the newest token's KV is stored by the next step.
     """
 
     request: GenerationRequest
-    arrival: int  # order of submission; a retracted sequence keeps it
-    receives: bool = False  # admitted into RECEIVING instead of COMPUTING, the first time
-    room: Room | None = None  # prefill role: pages are offered to this room as they are computed
-    single_token: bool = False  # prefill role: end after the first token
+    arrival: int  # A retracted sequence keeps its order of submission.
+    receives: bool = False  # It is admitted into RECEIVING instead of COMPUTING, the first time.
+    room: Room | None = None  # In the prefill role pages are offered to this transfer as they are computed.
+    single_token: bool = False  # In the prefill role it ends after the first token.
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
     pages: SequencePages | None = None
-    carried: SequenceCarried | None = None  # while it has pages
+    carried: SequenceCarried | None = None  # It is set while it has pages.
     computed: int = 0  # tokens
-    stored: int = 0  # tokens whose K and V were in its pages before it computed them: it must not write those
-    borders: list[int] = field(default_factory=list)  # ascending: where it is to keep resume points
-    # With whoever computed when it began to, or the other way round: their last common border.
+    stored: int = 0  # The K and V of these tokens were in its pages before: it must not write them.
+    borders: list[int] = field(default_factory=list)  # It is to keep checkpoints there; they ascend.
+    # The last common border with each that computed when it began to, or the other way round.
     common: "dict[Sequence, int]" = field(default_factory=dict)
-    offered: int = 0  # prefill role: tokens whose pages the room has been given
+    offered: int = 0  # In the prefill role the transfer has been offered the pages of these tokens.
     room_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
-    # Estimated at submission, for the load report:
-    uncached_tokens: int = 0  # whose K and V are not here
-    uncomputed_tokens: int = 0  # to be computed here
-    first_token: Sampled | None = None  # while LANDED
-    proposal: Proposal | None = None  # that the step which runs verifies
-    prefix_limit: int | None = None  # tokens of its prompt that may be matched; None: all
-    reused_tokens: int = 0  # of its prompt, that others had computed
+    # These are estimated at submission, for the load report.
+    uncached_tokens: int = 0  # Their K and V are not here.
+    uncomputed_tokens: int = 0  # They are to be computed here.
+    first_token: Sampled | None = None  # It is set while LANDED.
+    proposal: Proposal | None = None  # The step that runs verifies it.
+    prefix_limit: int | None = None  # So many tokens of its prompt may be matched; None stands for all.
+    reused_tokens: int = 0  # Others had computed them.
     retractions: int = 0
-    # While it waits, for the gate:
+    # The gate keeps these while it waits.
     overtaken: int = 0
     overtaken_since_s: float | None = None
     lookup: Lookup | None = None
-    looked_up_at: int = -1  # the gate's count of news
-    ending_ids: frozenset[int] = frozenset()  # the request's
-    matcher: Matcher | None = None  # of its constraint, as far as its output ids
+    looked_up_at: int = -1  # It is the gate's count of news.
+    ending_ids: frozenset[int] = frozenset()
+    matcher: Matcher | None = None  # It stands at the end of the output ids.
     scores: ScoredPrompt | None = (
-        None  # where its prompt's are asked for and computed here, until they are said
+        None  # It is set where its prompt's are requested and computed here, until they are reported.
     )
 
     def __post_init__(self) -> None:
@@ -100,20 +100,20 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated for the client so far, here or elsewhere."""
+        """Return the tokens generated for the client so far, here or elsewhere."""
         return len(self.ids) - len(self.request.prompt_ids)
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens still to be computed here."""
+        """Return the prompt tokens still to be computed here."""
         return len(self.ids) - self.computed if self.phase is Phase.COMPUTING else 0
 
     @property
     def matchable_tokens(self) -> int | None:
-        """How many of its ids may be matched; None: all.
+        """Return how many of its ids may be matched; None stands for all.
 
         Where the next token is computed here, its logits need the last id to be computed too; and what is
-        asked of the prompt's tokens those before each of them.
+        requested about the prompt's tokens needs those before each of them.
         """
         if self.receives:
             return self.prefix_limit
@@ -121,7 +121,8 @@ class Sequence:
 
     @property
     def scorable_from(self) -> int:
-        """Where it must begin to compute to tell of its prompt's tokens; all its ids where nobody asks."""
+        """Return where it must begin to compute to report on its prompt's tokens; all its ids where nobody
+        asks."""
         return len(self.ids) if self.scores is None else self.scores.matchable_tokens
 
     def __repr__(self) -> str:
@@ -138,13 +139,16 @@ def token_said(
     drafts: tuple[int, int],
     compute_s: float,
 ) -> Token:
-    """Its newest token, and once what was told of its prompt's. `drafts` of its step: verified, accepted."""
+    """Return its newest token, with what is reported about its prompt's, once.
+
+    `drafts` of its step are the (verified, accepted) ones.
+    """
     told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
     return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, seq.reused_tokens, told)
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
-    """Whether the newest token of `seq` ends it."""
+    """Return why the newest token of `seq` ends it, or None where it does not."""
     sampling, num_output = seq.request.sampling, seq.num_output
     if seq.ids[-1] in seq.ending_ids and num_output >= sampling.min_tokens:
         return FinishReason.STOP
@@ -156,14 +160,15 @@ def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None
 
 
 def follow_choice(seq: Sequence, token_id: int) -> InvalidRequest | None:
-    """Take what was chosen into its matcher, where it has one. An error: there is no way to go on."""
+    """Take what was chosen into its matcher, where it has one; an error says that there is no way to go
+    on."""
     if token_id == NO_TOKEN:
         return InvalidRequest(_dead_end(seq))
     if seq.matcher is None or token_id in seq.ending_ids:
         return None
     try:
         seq.matcher.advance((token_id,))
-    except InvalidRequest as error:  # a limit of the matcher's: what is chosen is what it allows
+    except InvalidRequest as error:  # It is a limit of the matcher's: what is chosen is what it allows.
         return error
     return None
 
