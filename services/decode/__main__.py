@@ -5,7 +5,7 @@ from services.process.signals import ending_at_once
 
 def _main() -> None:
     from services.decode.decode_service import (
-        decode_roles,  # takes a second or two, which Ctrl-C may cut short
+        decode_roles,  # The import takes a second or two, which Ctrl-C may cut short.
     )
     from services.rank.main import main
 

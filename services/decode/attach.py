@@ -5,8 +5,8 @@
                                         tokens alone ----^
     Abort ----> cancels its task
 
-What an engine step brings is put into the outbox within two turns of the loop, tokens alone in the first and
-what tasks are woken for in the second, and the writer runs in the third: so a step is a message. When the
+What an engine step brings is put into the outbox within two iterations of the loop, tokens alone in the first
+and what tasks are woken for in the second, and the writer runs in the third: so a step is a message. When the
 stream ends, every task is cancelled.
 """
 
@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 
 
 class RunningRequests:
-    """The requests of all routers on this rank."""
-
     def __init__(self, intake: Intake) -> None:
         self.intake = intake
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -65,7 +63,7 @@ class RunningRequests:
 
 
 class AttachSession:
-    """One stream. `read` consumes commands, `messages` yields what goes out."""
+    """It is one stream: `read` consumes commands, `messages` yields what goes out."""
 
     def __init__(
         self,
@@ -83,11 +81,10 @@ class AttachSession:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox = Outbox()
         self._wake = asyncio.Event()
-        self._is_waking = False  # it will be set in the loop's next turn
-        self._num_tokens = 0  # that came and are not counted yet
+        self._is_waking = False  # It will be set in the loop's next iteration.
+        self._num_tokens = 0  # They came and are not counted yet.
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
-        """Obey until the router ends the stream."""
         async for command in commands:
             self._obey(command)
             for further in command.further:
@@ -105,7 +102,8 @@ class AttachSession:
                 raise ProtocolError("an Attach command that is neither start nor abort")
 
     async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
-        """StepOutputs as they come; one with the load alone first, and after `idle_report_s` of silence."""
+        """Yield StepOutputs as they come; one with the load alone first, and after `idle_report_s` of
+        silence."""
         with closing(Silence(idle_report_s, self._wake.set)) as silence:
             first = self._message()
             first.takes_further = True
@@ -117,7 +115,7 @@ class AttachSession:
                 yield self._message()
 
     async def close(self) -> None:
-        """Cancel everything this router started; returns when all of it has ended."""
+        """Cancel everything this router started; return when all of it has ended."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -147,7 +145,7 @@ class AttachSession:
             asyncio.get_running_loop().call_soon(self._wake_writer)
 
     def _wake_writer(self) -> None:
-        """A turn late: tasks that the same step has woken have put theirs by now."""
+        """Wake it an iteration late: tasks that the same step has woken have put theirs by now."""
         if self._outbox:
             self._wake.set()
 
@@ -174,7 +172,7 @@ class AttachSession:
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._tasks[request_id]
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # It may have been before it began.
             self._put(request_id, Output(finished=FinishReason.ABORTED))
 
     def _check(self, message: decode_pb2.Start) -> None:
@@ -229,7 +227,8 @@ class AttachSession:
 
 
 def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
-    """What the engine's stages leave of the time to the first token is the wait for a step of its batch."""
+    """Set the wait for a step of its batch, which the engine's stages leave of the time to the first
+    token."""
     return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
 
 
@@ -257,13 +256,16 @@ def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
 
 
 class Silence:
-    """`ring` is called when somebody has waited for `limit_s`, and again after each more of them."""
+    """`ring` is called when somebody has waited for `limit_s`, and again after each more of them.
+
+    Its timer is set once, not at each wait, for these are many and mostly brief.
+    """
 
     def __init__(self, limit_s: float, ring: Callable[[], None]) -> None:
         self._limit_s = limit_s
         self._ring = ring
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the wait began; None: nobody waits
+        self._since: float | None = None  # It is when the wait began; None says that nobody waits.
         self._timer = self._loop.call_later(limit_s, self._look)
 
     def begins(self) -> None:
@@ -286,14 +288,17 @@ class Silence:
 
 
 class Outbox:
-    """In the order of each request. Tokens of which there is nothing else to tell are no outputs where the
-    request has a number: two numbers each, in arrays of all requests, cost a tenth of a message."""
+    """It has what a router is yet to be told, in the order of each request.
+
+    Tokens without anything else to report are no outputs where the request has a number: two numbers each, in
+    arrays of all requests, cost a tenth of a message.
+    """
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._token_ids: list[int] = []
         self._outputs: list[decode_pb2.RequestOutput] = []
-        self._behind: set[str] = set()  # requests that have outputs here, which their tokens come behind
+        self._behind: set[str] = set()  # Tokens of these requests come behind their outputs.
 
     def __bool__(self) -> bool:
         return bool(self._outputs or self._token_ids)
@@ -306,7 +311,6 @@ class Outbox:
             self.put_message(convert_request.output_to_proto(request_id, output))
 
     def put_token(self, request_id: str, number: int, token_id: int) -> None:
-        """As `put` of a token alone."""
         if number and request_id not in self._behind:
             self._numbers.append(number)
             self._token_ids.append(token_id)
@@ -318,7 +322,7 @@ class Outbox:
         self._behind.add(output.request_id)
 
     def take(self) -> decode_pb2.StepOutputs:
-        """All that one message holds. What is told of prompts may be large; of one it fits."""
+        """Return all that one message holds. What is reported of prompts may be large; that of one fits."""
         outputs, self._outputs = _fitting(self._outputs)
         message = decode_pb2.StepOutputs(outputs=outputs, numbers=self._numbers, token_ids=self._token_ids)
         self._numbers, self._token_ids = [], []
@@ -329,7 +333,7 @@ class Outbox:
 def _fitting(
     outputs: list[decode_pb2.RequestOutput],
 ) -> tuple[list[decode_pb2.RequestOutput], list[decode_pb2.RequestOutput]]:
-    """Those for one message, and those for the next."""
+    """Return those for one message, and those for the next."""
     size = 0
     for index, output in enumerate(outputs):
         size += output.prompt_logprobs.ByteSize() if output.HasField("prompt_logprobs") else 0

@@ -1,4 +1,4 @@
-"""What a decode rank shows Prometheus beside its pool."""
+"""A decode rank shows these metrics beside its pool's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -69,7 +69,8 @@ async def _write(session: AttachSession, context: grpc.aio.ServicerContext) -> N
 
 
 def decode_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
-    """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
+    """Return the roles of all ranks of this process. Raises ConfigError when the engine's settings cannot
+    work."""
     engines = decode_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The prefill leg of a decode request: one call to the prefill rank that the router chose."""
+"""The prefill leg of a decode request is one call to the prefill rank that the router chose."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +21,7 @@ from services.values.request import GenerationRequest, PrefillResult
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2_grpc
 
-# What says something about the request itself; anything else means that this peer failed.
+# These say something about the request itself; anything else means that this peer failed.
 _OF_THE_REQUEST = (InvalidRequest, NoCapacity, DeadlineExceeded)
 
 
@@ -32,19 +32,22 @@ class _Kept:
 
     @property
     def idle(self) -> bool:
-        """Neither called through nor connected: its rank may be gone for good."""
+        """Return whether it is neither called through nor connected: its rank may be gone for good."""
         return self.num_calls == 0 and self.channel.get_state() is not grpc.ChannelConnectivity.READY
 
     @property
     def failing(self) -> bool:
-        """It could not connect, and fails every call until gRPC tries again, up to two seconds later."""
+        """Return whether it could not connect, and fails calls until gRPC tries again, up to two seconds
+        later."""
         return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 class PrefillChannels:
-    """One channel per prefill endpoint, made anew where it could not connect: whoever calls has reason to
-    think that the rank is there again. With each new channel those are closed that have become idle, so
-    that ranks which came and went leave nothing behind."""
+    """It keeps one channel per prefill endpoint, made anew where it could not connect.
+
+    Whoever calls has reason to think that the rank is there again. With each new channel those are closed
+    that have become idle, so that ranks which came and went leave nothing behind.
+    """
 
     def __init__(self, tls: TlsConfig | None) -> None:
         self._tls = tls
@@ -55,7 +58,6 @@ class PrefillChannels:
 
     @asynccontextmanager
     async def lend(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel for one call."""
         kept, idle = self._channels.get(endpoint), {}
         if kept is None or kept.failing:
             idle = {name: other for name, other in self._channels.items() if other.idle}
@@ -70,7 +72,7 @@ class PrefillChannels:
         finally:
             kept.num_calls -= 1
             if kept.num_calls == 0 and self._channels.get(endpoint) is not kept:
-                await kept.channel.close()  # it was failing, and has been replaced
+                await kept.channel.close()  # It was failing, and has been replaced.
 
     async def close(self) -> None:
         for kept in self._channels.values():

@@ -2,8 +2,8 @@
 
 It has a real pool. The slot of position i holds mix(token_i, i), and the next token is drawn from the
 sum of all slots, read back from the pages. So one wrong, missing or stale page anywhere changes the
-output, and `continuation` says what it should have been. Likewise how probable a token is of a prompt that is
-asked about its own (`scores`): the next one is so for certain, and of the others each less.
+output, and `continuation` says what it should have been. The same holds for log-probabilities of a
+prompt's tokens (`scores`): the next one is certain, and each of the others less.
 
 With carried groups each token is mixed with what its windows hold and with the state, as of the tokens
 before it, and it is that which is stored: so whatever was wrong once stays wrong. It has real pools of them.
@@ -46,14 +46,12 @@ FINGERPRINT = 0xFA4E
 
 @dataclass(frozen=True, slots=True)
 class FakeSpeed:
-    """How long computing takes, so that tests can act in the middle of it."""
-
     step_s: float = 0.0
     prompt_token_s: float = 0.0
 
 
 class FakeRunner:
-    """Implements ModelRunner."""
+    """It implements ModelRunner."""
 
     def __init__(
         self,
@@ -68,7 +66,8 @@ class FakeRunner:
         speed: FakeSpeed = FakeSpeed(),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`carried` as `fake_window` and `fake_state` make them, with so many units of each in its pool."""
+        """`carried` are as `fake_window` and `fake_state` make them, with so many units of each in its
+        pool."""
         self.slots = np.zeros((num_pages, page_size), dtype=np.uint64)
         self.carried_pools = [
             np.zeros((units, _unit_values(group, page_size)), dtype=np.uint64)
@@ -115,7 +114,7 @@ class FakeRunner:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
 
     def _store(self, chunks: Sequence[Chunk]) -> None:
-        """Of all their tokens at once, where nothing is carried from one to the next."""
+        """Store all their tokens at once, where nothing is carried from one to the next."""
         page_size, token_ids, positions, places = self.layout.page_size, list[int](), list[int](), list[int]()
         for chunk in chunks:
             pages, first = chunk.pages, max(chunk.start, chunk.store_from)
@@ -125,7 +124,6 @@ class FakeRunner:
         self.slots.reshape(-1)[places] = mixed(token_ids, positions)
 
     def _chosen(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        """Their KV is stored."""
         for chunk in chunks:
             if chunk.scoring is not None:
                 self._tell(chunk, chunk.scoring)
@@ -150,7 +148,6 @@ class FakeRunner:
         return kept
 
     def _choices(self, chunk: Chunk, total: int) -> tuple[Sampled, ...]:
-        """`total` as `_total` of all of it."""
         masks = self._mask_maker.make(masks_asked([chunk])) if chunk.matcher is not None else _NO_MASKS
         if not chunk.num_drafts:
             return (self._choose(chunk, chunk.end, total, masks),)
@@ -163,7 +160,6 @@ class FakeRunner:
         return keep_accepted(chunk.drafts, choices)
 
     def _totals(self, chunks: Sequence[Chunk]) -> list[int]:
-        """As `_total` of each up to its end."""
         if not chunks:
             return []
         page_size = self.layout.page_size
@@ -175,7 +171,7 @@ class FakeRunner:
         return [int(each) for each in np.add.reduceat(held.sum(axis=1), last + 1 - counts)]
 
     def _total(self, chunk: Chunk, end: int) -> int:
-        """Of the first `end` slots of its sequence."""
+        """Return the sum of the first `end` slots of its sequence."""
         slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
         return int(slots.sum(dtype=np.uint64))
 
@@ -188,8 +184,8 @@ class FakeRunner:
         asked.tell(PromptLogprobs.joined(told, asked.num_top))
 
     def _choose(self, chunk: Chunk, end: int, total: int, masks: Masks, row: int = 0) -> Sampled:
-        """After `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any, allows
-        some."""
+        """Choose after `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any,
+        allows some."""
         banned, biases = chunk.banned_ids, chunk.sampling.logit_bias
         if len(masks) or banned or biases:
             allowed = masks.expanded()[row].copy() if len(masks) else np.ones(self.vocab_size, bool)
@@ -201,7 +197,7 @@ class FakeRunner:
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
     def _carry(self, chunk: Chunk, position: int, value: int) -> int:
-        """`value` mixed with what windows and state say, which take it in."""
+        """Return `value` mixed with what windows and state say, which take it in."""
         page_size, tails = self.layout.page_size, iter(chunk.tails)
         for group, pool in zip(self.layout.carried, self.carried_pools, strict=True):
             if group.kind is GroupKind.RECURRENT:
@@ -223,12 +219,11 @@ class FakeRunner:
 
 
 def fake_window(window: int, kind: GroupKind = GroupKind.SLIDING_WINDOW) -> KvGroup:
-    """A windowed group for a FakeRunner."""
     return KvGroup(kind, (1,), 1, 1, "uint64", window=window, unit_bytes=_SLOT_BYTES)
 
 
 def parse_carried(text: str) -> tuple[KvGroup, ...]:
-    """Of "window:8,chunk:16,state" or "state:500". Raises ConfigError."""
+    """Read "window:8,chunk:16,state" or "state:500". Raises ConfigError."""
     return tuple(_parse_group(part) for part in text.split(",") if part)
 
 
@@ -247,7 +242,8 @@ def _parse_group(part: str) -> KvGroup:
 
 
 def fake_state(tokens: int = 1) -> KvGroup:
-    """A recurrent group for a FakeRunner, whose state weighs as much as so many tokens of its attention."""
+    """Return a recurrent group for a FakeRunner, whose state weighs as much as so many tokens of
+    attention."""
     return KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "uint64", unit_bytes=tokens * _SLOT_BYTES)
 
 
@@ -256,7 +252,7 @@ def _unit_values(group: KvGroup, page_size: int) -> int:
 
 
 class FakeModel:
-    """What a FakeRunner computes, without pages: `values` are what it stores, by group and position."""
+    """It computes what a FakeRunner does, without pages: `values` are stored, by group and position."""
 
     def __init__(self, ids: Sequence[int] = (), carried: Sequence[KvGroup] = ()) -> None:
         self._carried = carried
@@ -274,7 +270,6 @@ class FakeModel:
         return draw(self.total, len(self.values[0]), VOCAB_SIZE)
 
     def scores(self, token: int, num_top: int) -> PromptLogprobs:
-        """Of a token that follows."""
         return scores(self.total, len(self.values[0]), token, VOCAB_SIZE, num_top)
 
     def take(self, token: int) -> None:
@@ -291,7 +286,7 @@ class FakeModel:
 
 
 def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup] = ()) -> list[int]:
-    """The `num_tokens` tokens that a FakeRunner must generate after `ids`."""
+    """Return the `num_tokens` tokens that a FakeRunner must generate after `ids`."""
     model = FakeModel(ids, carried)
     tokens: list[int] = []
     for _ in range(num_tokens):
@@ -303,7 +298,7 @@ def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup]
 def prompt_scores(
     ids: Sequence[int], start: int, num_top: int, carried: Sequence[KvGroup] = ()
 ) -> PromptLogprobs:
-    """What a FakeRunner must tell of a prompt's tokens from `start` on, at least 1."""
+    """Return what a FakeRunner must report of a prompt's tokens from `start` on, at least 1."""
     model = FakeModel(ids[:start], carried)
     told = []
     for token in ids[start:]:
@@ -313,14 +308,14 @@ def prompt_scores(
 
 
 def first_seen(group: KvGroup, position: int) -> int:
-    """Of a windowed group: the first position that a token at `position` sees."""
+    """Return the first position that a token at `position` sees, in a windowed group."""
     if group.kind is GroupKind.CHUNKED_WINDOW:
         return position // group.window * group.window
     return max(0, position - group.window + 1)
 
 
 def mix(token: int, position: int) -> int:
-    """splitmix64's finalizer over the pair (Steele, Lea, Flood 2014)."""
+    """It is splitmix64's finalizer over the pair (Steele, Lea, Flood 2014)."""
     x = (token * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 1) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -328,7 +323,6 @@ def mix(token: int, position: int) -> int:
 
 
 def mixed(token_ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """`mix` of each pair."""
     tokens, at = np.array(token_ids, np.uint64), np.array(positions, np.uint64)
     x = tokens * np.uint64(0x9E3779B97F4A7C15) + at * np.uint64(0xD1B54A32D192ED03) + np.uint64(1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -337,13 +331,14 @@ def mixed(token_ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint
 
 
 def draw(total: int, length: int, vocab_size: int) -> int:
-    """The token after so many, the sum of whose slots is `total`."""
     return mix(total, length) % vocab_size
 
 
 def choose(total: int, length: int, allowed: NDArray[np.bool], logit_bias: Biases = ()) -> int:
-    """One of the ids that are allowed: a draw. With biases the drawn one's logit is 10, the others have 0:
-    the highest is chosen, or drawn from several."""
+    """Return one of the ids that are allowed, by a draw.
+
+    With biases the drawn one's logit is 10, the others have 0: the highest is chosen, or drawn from several.
+    """
     ids = np.flatnonzero(allowed)
     if not len(ids):
         return NO_TOKEN
@@ -359,7 +354,7 @@ def choose(total: int, length: int, allowed: NDArray[np.bool], logit_bias: Biase
 
 
 def scores(total: int, length: int, token: int, vocab_size: int, num_top: int) -> PromptLogprobs:
-    """Of a token after so many. They are no distribution, but a float32 holds them as they are."""
+    """Score a token after so many. The scores are no distribution, but a float32 holds them as they are."""
     behind = (np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ np.uint64(
         mix(total, length)
     )

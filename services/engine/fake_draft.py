@@ -21,20 +21,21 @@ from services.values.kv import DraftKv, GroupKind, KvGroup, PageId, PoolMemory
 
 _SLOT_BYTES = 8
 _FINGERPRINT = 0xD4AF
-_SALT = 0x5EED  # whether it agrees says nothing of what comes
+_SALT = 0x5EED  # It keeps agreement independent of what comes.
 _RANGE = 2**64
 
 
 @dataclass(frozen=True, slots=True)
 class FakeDraftSettings:
-    agrees: float  # in so many positions
-    step_s: float = 0.0  # what one draft for each sequence of a batch takes
-    every_chunk: bool = False  # also those of one token: on a prefill rank, where nobody decodes
-    catch_up_tokens: int = 512  # computed at most, beside prompt chunks, before a step's drafts
+    agrees: float  # It agrees in this share of positions.
+    step_s: float = 0.0  # One draft for each sequence of a batch takes so long.
+    # It computes chunks of one token, too, as on a prefill rank, where nobody decodes.
+    every_chunk: bool = False
+    catch_up_tokens: int = 512  # It computes so many at most beside prompt chunks, before a step's drafts.
 
 
 def parse_draft(text: str, *, every_chunk: bool = False, catch_up_tokens: int = 512) -> FakeDraftSettings:
-    """Of "agree:0.8", or "agree:0.8:0.001" where a draft takes so many seconds. Raises ConfigError."""
+    """Read "agree:0.8", or "agree:0.8:0.001" where a draft takes so many seconds. Raises ConfigError."""
     name, *numbers = text.split(":")
     try:
         agrees, step_s = map(float, (*numbers, "0")[:2])
@@ -46,7 +47,7 @@ def parse_draft(text: str, *, every_chunk: bool = False, catch_up_tokens: int = 
 
 
 class FakeDraft:
-    """Implements DraftModel."""
+    """It implements DraftModel."""
 
     def __init__(
         self, target: FakeRunner, settings: FakeDraftSettings, sleep: Callable[[float], None] = time.sleep
@@ -57,7 +58,7 @@ class FakeDraft:
         self.slots = np.zeros_like(target.slots)
         self.validity = ShadowValidity(*self.slots.shape)
         self.memory = PoolMemory(self.slots.ctypes.data, len(self.slots))
-        self.computed_tokens = 0  # beside drafts
+        self.computed_tokens = 0  # These are beside drafts.
 
     @property
     def kv(self) -> DraftKv:
@@ -76,7 +77,6 @@ class FakeDraft:
         self.validity.received(pages, num_tokens)
 
     def compute_with(self, chunk: Chunk) -> None:
-        """The target computes it."""
         decodes = len(chunk.token_ids) == 1 + chunk.num_drafts
         if not decodes or self._settings.every_chunk:
             lacking = self.validity.lacking(chunk.pages, chunk.start, chunk.end)
@@ -117,7 +117,6 @@ class FakeDraft:
         return tuple(drafts)
 
     def _has_kv(self, chunk: Chunk) -> bool:
-        """That of its ids, and nobody else's."""
         own = self.slots[list(chunk.pages)].reshape(-1)[: chunk.end]
         return bool(
             own.sum(dtype=np.uint64) == mixed(chunk.history, range(len(chunk.history))).sum(dtype=np.uint64)
@@ -125,10 +124,7 @@ class FakeDraft:
 
 
 class FakeDraftingRunner(FakeRunner):
-    """A FakeRunner with such a draft model."""
-
     def __init__(self, draft: FakeDraftSettings, **settings: Any) -> None:
-        """`settings` are a FakeRunner's."""
         super().__init__(**settings)
         self.draft: FakeDraft = FakeDraft(self, draft, self._sleep)
         self.layout = replace(self.layout, draft=self.draft.kv)
@@ -146,14 +142,15 @@ class FakeDraftingRunner(FakeRunner):
 
 
 class _Foresight:
-    """What the target will choose after a chunk of one token and those that are taken; it stores nothing."""
+    """It foresees the target's choices after a chunk of one token and those taken; it stores nothing."""
 
     def __init__(self, target: FakeRunner, chunk: Chunk) -> None:
         self._target = target
         self._chunk = chunk
         self._position = chunk.start
         self._total = int(target.slots[list(chunk.pages)].reshape(-1)[: chunk.start].sum(dtype=np.uint64))
-        self._taken: list[dict[int, int]] = [{} for _ in target.layout.carried]  # by group and position
+        # It has values by group and position.
+        self._taken: list[dict[int, int]] = [{} for _ in target.layout.carried]
         self.take(chunk.token_ids[0])
 
     @property
@@ -162,7 +159,7 @@ class _Foresight:
 
     @property
     def chance(self) -> float:
-        """In [0, 1), by the ids so far."""
+        """Return a number in [0, 1), by the ids so far."""
         return mix((self._total ^ _SALT) % _RANGE, self._position) / _RANGE
 
     def take(self, token: int) -> None:
@@ -191,8 +188,6 @@ class _Foresight:
 def _seen(
     pool: NDArray[np.uint64], taken: Mapping[int, int], tail: TailPages, positions: range, page_size: int
 ) -> int:
-    """The sum of what a window holds."""
-
     def value(position: int) -> int:
         if position in taken:
             return taken[position]

@@ -5,7 +5,7 @@ from services.process.signals import ending_at_once
 
 def _main() -> None:
     from services.prefill.prefill_service import (
-        prefill_roles,  # takes a second or two, which Ctrl-C may cut short
+        prefill_roles,  # The import takes a second or two, which Ctrl-C may cut short.
     )
     from services.rank.main import main
 

@@ -1,4 +1,4 @@
-"""What a prefill rank shows Prometheus beside its pool."""
+"""A prefill rank shows these metrics beside its pool's."""
 
 from functools import partial
 

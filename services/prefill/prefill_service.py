@@ -98,7 +98,8 @@ def _attributes(result: PrefillResult) -> dict[str, int | float]:
 
 
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
-    """Of all ranks of this process. Raises ConfigError when the engine's settings cannot work."""
+    """Return the roles of all ranks of this process. Raises ConfigError when the engine's settings cannot
+    work."""
     engines = prefill_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
 
@@ -127,4 +128,4 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
 
 
 async def _nothing_to_close() -> None:
-    """What serves the Handshake belongs to the engine."""
+    """The engine owns what serves the Handshake."""

@@ -1,4 +1,4 @@
-"""What sequences contribute to a step: the functions here read them and change nothing."""
+"""These functions say what sequences contribute to a step; they read them and change nothing."""
 
 from collections.abc import Sequence as SequenceOf
 

@@ -108,7 +108,6 @@ class Carrying:
         return most if self._books.is_empty else min(most, -len(seq.ids) % self._books.index_block)
 
     def account(self, seq: Sequence) -> None:
-        """Note that a chunk of it was computed and that its pages are published."""
         if self._books.is_empty:
             return
         assert seq.carried is not None

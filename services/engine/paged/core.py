@@ -138,7 +138,6 @@ class EngineCore:
         self._end(seq, quarantine=quarantine)
 
     def end_quarantine(self, seq: Sequence) -> None:
-        """Give back the pages of a quarantined sequence, whose writer has stopped."""
         if seq.pages is not None and seq.pages.hold is Hold.QUARANTINED:
             self.cache.end_quarantine(seq.pages)
             if seq.carried is not None:

@@ -1,4 +1,4 @@
-"""What the engine core reports about its sequences, in order."""
+"""The engine core reports these events about its sequences, in order."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """In the prefill role the KV of [start_token, end_token) is final, in these pages, in token order."""
+    """The KV of [start_token, end_token) is final on a prefill rank, in these pages, in token order."""
 
     room: Room
     start_token: int
@@ -51,7 +51,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """In the prefill role the state at the prompt's end is final, in these units, by group as in Reserved.
+    """The state at the prompt's end is final on a prefill rank, in these units, by group as in Reserved.
 
     It is reported once, after the last chunk, where the layout has any. Until the transfer lets go no step
     writes the units, and nobody else is allocated them.

@@ -1,5 +1,4 @@
-"""What a core reports about itself: its load, what its tree gained and lost, and whether its books
-balance."""
+"""A core reports its load, what its tree gained and lost, and whether its books balance."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace

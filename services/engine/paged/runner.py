@@ -82,7 +82,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """With NO_TOKEN, constraint and bans together allow no token that the vocabulary has."""
+    """NO_TOKEN says that constraint and bans together allow no token that the vocabulary has."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -131,15 +131,17 @@ class ModelRunner(Protocol):
 
     @property
     def draft(self) -> DraftModel | None:
-        """Where there is one, `run` has it compute prompt chunks, too, and `read_pages` reads its pool as the
-        group behind the layout's last."""
+        """Return the draft model, if any.
+
+        Then `run` has it compute prompt chunks, too, and `read_pages` reads its pool as the group behind the
+        layout's last.
+        """
 
     @property
     def layout(self) -> KvLayout: ...
 
     @property
-    def memory(self) -> PoolMemory:
-        """Return the pool of full attention."""
+    def memory(self) -> PoolMemory: ...
 
     @property
     def carried_memory(self) -> tuple[PoolMemory, ...]:
@@ -175,8 +177,7 @@ class ModelRunner(Protocol):
         """
 
     @property
-    def mask_counts(self) -> MaskCounts:
-        """Return what the masks of constraints took."""
+    def mask_counts(self) -> MaskCounts: ...
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy states, from the first slot of each move to the second; it is called between steps.
@@ -191,8 +192,7 @@ class ModelRunner(Protocol):
         What it gives is valid until the next is taken, or this thread reads anew. Any thread may call.
         """
 
-    def close(self) -> None:
-        """Free the pool."""
+    def close(self) -> None: ...
 
 
 def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sampled, ...]:
@@ -204,5 +204,4 @@ def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sa
 
 
 def masks_asked(chunks: Sequence[Chunk]) -> list[Asked]:
-    """Return the masks of those that sample under a constraint, in their order."""
     return [Asked(c.matcher, c.drafts) for c in chunks if c.sample and c.matcher is not None]

@@ -40,7 +40,6 @@ class ScoredPrompt:
 
     @property
     def matchable_tokens(self) -> int:
-        """Return how many of the prompt's tokens may come from a cache."""
         return self.next - 1
 
     def asked_of(self, start: int, end: int) -> Scoring | None:

@@ -100,12 +100,10 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Return the tokens generated for the client so far, here or elsewhere."""
         return len(self.ids) - len(self.request.prompt_ids)
 
     @property
     def remaining_tokens(self) -> int:
-        """Return the prompt tokens still to be computed here."""
         return len(self.ids) - self.computed if self.phase is Phase.COMPUTING else 0
 
     @property
@@ -148,7 +146,6 @@ def token_said(
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
-    """Return why the newest token of `seq` ends it, or None where it does not."""
     sampling, num_output = seq.request.sampling, seq.num_output
     if seq.ids[-1] in seq.ending_ids and num_output >= sampling.min_tokens:
         return FinishReason.STOP

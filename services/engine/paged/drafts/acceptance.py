@@ -1,4 +1,4 @@
-"""How often a draft is right: of each sequence lately, before that of the rank; and counts for metrics. Pure.
+"""Acceptance tells how often a sequence's drafts are right lately, and at first the rank's. It is pure.
 
 A draft behind a wrong one says nothing. So a guess of which m ids were right tells of m that were and, unless
 it was right to its end, of one that was not. It does so verified or not: what the sequence goes on with shows
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from services.values.load import DraftCount
 
-Kind = tuple[str, int]  # source, and the length of its match by its bits: 3, 4..7, 8..15, 16
+Kind = tuple[str, int]  # It is the source, and the length of its match by its bits: 3, 4..7, 8..15, 16.
 
-_SEQUENCE_FADING, _RANK_FADING = 0.95, 0.995  # of a guess's weight, per later one
-_PRIOR_WEIGHT = 1.5  # drafts of a sequence that count for as much as what the rank has seen
+_SEQUENCE_FADING, _RANK_FADING = 0.95, 0.995  # A guess's weight fades by it per later one.
+_PRIOR_WEIGHT = 1.5  # So many drafts of a sequence count for as much as what the rank has seen.
 _UNKNOWN = 0.5
 
 
@@ -32,7 +32,7 @@ class _Counts:
 
 
 class Acceptance:
-    """Of a sequence, or of all of a rank where there is no `rank`."""
+    """It belongs to a sequence, or without `rank` to all of a rank."""
 
     def __init__(self, rank: "Acceptance | None" = None) -> None:
         self._rank = rank
@@ -40,20 +40,19 @@ class Acceptance:
         self._counts: dict[Kind, _Counts] = {}
 
     def note(self, kind: Kind, right: int, tried: int) -> None:
-        """The rank is told, too."""
         self._counts.setdefault(kind, _Counts()).add(right, tried, self._fading)
         if self._rank is not None:
             self._rank.note(kind, right, tried)
 
     def chance(self, kind: Kind) -> float:
-        """Of a draft behind right ones to be right."""
+        """Return the chance of a draft behind right ones to be right."""
         prior = self._rank.chance(kind) if self._rank is not None else _UNKNOWN
         counts = self._counts.get(kind)
         return counts.share(prior, _PRIOR_WEIGHT) if counts is not None else prior
 
 
 def count_right(guess: Sequence[int], actual: Sequence[int]) -> tuple[int, int]:
-    """How many of the first ids of a guess were right, and how many of them that tells of."""
+    """Return how many of the first ids of a guess were right, and of how many that is known."""
     for index, (guessed, token_id) in enumerate(zip(guess, actual, strict=False)):
         if guessed != token_id:
             return index, index + 1
@@ -62,23 +61,19 @@ def count_right(guess: Sequence[int], actual: Sequence[int]) -> tuple[int, int]:
 
 
 class DraftCounts:
-    """By source, since the rank's start; and what sequences get of a step."""
-
     def __init__(self) -> None:
         self._drafted = Counter[str]()
         self._accepted = Counter[str]()
-        self.tokens_per_step = 0.0  # of a decoding sequence, lately; 0: none was there yet
+        self.tokens_per_step = 0.0  # It is what a decoding sequence got lately, and 0 before there was one.
 
     def __repr__(self) -> str:
         return f"DraftCounts({self.by_source()} tokens_per_step={self.tokens_per_step:.2f})"
 
     def note(self, source: str, drafted: int, accepted: int) -> None:
-        """Of one verified proposal."""
         self._drafted[source] += drafted
         self._accepted[source] += accepted
 
     def note_step(self, num_sequences: int, num_tokens: int) -> None:
-        """That so many decoding sequences got together."""
         if num_sequences:
             mean = num_tokens / num_sequences
             before = self.tokens_per_step or mean

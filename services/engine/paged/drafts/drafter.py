@@ -1,4 +1,4 @@
-"""Drafts from what was said before: by the sequence itself and, if asked for, by others of its salt."""
+"""Drafts come from what was said before: by the sequence itself and, if wanted, by others of its salt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,32 +15,30 @@ from services.engine.paged.drafts.sources.siblings import Siblings
 from services.engine.paged.drafts.sources.source import Source
 from services.engine.paged.queue.step_time import StepTimes
 
-# Ids taken in by a step, of all sequences together: prompts that come at once, long ones, are known a little
-# later rather than hold a step up. 0.2 ms.
+# A step takes in so many ids of all sequences together: prompts that come at once, long ones, are known a
+# little later rather than hold a step up. It takes 0.2 ms.
 _INDEXED_A_STEP = 2048
-_TOLD_AT_ONCE = 256  # ids of a running sequence that the others of its salt are told of
+_TOLD_AT_ONCE = 256  # The others of its salt are told of so many ids of a running sequence at once.
 _NO_CANDIDATE = Candidate(0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LookupSettings:
-    most: int = 5  # drafts of a sequence in a step
-    shares: bool = False  # also from others of the same salt
-    shares_unsalted: bool = False  # and where that is empty
+    most: int = 5  # A sequence has so many drafts in a step at most.
+    shares: bool = False  # Drafts come also from others of the same salt.
+    shares_unsalted: bool = False  # They do so where the salt is empty, too.
     itl_target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """A sequence that has decoded here."""
-
     own: OwnNgrams
-    of_salt: SaltNgrams | None  # None: it shares with nobody
+    of_salt: SaltNgrams | None  # It is None where the sequence shares with nobody.
     guesser: Guesser
 
 
 class Drafter:
-    """Implements Drafting."""
+    """It implements Drafting."""
 
     def __init__(self, settings: LookupSettings, page_size: int) -> None:
         self._settings = settings
@@ -67,7 +65,7 @@ class Drafter:
         ]
 
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
-        """What its ids go on with tells that, and more."""
+        """The ids that the sequence goes on with tell as much, and more."""
 
     def ended(self, seq: sequence.Sequence) -> None:
         drafted = self._drafted.pop(seq, None)
@@ -89,7 +87,7 @@ class Drafter:
         own, of_salt = OwnNgrams(seq.ids), None
         sources: list[Source] = [own]
         if self._may_share(seq):
-            # Of the prompt the others learn only what the answer goes on from: they have what they are asked.
+            # The others learn of the prompt only what the answer goes on from: they have what they are asked.
             of_salt = SaltNgrams(seq.ids, seq.request.cache_salt, self._shared, len(seq.request.prompt_ids))
             siblings = Siblings(seq.ids, self._page_size, lambda: seq.pages.node if seq.pages else None)
             sources = [own, siblings, of_salt]
@@ -98,13 +96,14 @@ class Drafter:
         return drafted
 
     def _may_share(self, seq: sequence.Sequence) -> bool:
-        """Speed tells what others of the salt have said, and without one these are all the world."""
+        """Return whether it may share: speed tells what others of the salt have said, who without a salt are
+        all."""
         settings = self._settings
         return settings.shares and (bool(seq.request.cache_salt) or settings.shares_unsalted)
 
 
 def step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> StepCost:
-    """Of what the target leaves, drafts take half at the most: the rest is for prompts."""
+    """Leave drafts half at most of what the target leaves: the rest is for prompts."""
     plain_s = step_times.decode_s(batch)
     limit_s = (plain_s + target_s) / 2 if target_s is not None else None
     return StepCost(plain_s, step_times.draft_s, limit_s)

@@ -1,4 +1,4 @@
-"""What the engine core asks of whoever drafts, and the room that it gives to drafts."""
+"""The engine core asks these things of whoever drafts, and gives drafts room."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,29 +14,31 @@ from services.kv.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A sequence that decodes one token in the next step, and the most drafts that it may have beside it."""
+    """A sequence decodes one token in the next step, and may have `most` drafts beside it."""
 
     seq: sequence.Sequence
     most: int
 
 
 class Drafting(Protocol):
-    """Called from the engine's thread only. Nothing that it says changes what is generated."""
+    """It is called from the engine's thread only. Nothing that it says changes what is generated."""
 
     def propose(
         self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
     ) -> Sequence[Proposal | None]:
-        """For each wish what to verify, if anything; no more than `max_drafts` together."""
+        """Return for each wish what to verify, if anything; no more than `max_drafts` together."""
 
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
-        """A step has verified it: its first `num_accepted` ids were right, and are among seq.ids."""
+        """Note that a step has verified it: its first `num_accepted` ids were right, and are among
+        seq.ids."""
 
     def ended(self, seq: sequence.Sequence) -> None:
-        """It asks for nothing any more, whether it ever did or not. Its ids are still there."""
+        """Note that it asks for nothing any more, whether it ever did or not. Its ids are still there."""
 
 
 class RoomAhead:
-    """Of the pages of `cache`, and of what is carried."""
+    """It finds pages of `cache`, and of the per-request state, for drafts that nobody else needs at
+    present."""
 
     def __init__(
         self, cache: PrefixCache, carrying: Carrying, runner: ModelRunner, max_context_tokens: int
@@ -51,7 +53,7 @@ class RoomAhead:
         return self._carrying.most_ahead(seq, batch.most_drafts(seq, self._max_context_tokens))
 
     def chunk_of(self, seq: sequence.Sequence, proposal: Proposal | None) -> Chunk:
-        """Its newest token, and what is proposed to follow as far as that can be and has pages."""
+        """Return its newest token, and what is proposed to follow as far as that can be and has pages."""
         if proposal is None:
             self._carrying.chunk_end(seq, len(seq.ids))
             return batch.chunk_of(seq, 1, self._page_size)
@@ -62,14 +64,14 @@ class RoomAhead:
         return batch.chunk_of(seq, 1, self._page_size, ids)
 
     def give_back(self, seq: sequence.Sequence) -> None:
-        """Pages that only drafts reached which were wrong: for want of one another could be retracted."""
+        """Give back pages that only wrong drafts reached: for want of one another could be retracted."""
         assert seq.pages is not None
         needed = -(-len(seq.ids) // self._page_size)
         if len(seq.pages.pages) > needed:
             self._cache.shorten(seq.pages, needed)
 
     def _grow(self, seq: sequence.Sequence, num_drafts: int) -> int:
-        """For how many of its drafts there are slots: nothing cached goes for a guess, and nobody."""
+        """Return for how many of its drafts there are slots; nothing cached goes for a guess, and nobody."""
         assert seq.pages is not None
         missing = -(-(len(seq.ids) + num_drafts) // self._page_size) - len(seq.pages.pages)
         if (can_have := min(missing, self._cache.books().free)) > 0:

@@ -1,7 +1,7 @@
-"""What one sequence is guessed to go on with, and what became of it. Pure.
+"""A guesser says what one sequence may go on with, and learns what became of it. It is pure.
 
-Every guess is compared with what followed, verified or not. Who was wrong several times in a row is asked
-less often, until one was right again.
+Every guess is compared with what followed, verified or not. A source that was wrong several times in a row is
+asked less often, until one was right again.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from services.engine.paged.drafts.acceptance import Acceptance, Kind, count_right
 from services.engine.paged.drafts.sources.source import Ids, Source
 
-_GOOD = 0.8  # chance: the other sources are not asked
-_PATIENCE = 4  # wrong guesses in a row, each of which counts a step more from then on that nobody is asked
-_MOST_RESTS = 8  # steps
+_GOOD = 0.8  # The other sources are not asked from this chance on.
+_PATIENCE = 4  # After so many wrong guesses in a row each one makes the rest a step longer.
+_MOST_RESTS = 8  # It counts steps.
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
     kind: Kind
     ids: Ids
-    chance: float  # of each id, once those before are right
+    chance: float  # It is that of each id, once those before are right.
 
     @property
     def source(self) -> str:
@@ -28,17 +28,18 @@ class Guess:
 
 class Guesser:
     def __init__(self, ids: list[int], sources: Sequence[Source], rank: Acceptance) -> None:
-        """`ids` are the sequence's, and only ever grow. Of sources as good the first is taken."""
+        """`ids` are the sequence's, and only ever grow. The first of several sources that are as good is
+        taken."""
         self._ids = ids
         self._sources = sources
         self._acceptance = Acceptance(rank)
         self._last: Guess | None = None
-        self._guessed_at = 0  # ids there were then
-        self._wrong = 0  # guesses in a row of which nothing was right
-        self._rests = 0  # steps to come
+        self._guessed_at = 0  # There were so many ids then.
+        self._wrong = 0  # It counts guesses in a row of which nothing was right.
+        self._rests = 0  # It counts steps to come.
 
     def guess(self, most: int) -> Guess | None:
-        """1 to `most` ids. Called once a step, whatever comes of it."""
+        """Return 1 to `most` ids. It is called once a step, whatever comes of it."""
         self._compare()
         if self._rests > 0:
             self._rests -= 1
@@ -47,7 +48,6 @@ class Guesser:
         return self._last
 
     def _compare(self) -> None:
-        """The last guess with what followed."""
         if self._last is None:
             return
         right, tried = count_right(self._last.ids, self._ids[self._guessed_at :])

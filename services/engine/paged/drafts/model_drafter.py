@@ -1,4 +1,4 @@
-"""Drafts from a small model: how many each sequence gets, so that what they cost is worth it."""
+"""A small model drafts here: each sequence gets as many drafts as are worth what they cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,27 @@ from services.engine.paged.queue.step_time import StepTimes
 from services.engine.paged.runner import DraftModel
 
 _KIND = "draft", 0
-# Every so many steps who is not worth a draft tries one: all in the same step, for a round takes as long for
-# one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Who was wrong takes every second of
-# these occasions, then every fourth, every eighth; newcomers the eighth at once where nobody is right.
+# A sequence that is not worth a draft tries one every so many steps: all in the same step, for a round takes
+# as long for one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Those that were wrong take
+# every second of these occasions, then every fourth, every eighth; newcomers the eighth at once where nobody
+# is right.
 _TRY_EVERY = 32
 _LONGEST_REST = 8
-_HOPELESS = 0.1  # chance of a draft
+_HOPELESS = 0.1  # It is the chance of a draft.
 
 
 @dataclass(slots=True)
 class _Drafted:
-    """A sequence that has decoded here."""
-
     acceptance: Acceptance
-    rest: int  # it tries at each so many-th occasion
+    rest: int  # It tries at each so-many-th occasion.
 
 
 class ModelDrafter:
-    """Implements Drafting."""
+    """It implements Drafting."""
 
     def __init__(
         self, draft: DraftModel, page_size: int, most: int, itl_target_s: float | None = None
     ) -> None:
-        """`most` drafts of a sequence in a step."""
         self._draft = draft
         self._page_size = page_size
         self._most = most
@@ -54,7 +52,7 @@ class ModelDrafter:
         self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
     ) -> Sequence[Proposal | None]:
         if not wishes:
-            return []  # nobody decodes
+            return []  # Nobody decodes.
         counts = self._counts(wishes, max_drafts, step_cost(step_times, len(wishes), self._itl_target_s))
         proposals: list[Proposal | None] = [None] * len(wishes)
         asked = [index for index, count in enumerate(counts) if count]

@@ -1,4 +1,4 @@
-"""What somebody guesses."""
+"""A proposal is what somebody guesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,5 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a sequence may go on with; `source` names who said so."""
-
     source: str
     ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""Which sequences verify how many drafts in a step: those that give most tokens for its seconds. Pure.
+"""Sequences share a step's rows for drafts so that it gives most tokens for its seconds. This is pure.
 
 A step of T seconds that is expected to give n tokens gains by one more draft if
 
@@ -18,21 +18,20 @@ from heapq import heapify, heappop, heapreplace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The most drafts that a sequence may have, and the chance of one behind right ones."""
+    """It is the most drafts that a sequence may have, and the chance of one behind right ones."""
 
     most: int
     chance: float
 
     def tokens(self, count: int) -> float:
-        """Expected of so many drafts."""
         return sum(self.chance**nth for nth in range(1, count + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of a step without drafts, and of each draft in it; `limit_s` bounds the whole."""
+    """It is the cost of a step without drafts, and of each draft in it; `limit_s` bounds the whole."""
 
-    plain_s: float  # 0: not measured, and then there are no drafts
+    plain_s: float  # It is 0 where it was not measured, and then there are no drafts.
     draft_s: float
     limit_s: float | None = None
 
@@ -41,7 +40,7 @@ class StepCost:
 
 
 def share_rows(candidates: Sequence[Candidate], batch: int, max_drafts: int, cost: StepCost) -> list[int]:
-    """Drafts by candidate, `max_drafts` at the most; `batch` sequences get one token in any case."""
+    """Return drafts by candidate, `max_drafts` at the most; `batch` sequences get one token in any case."""
     counts = [0] * len(candidates)
     if cost.plain_s <= 0.0:
         return counts
@@ -67,7 +66,7 @@ def share_rows(candidates: Sequence[Candidate], batch: int, max_drafts: int, cos
 def share_rounds(
     candidates: Sequence[Candidate], batch: int, max_drafts: int, cost: StepCost, round_s: float
 ) -> list[int]:
-    """As share_rows, where guessing takes `round_s` for each draft of whoever has most."""
+    """Return what share_rows does, where guessing takes `round_s` for each draft of whoever has most."""
     best = [0] * len(candidates)
     if cost.plain_s <= 0.0:
         return best
@@ -79,6 +78,6 @@ def share_rounds(
         tokens = batch + sum(c.tokens(count) for c, count in zip(candidates, counts, strict=True))
         rate = tokens / (guessed.plain_s + cost.draft_s * sum(counts))
         if rate <= best_rate:
-            break  # nor would more rounds: each gains at most as much as the one before
+            break  # More rounds would not gain either: each gains at most as much as the one before.
         best, best_rate = counts, rate
     return best

@@ -1,4 +1,4 @@
-"""Who drafts for a decode rank, as its operator says."""
+"""An operator says who drafts for a decode rank."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,15 +17,15 @@ class Speculation:
     model does."""
 
     mode: Mode = "off"
-    draft_tokens: int = 5  # at most, of a sequence in a step
-    unsalted: bool = False  # `tree` where the salt is empty, too
+    draft_tokens: int = 5  # A sequence has so many in a step at most.
+    unsalted: bool = False  # It allows `tree` where the salt is empty, too.
 
     def drafting(self, runner: ModelRunner, itl_target_s: float | None) -> Drafting | None:
         page_size = runner.layout.page_size
         if self.mode == "off":
             return None
         if self.mode == "draft":
-            assert runner.draft is not None  # see EngineSettings
+            assert runner.draft is not None  # EngineSettings sees to it.
             return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)
         shares = self.mode == "tree"
         return Drafter(LookupSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)

@@ -1,1 +1,1 @@
-"""Who comes in next, and how much room it must be given."""
+"""The queue says who comes in next, and how much room it must be given."""

@@ -1,6 +1,7 @@
-"""Lets those that wait into the pool: what there is, what each would take, what those that run still need.
+"""The gate lets those that wait into the pool, by what there is, what each takes, and what those that run
+need.
 
-Decided in overtaking.py and growth.py. A round of decisions is made only when there is news, that is when
+overtaking.py and growth.py decide. A round of decisions is made only when there is news, that is when
 something has happened that may let somebody in: weighing takes time, which those that decode would feel at
 every token.
 """
@@ -20,7 +21,7 @@ from services.kv.prefix_cache import PrefixCache
 
 
 class BatchSlots:
-    """`active`: those that have pages."""
+    """It bounds the batch by number, and by how long a step takes. `active` are those that have pages."""
 
     def __init__(self, limits: Limits, times: StepTimes, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -28,18 +29,18 @@ class BatchSlots:
         self._clock = clock
 
     def one_more_runs(self, active: SequenceOf[Sequence]) -> bool:
-        """Whoever receives."""
+        """Return whether one more may run, however many receive."""
         return self._allows(sum(seq.phase in RUNNING for seq in active) + 1, receiving=0)
 
     def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
-        """Whether there is a place for it when all have landed, but for those that are overdue."""
+        """Return whether one more would find a slot when all have landed; those that are overdue do not
+        count."""
         now_s = self._clock()
         overdue = sum(self._is_overdue(seq, now_s) for seq in active)
         receiving = sum(seq.phase not in RUNNING for seq in active) - overdue
         return self._allows(len(active) - overdue + 1, receiving)
 
     def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
-        """Who has received for longer than those behind it would wait lands late, if ever."""
         since_s = seq.admitted_s
         waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
         return waited and seq.phase is Phase.RECEIVING
@@ -52,7 +53,6 @@ class BatchSlots:
 
 
 def _running(active: Collection[Sequence]) -> Counter[str]:
-    """How many of each tenant."""
     return Counter(map(tenant_of, active))
 
 
@@ -76,10 +76,10 @@ class Gate:
             -1,
             True,
             True,
-        )  # the news by which nobody could be let in, and who might have been
-        # The news by which an exchange of these two would not have been enough.
+        )  # By this news nobody could be let in, though these might have been.
+        # By this news an exchange of these two would not have been enough.
         self._no_exchange: tuple[int, Sequence, Sequence] | None = None
-        self.reserved_pages = 0  # for the growth of those that run, when last looked at
+        self.reserved_pages = 0  # It is for the growth of those that run, when last looked at.
         self.overtakes = 0
 
     def __len__(self) -> int:
@@ -90,13 +90,14 @@ class Gate:
 
     @property
     def admitted_per_s(self) -> float:
-        """Of those that wait; 0: nobody does, or it is not known yet."""
+        """Return how many of those that wait come in a second; 0 where nobody does, or it is not known
+        yet."""
         return self._rate.per_s(self._clock())
 
     # -- what happens -----------------------------------------------------------------------------
 
     def note_news(self) -> None:
-        """Pages were given back, or pages of a prompt published."""
+        """Note that pages were given back, or pages of a prompt published."""
         self._news += 1
 
     def add(self, seq: Sequence) -> None:
@@ -107,13 +108,12 @@ class Gate:
         self._news += 1
 
     def remove(self, seq: Sequence) -> None:
-        """It was cancelled; those behind it come into reach."""
+        """Take out one that was cancelled; those behind it come into reach."""
         self._queue.remove(seq)
         self._note_if_empty()
         self._news += 1
 
     def note_end(self, seq: Sequence) -> None:
-        """It has generated all it will."""
         if not seq.single_token:
             self._output_estimate.ended(seq.num_output, self._allowed_tokens(seq))
 
@@ -125,7 +125,7 @@ class Gate:
     def next(
         self, active: Collection[Sequence], *, may_receive: bool = True, may_compute: bool = True
     ) -> Sequence | None:
-        """Who would come in beside `active`; None: nobody has room, or only one that may not."""
+        """Return who would come in beside `active`; None where nobody has room, or only one that may not."""
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
         self._order(active)
@@ -151,16 +151,19 @@ class Gate:
     def exchange(
         self, active: Collection[Sequence], has_place: Callable[[Sequence, list[Sequence]], bool]
     ) -> tuple[Sequence, Sequence] | None:
-        """Who is to come in, the first in turn, and who of `active` is to go back for it: one of a tenant
-        that will still run no fewer than that one's. `has_place(seq, others)`: beside them, but for pages.
+        """Return who is to come in, the first in turn, and who of `active` is to go back for it.
 
-        None: the tenants run as many as each other, or to send one back would not be enough.
+        The latter is one of a tenant that will still run no fewer than that one's. `has_place(seq, others)`
+        says whether it could run beside the others, apart from pages.
+
+        Returns:
+            None where the tenants run as many as each other, or to send one back would not be enough.
         """
         if not (self._queue and self._are_of_others(active)):
             return None
         self._order(active)
         seq = next(iter(self._queue))
-        # One that has landed and waits for its place has none to give.
+        # A sequence that has landed and waits for its slot has none to give.
         victim = gives_way(seq, [each for each in active if seq.receives or each.phase in RUNNING])
         if victim is None:
             return None
@@ -176,7 +179,6 @@ class Gate:
         self._queue.order(_running(active))
 
     def _are_of_others(self, active: Collection[Sequence]) -> bool:
-        """Whether one that waits and one that runs are of two tenants."""
         first = tenant_of(next(iter(self._queue)))
         return not self._queue.is_of_one_tenant or any(tenant_of(seq) != first for seq in active)
 
@@ -188,17 +190,18 @@ class Gate:
         return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
 
     def _is_blocked(self, may_receive: bool, may_compute: bool) -> bool:
-        """Nobody may, or since the last news nobody has come in though all might have that may now."""
+        """Return whether nobody may come in, or nobody has since the last news though all might that may
+        now."""
         news, received, computed = self._blocked_at
         same = news == self._news and may_receive <= received and may_compute <= computed
         return same or not (may_receive or may_compute)
 
     def reserve(self, seq: Sequence, active: Collection[Sequence]) -> bool:
-        """Take in whom `next` or `exchange` has named, beside `active`: lock its cached prefix, take pages
-        for the rest.
+        """Take in whom `next` or `exchange` has named: lock its cached prefix, take pages for the rest.
 
-        False when part of that prefix is cached no more, evicted for one that came in since it was weighed.
-        Then it waits on, to be weighed again.
+        Returns:
+            False when part of that prefix is cached no more, evicted for one that came in since it was
+            weighed. Then it waits on, to be weighed again.
         """
         assert seq.lookup is not None
         pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
@@ -209,10 +212,10 @@ class Gate:
         fitted = self._cache.extend(pages, self._pages_wanted(seq) - len(pages.pages))
         assert fitted, f"{seq} does not fit into {self._cache} though it was found to"
         seq.pages = pages
-        if seq.retractions == 0:  # else it has matched what it computed itself
+        if seq.retractions == 0:  # Otherwise it has matched what it computed itself.
             self._cache.protect(pages)
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
-            self._news += 1  # for those who share that prefix: it is held now
+            self._news += 1  # It is news to those who share that prefix, which is held now.
         self._order(active)
         self.overtakes += self._queue.take(seq, self._clock())
         self._rate.taken(self._clock())
@@ -239,11 +242,9 @@ class Gate:
         )
 
     def _pages_wanted(self, seq: Sequence) -> int:
-        """For its ids and, unless it ends with its first one, one more token."""
         return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
 
     def _growing(self, active: Collection[Sequence]) -> list[Growing]:
-        """Of those that will grow."""
         own_pages, growing = self._cache.own_pages, list[Growing]()
         for seq in active:
             if (more_tokens := self._more_tokens(seq)) > 0:
@@ -261,7 +262,6 @@ class Gate:
         return self._output_estimate.more_tokens(self._allowed_tokens(seq) - seq.num_output)
 
     def _allowed_tokens(self, seq: Sequence) -> int:
-        """That it may generate at most, those from before it came here included."""
         context = self._max_context_tokens - len(seq.request.prompt_ids)
         limit = seq.request.sampling.max_tokens
         return context if limit is None else min(limit, context)

@@ -1,4 +1,4 @@
-"""How many pages those that run will still take: what admission keeps back for them.
+"""Growth tells how many pages those that run will still take: admission keeps these back for them.
 
 If each generates what is expected of it, ends, and gives back what it has for itself, the pages taken
 beyond today's rise and fall:
@@ -25,28 +25,28 @@ _LEARNING = 0.05
 
 
 class Growing(NamedTuple):
-    """One sequence that holds pages, or would. A row of numbers: at each admission all that run have one."""
+    """It is one sequence that holds pages, or would: a row of numbers, which each that runs has at each
+    admission."""
 
     num_tokens: int
-    num_pages: int  # of its table
-    own_pages: int  # of those, what nobody else holds
-    more_tokens: int  # expected still
+    num_pages: int  # It counts its table.
+    own_pages: int  # Nobody else holds so many of these.
+    more_tokens: int  # So many are expected still.
 
 
 class Growth:
-    """Of those that run, all together. Costs the square of their number once, a newcomer their number."""
+    """It adds up those that run. It costs the square of their number once, a newcomer their number."""
 
     def __init__(self, sequences: Sequence[Growing], page_size: int) -> None:
         growing = sorted([seq for seq in sequences if seq.more_tokens > 0], key=attrgetter("more_tokens"))
         columns = np.array(growing, dtype=int).reshape(-1, 4)
         self._tokens, self._pages, own, self._more = columns.T
         self._page_size = page_size
-        self._given_back = np.concatenate(([0], np.cumsum(own)))  # by the first k to end
+        self._given_back = np.concatenate(([0], np.cumsum(own)))  # The first k to end give back so many.
         self._peaks = self._all_taken() - self._given_back[:-1]
-        self.peak = max(0, int(self._peaks.max(initial=0)))  # pages they take beyond those they have
+        self.peak = max(0, int(self._peaks.max(initial=0)))  # They take so many pages beyond those they have.
 
     def peak_with(self, newcomer: Growing) -> int:
-        """`peak` if there were one more."""
         more = newcomer.more_tokens
         if more <= 0:
             return self.peak
@@ -58,10 +58,10 @@ class Growth:
         return max(0, int(peaks.max(initial=0)), int(last))
 
     def _all_taken(self) -> Any:
-        """Pages that those left have taken together when the k-th to end is about to, for each k.
+        """Return the pages that those left have taken together when the k-th to end is about to, for each k.
 
-        Of a square of them: in whole pages, and one more where the rest of k's tokens is more than the slots
-        that j has left in its last page. A division for each pair would take thrice as long.
+        They are read off a square: in whole pages, and one more where the rest of k's tokens is more than the
+        slots that j has left in its last page. A division for each pair would take thrice as long.
         """
         lacking = (-(-self._tokens // self._page_size) - self._pages).astype(np.int32)
         slots = (-self._tokens % self._page_size).astype(np.int32)
@@ -74,8 +74,10 @@ class Growth:
 
 
 class OutputEstimate:
-    """The share of what they may generate that sequences are expected to: learned from those that ended,
-    lifted by every retraction, for that was one expectation too low."""
+    """It is the share of what they may generate that sequences are expected to.
+
+    It is learned from those that ended and lifted by every retraction, for that was one expectation too low.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -84,7 +86,6 @@ class OutputEstimate:
         return f"OutputEstimate({self._share:.2f})"
 
     def more_tokens(self, allowed: int) -> int:
-        """Expected of a sequence that may generate `allowed` more."""
         return round(self._share * min(allowed, MAX_EXPECTED_TOKENS))
 
     def ended(self, generated: int, allowed: int) -> None:

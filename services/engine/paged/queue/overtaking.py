@@ -1,4 +1,4 @@
-"""Who comes in next. Pure: values in, a decision out.
+"""Overtaking decides who comes in next. It is pure: values in, a decision out.
 
 Those that wait stand in the queue's order (priority, then arrival). Normally the first that fits comes in;
 three things may put another one before it, all within bounds:
@@ -17,35 +17,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How far the order of the queue may be left."""
+    """It says how far the order of the queue may be left."""
 
     overtakes: int = 16
     wait_s: float = 10.0
-    window: int = 32  # the first so many are weighed; of those behind, so many that look small
+    window: int = 32  # The first so many are weighed and, of those behind, so many that look small.
 
     def is_over(self, overtaken: int, overtaken_for_s: float) -> bool:
-        """Whether one that was overtaken so often, and first so long ago, may be no more."""
+        """Return whether one that was overtaken so often, and first so long ago, may be no more."""
         return overtaken >= self.overtakes or overtaken_for_s >= self.wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """What one that waits would take of the pool."""
-
-    new_pages: int  # for what is not cached
-    unheld_pages: int  # of its cached prefix, those that nobody holds: no longer evictable once it is in
-    shares: bool  # those that run hold half of its prompt or more
+    new_pages: int  # They are for what is not cached.
+    unheld_pages: int  # Nobody holds these of its cached prefix: they are no longer evictable once it is in.
+    shares: bool  # Those that run hold half of its prompt or more.
     overtaken: int
-    overtaken_for_s: float  # since the first time
+    overtaken_for_s: float  # It counts from the first time.
 
     @property
     def num_pages(self) -> int:
-        """By which the available pages fall."""
         return self.new_pages + self.unheld_pages
 
 
 def next_admission(queue: Sequence[Newcomer], fits: Callable[[int], bool], patience: Patience) -> int | None:
-    """The index of who comes in next; `fits(index)` says whether there is room."""
+    """Return the index of who comes in next; `fits(index)` says whether there is room."""
     reach = _reach(queue, patience)
     for index in sorted(range(reach), key=lambda index: (not queue[index].shares, index)):
         if fits(index):
@@ -54,7 +51,8 @@ def next_admission(queue: Sequence[Newcomer], fits: Callable[[int], bool], patie
 
 
 def _reach(queue: Sequence[Newcomer], patience: Patience) -> int:
-    """How many, from the first on, may be chosen from: nobody behind one whose patience is at its end."""
+    """Return how many, from the first on, may be chosen from: nobody behind one whose patience is at its
+    end."""
     for index, waiting in enumerate(queue):
         if patience.is_over(waiting.overtaken, waiting.overtaken_for_s):
             return index + 1

@@ -1,4 +1,4 @@
-"""How steps of late went: how long they took, and what the next one may take on for it."""
+"""The figures tell how steps of late went, and what the next one may take on for it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +10,15 @@ from services.values.step_histogram import NO_STEPS
 
 
 class StepFigures:
-    """Of one core."""
-
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
         self.times = StepTimes()
-        self.step_s = 0.0  # a mean; 0: there was none yet
-        self.drafting_s = 0.0  # of the step that runs, before its batch stood
+        self.step_s = 0.0  # It is a mean, and 0 before the first step.
+        self.drafting_s = 0.0  # It counts what the step that runs took before its batch stood.
         self.decode_steps = self.prompt_steps = NO_STEPS
-        self.failed = 0  # in a row
-        self.prompt_tokens = 0  # computed since the start, whatever became of their requests
+        self.failed = 0  # It counts those in a row.
+        self.prompt_tokens = 0  # They were computed since the start, whatever became of their requests.
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
@@ -32,7 +30,6 @@ class StepFigures:
             raise RunnerFailed(type(error).__name__) from error
 
     def note(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
-        """A step that was computed."""
         self.failed = 0
         self.prompt_tokens += prompt_tokens
         self.times.note(num_decoding, prompt_tokens, took_s, num_drafts)
@@ -44,11 +41,10 @@ class StepFigures:
             self.decode_steps = self.decode_steps.with_steps(whole_s)
 
     def chunk_tokens(self, num_decoding: int, num_drafts: int) -> int:
-        """Of prompts, that the step that runs may compute beside these."""
         return self._chunk_tokens(num_decoding, num_drafts, self.drafting_s)
 
     def prefill_tokens_per_s(self, num_decoding: int) -> float:
-        """Beside so many, without drafts."""
+        """Return the rate beside so many that decode without drafts."""
         return self.times.effective_tokens_per_s(num_decoding, self._chunk_tokens(num_decoding, 0, 0.0))
 
     def _chunk_tokens(self, num_decoding: int, num_drafts: int, drafting_s: float) -> int:

@@ -1,4 +1,4 @@
-"""What a step costs, learned from the steps made: so that a target for the time between tokens can be held.
+"""The cost of a step is learned from the steps made, and a target for the time between tokens is held by it.
 
     decode step   ~  fixed + per_sequence * batch        a line through recent steps, older ones fade
     drafts        ~  that, and per_draft for each that is verified
@@ -9,27 +9,28 @@ Pure; the caller measures.
 
 from dataclasses import dataclass
 
-_FADING = 0.98  # of a step's weight, per later step
-_MIN_SPREAD = 0.05  # of the batch sizes seen (variance); below it they tell no slope
-_UNMEASURED_BATCH = 4  # tried without having measured anything
-_MIN_CHUNK = 16  # prompt tokens that a step computes, whatever the target: or a prompt would never be done
-_MIN_PROMPT_SAMPLE = 16  # fewer tokens tell more of the step than of the rate
+_FADING = 0.98  # A step's weight fades by it per later step.
+_MIN_SPREAD = 0.05  # It is a variance of the batch sizes seen; below it they tell no slope.
+_UNMEASURED_BATCH = 4  # It is tried without having measured anything.
+_MIN_CHUNK = 16  # A step computes so many prompt tokens whatever the target, or a prompt would never be done.
+_MIN_PROMPT_SAMPLE = 16  # Fewer tokens tell more of the step than of the rate.
 # A step counts for so many times what was expected at most: in one that took far longer the process was
-# stopped. Else routers would never send this rank anything again by which it could measure anew.
+# stopped. Otherwise routers would never send this rank anything again by which it could measure anew.
 _MOST = 3.0
 
 
-# What is not known of a draft's cost: a step of R rows costs as R + 8, and such a guess counts for so much.
+# As far as a draft's cost is not known a step of R rows costs as R + 8, and such a guess counts for so much.
 _FIXED_ROWS = 8.0
-_GUESS_WEIGHT = 8.0  # steps with one draft more or less than the others
-_TRUSTED_WEIGHT = 40.0  # from which on what was measured is kept for later
+_GUESS_WEIGHT = 8.0  # It counts steps with one draft more or less than the others.
+_TRUSTED_WEIGHT = 40.0  # What was measured is kept for later from this weight on.
 _MOST_FIXED_ROWS = 1000.0
-_FORGETTING = 0.001  # of what was kept, by a step that tells nothing: so that what cost much is tried again
+# A step that tells nothing forgets this share of what was kept, so that what cost much is tried again.
+_FORGETTING = 0.001
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Weighted sums over decode steps: x the batch size, d the drafts, y the seconds."""
+    """These are weighted sums over decode steps: x the batch size, d the drafts, y the seconds."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -64,20 +65,18 @@ class StepTimes:
         return f"StepTimes(batch_of_8={self.decode_s(8):.4f}s prompt={self.prompt_tokens_per_s:.0f}/s)"
 
     def note(self, num_decoding: int, prompt_tokens: int, took_s: float, num_drafts: int = 0) -> None:
-        """A step was made."""
         if (expected_s := self._expected_s(num_decoding, prompt_tokens, num_drafts)) > 0:
             took_s = min(took_s, _MOST * expected_s)
         if prompt_tokens == 0:
             self._sums.add(num_decoding, num_drafts, took_s)
             self._keep_fixed_rows()
         elif prompt_tokens >= _MIN_PROMPT_SAMPLE:
-            # At least a tenth is the prompt's: an expectation that is off must not make the rate infinite.
+            # The prompt has at least a tenth: an expectation that is off must not make the rate infinite.
             prompt_s = max(took_s - self.decode_s(num_decoding, num_drafts), 0.1 * took_s)
             self._prompt_tokens = _FADING * self._prompt_tokens + prompt_tokens
             self._prompt_s = _FADING * self._prompt_s + prompt_s
 
     def _expected_s(self, num_decoding: int, prompt_tokens: int, num_drafts: int) -> float:
-        """0 where one of its parts was never measured."""
         rate, decode_s = self.prompt_tokens_per_s, self.decode_s(num_decoding, num_drafts)
         if (num_decoding and decode_s == 0) or (prompt_tokens and rate == 0):
             return 0.0
@@ -85,11 +84,12 @@ class StepTimes:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Of steps that compute prompts and nothing else; 0: not measured."""
+        """Return the rate of steps that compute prompts and nothing else; 0 where it was not measured."""
         return self._prompt_tokens / self._prompt_s if self._prompt_s > 0 else 0.0
 
     def decode_s(self, batch: int, num_drafts: int = 0) -> float:
-        """Expected of a step of single tokens and drafts; 0 when nothing was measured, or for no batch."""
+        """Return what a step of single tokens and drafts takes; 0 where nothing was measured, or for no
+        batch."""
         if not batch or self._sums.weight == 0:
             return 0.0
         mean_batch, mean_s = self._means()
@@ -100,7 +100,7 @@ class StepTimes:
 
     @property
     def draft_s(self) -> float:
-        """What each draft adds to a step; 0 when nothing was measured.
+        """Return what each draft adds to a step; 0 where nothing was measured.
 
         The fewer drafts there were, or the more evenly, the more it is what the steps that were would have it
         be if they consisted of rows that cost the same, and so many fixed ones.
@@ -113,9 +113,9 @@ class StepTimes:
         return max(0.0, told_s + _GUESS_WEIGHT * guess_s) / (spread + _GUESS_WEIGHT)
 
     def allows(self, batch: int, target_s: float, receiving: int = 0) -> bool:
-        """Whether a batch of that size is expected to hold the target; one always may.
+        """Return whether a batch of that size is expected to hold the target; one always may.
 
-        Far beyond what was seen nothing is known: there it grows in small strides. `receiving` of it do not
+        Nothing is known far beyond what was seen: there it grows in small strides. `receiving` of it do not
         decode yet: how many they may be, strides do not say, only what they will cost.
         """
         mean_batch, mean_s = self._means()
@@ -124,19 +124,18 @@ class StepTimes:
         slope = self._slope()
         stride = mean_batch / 4 + 1 if slope is None else mean_batch
         known = max(_UNMEASURED_BATCH, mean_batch + stride)
-        # Where no slope is known they may cost as much as those that were seen.
+        # They may cost as much as those that were seen where no slope is known.
         extra_s = receiving * mean_s / mean_batch if slope is None else 0.0
         return batch - receiving <= known and self.decode_s(batch) + extra_s <= target_s
 
     def chunk_tokens(self, num_decoding: int, target_s: float | None, limit: int, num_drafts: int = 0) -> int:
-        """Prompt tokens that a step may compute beside `num_decoding` single tokens and drafts."""
         if target_s is None or num_decoding == 0:
             return limit
         spare_s = target_s - self.decode_s(num_decoding, num_drafts)
         return max(min(_MIN_CHUNK, limit), min(limit, int(spare_s * self.prompt_tokens_per_s)))
 
     def effective_tokens_per_s(self, num_decoding: int, chunk_tokens: int) -> float:
-        """The rate at which a newcomer's prompt would be computed now; 0: not measured."""
+        """Return the rate at which a newcomer's prompt would be computed now; 0 where it was not measured."""
         rate = self.prompt_tokens_per_s
         if rate == 0.0:
             return 0.0
@@ -147,7 +146,7 @@ class StepTimes:
         return (sums.x / sums.weight, sums.y / sums.weight) if sums.weight > 0 else (0.0, 0.0)
 
     def _slope(self) -> float | None:
-        """Seconds per sequence; None where the batch was of one size only."""
+        """Return the seconds per sequence; None where the batch was of one size only."""
         if (sums := self._sums).weight == 0:
             return None
         mean_batch, mean_s = self._means()
@@ -160,13 +159,14 @@ class StepTimes:
         return max(0.0, (sums.xy / sums.weight - mean_batch * mean_s - drafts_s) / spread)
 
     def _spread(self) -> float:
-        """Variance of the batch size."""
         sums = self._sums
         return sums.xx / sums.weight - (sums.x / sums.weight) ** 2
 
     def _of_drafts_alone(self) -> tuple[float, float]:
-        """Sums of squares of the drafts, and of them and the seconds, about their means: without what the
-        batch size says of them."""
+        """Return the sums of squares of the drafts, and of them and the seconds, about their means.
+
+        What the batch size says of them is taken out.
+        """
         sums = self._sums
         squares, told_s = sums.dd - sums.d**2 / sums.weight, sums.dy - sums.d * sums.y / sums.weight
         if (spread := self._spread()) < _MIN_SPREAD:
@@ -177,7 +177,8 @@ class StepTimes:
         return max(0.0, squares), told_s - by_batch * with_batch_s
 
     def _keep_fixed_rows(self) -> None:
-        """Of a draft's cost what will still hold where there were none for long, or another batch."""
+        """Keep the part of a draft's cost that will still hold where there were none for long, or another
+        batch."""
         sums = self._sums
         if not sums.dd or self._of_drafts_alone()[0] < _TRUSTED_WEIGHT:
             self._fixed_rows += _FORGETTING * (_FIXED_ROWS - self._fixed_rows)

@@ -1,5 +1,5 @@
-"""Those that wait to be admitted, in order, and who of those that run goes back to them; next is who
-overtaking.py says.
+"""The queue has those that wait to be admitted, in order, and tells who of those that run goes back to them;
+overtaking.py says who is next.
 
 The order is by priority, then by turns of the tenants, then by arrival. A tenant is who shares a cache salt:
 
@@ -26,8 +26,9 @@ class WaitingQueue:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._sequences: list[Sequence] = []
-        self._tenants = Counter[str]()  # how many wait, of each
-        # How many of each ran by whom `_sequences` are in order; empty: one tenant's, None: they are in none.
+        self._tenants = Counter[str]()  # It counts how many of each wait.
+        # `_sequences` are in order by how many of each ran then; it is empty for one tenant's, and None where
+        # they are in no order.
         self._ordered_by: dict[str, int] | None = {}
 
     @property
@@ -56,8 +57,10 @@ class WaitingQueue:
             self._ordered_by = None
 
     def order(self, running: Mapping[str, int]) -> None:
-        """By turns, of which each tenant has had as many as it has running. To be called before the order
-        matters; it costs next to nothing where that is as it was."""
+        """Order it by turns, of which each tenant has had as many as it has running.
+
+        It is to be called before the order matters, and costs next to nothing where that is as it was.
+        """
         ordered_by = {} if self.is_of_one_tenant else {tenant: running[tenant] for tenant in self._tenants}
         if ordered_by != self._ordered_by:
             self._sequences = in_turn(self._sequences, running)
@@ -70,7 +73,7 @@ class WaitingQueue:
         looks_small: Callable[[Sequence], bool],
         now_s: float,
     ) -> Sequence | None:
-        """Who would come in now; None: nobody has room.
+        """Return who would come in now; None where nobody has room.
 
         Those behind the window are weighed only if they look small enough, which costs next to nothing.
         """
@@ -83,7 +86,7 @@ class WaitingQueue:
         return next((seq for seq in behind if fits(seq, weigh(seq))), None)
 
     def _behind_window(self, now_s: float) -> Iterator[Sequence]:
-        """Nobody behind one whose patience is at its end."""
+        """Yield those behind the window, but nobody behind one whose patience is at its end."""
         for place, seq in enumerate(self._sequences):
             if place >= self._patience.window:
                 yield seq
@@ -92,7 +95,6 @@ class WaitingQueue:
                 return
 
     def take(self, seq: Sequence, now_s: float) -> int:
-        """It comes in; returns how many it has overtaken."""
         index = self._sequences.index(seq)
         self._note_turn_taken(seq, index)
         for passed in self._sequences[:index]:
@@ -104,8 +106,10 @@ class WaitingQueue:
         return index
 
     def _note_turn_taken(self, seq: Sequence, index: int) -> None:
-        """The turns of those behind are what they were, if it is the first of its tenant: one fewer waits
-        before them, and one more runs."""
+        """Keep the turns of those behind as they were, if it is the first of its tenant.
+
+        One fewer waits before them then, and one more runs.
+        """
         if self._ordered_by:
             tenant = tenant_of(seq)
             if any(tenant_of(passed) == tenant for passed in self._sequences[:index]):
@@ -131,8 +135,11 @@ def in_turn(
     had: Mapping[str, int] = MappingProxyType({}),
     served_at: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Sequence]:
-    """`had`: turns that tenants have had before. `served_at`: of tenants in the same turn, when each was
-    served last; the longest ago goes first."""
+    """Order sequences by turns of their tenants.
+
+    `had` has the turns that tenants have had before. Tenants in the same turn go by `served_at`, which has
+    when each was served last: the longest ago goes first.
+    """
     turns = Counter(had)
     keys: dict[Sequence, tuple[int, int, int, int]] = {}
     for seq in sorted(sequences, key=place_in_line):
@@ -143,12 +150,11 @@ def in_turn(
 
 
 def place_in_line(seq: Sequence) -> tuple[int, int]:
-    """Among those of one tenant: by priority, then by arrival."""
     return -seq.request.priority, seq.arrival
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
-    """The last in turn whose pages can be had, unless it is the only one.
+    """Return the last in turn whose pages can be had, unless it is the only one.
 
     So the first in line is never retracted and ends some time; then the next is the first.
     """
@@ -157,8 +163,11 @@ def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
 
 
 def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
-    """Who of `active` is to go back so that `seq` has a place: the last in turn of those that have no higher
-    priority, and whose tenants will still run no fewer than that of `seq`. None: nobody."""
+    """Return who of `active` is to go back so that `seq` has a slot, or None.
+
+    It is the last in turn of those that have no higher priority, and whose tenants will still run no fewer
+    than that of `seq`.
+    """
     running = Counter(map(tenant_of, active))
     enough = running[tenant_of(seq)] + 2
     if max(running.values(), default=0) < enough:

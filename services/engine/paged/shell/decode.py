@@ -1,7 +1,7 @@
-"""The decode role of our own engines: reserve, have the delta written, generate.
+"""The decode role of our own engines reserves pages, has the delta written, and generates.
 
-Of units that somebody else writes, transfer/decode/room_watch.py knows whether they may be reused; where it
-says no, they are kept from reuse here when their request ends.
+transfer/decode/room_watch.py knows whether units that somebody else writes may be reused; where it says no,
+they are kept from reuse here when their request ends.
 """
 
 import asyncio
@@ -51,10 +51,11 @@ _ANSWER_PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WriteLease:
-    """How long a prefill rank may write into our pages."""
+    """It says how long a prefill rank may write into our pages."""
 
-    write_lease_s: float = 10.0  # renewed while the request waits
-    fence_margin_s: float = 5.0  # the longest posts in flight, and the drift of two monotonic clocks
+    write_lease_s: float = 10.0  # It is renewed while the request waits.
+    # It covers the longest posts in flight, and the drift of two monotonic clocks.
+    fence_margin_s: float = 5.0
 
     @property
     def renew_every_s(self) -> float:
@@ -63,18 +64,16 @@ class WriteLease:
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """What came over the isthmus."""
-
     prefill: PrefillResult
-    layout: KvLayout  # of what both ranks have
+    layout: KvLayout  # It has what both ranks have.
     group_bytes: tuple[int, ...]
     digested_pages: int
-    link_s: float  # until the handshake with the rank stood
+    link_s: float  # It lasts until the handshake with the rank stood.
     transfer_s: float
 
 
 class PagedDecodeEngine(PagedEngine):
-    """Implements services.engine.base.DecodeEngine."""
+    """It implements services.engine.base.DecodeEngine."""
 
     plans = frozenset(Plan)
     moves_penalties = True
@@ -126,7 +125,7 @@ class PagedDecodeEngine(PagedEngine):
         return True
 
     async def _close_links(self, links: PrefillLinks) -> None:
-        """Writers that were asked to stop have time to say so; then the streams end and fence time begins."""
+        """Give writers that were asked to stop time to say so; then the streams end and fence time begins."""
         if self._quarantines:
             patience_s = self._lease.write_lease_s + self._lease.fence_margin_s
             await asyncio.wait(self._quarantines, timeout=patience_s)
@@ -147,7 +146,7 @@ class PagedDecodeEngine(PagedEngine):
             self.post(Submit(seq))
             try:
                 reserved = await _next(mailbox, Reserved)
-                # That word comes with a step's others: here its first part has been computed by then.
+                # That event comes with a step's others: here its first part has been computed by then.
                 queue_s, received = constraint_s + reserved.queue_s, None
                 if remote_prefill is not None:
                     queue_s = time.monotonic() - asked
@@ -162,7 +161,7 @@ class PagedDecodeEngine(PagedEngine):
                     token = tokens[-1]
                     yield _output(tokens)
             finally:
-                self.post(Cancel(seq))  # does nothing to a sequence that has ended
+                self.post(Cancel(seq))  # It does nothing to a sequence that has ended.
 
     async def _receive(
         self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
@@ -205,7 +204,6 @@ class PagedDecodeEngine(PagedEngine):
         return _Received(prefill, link.layout, landed.group_bytes, digested_pages, link_s, transfer_s)
 
     def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
-        """Set the pages aside until nobody can write them any more."""
         self.post(Cancel(seq, quarantine=True))
         task = asyncio.create_task(self._quarantine(seq, watch), name=f"quarantine-{seq.request.request_id}")
         self._quarantines.add(task)
@@ -251,7 +249,7 @@ class PagedDecodeEngine(PagedEngine):
 
 
 class _Delta:
-    """One request's delta, from the first ticket to the last word."""
+    """It is one request's delta, from the first ticket to the last word."""
 
     def __init__(
         self,
@@ -269,8 +267,8 @@ class _Delta:
         self._lease = lease
         self._want_digests = want_digests
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
-        self._watch: RoomWatch | None = None  # of the last ticket
-        self._units: tuple[tuple[PageId, ...], ...] = ()  # that are written into, by pool
+        self._watch: RoomWatch | None = None  # It belongs to the last ticket.
+        self._units: tuple[tuple[PageId, ...], ...] = ()  # These units, by pool, are written into.
         self.start = 0  # tokens
 
     def send_ticket(self, reserved: Reserved) -> None:
@@ -304,20 +302,17 @@ class _Delta:
             self.send_ticket(await self._reserved_again.get())
 
     async def landed_as_written(self) -> tuple[Landed, int]:
-        """As `landed`, and how many units were found to be as prefill wrote them.
-
-        Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed.
-        """
+        """Raises what `landed` and `check_digests` raise, and PeerFailed where too little has landed."""
         landed = await self.landed()
         _check_bytes(landed, moved_bytes(self.start, len(self._seq.ids), self._link.layout))
         return landed, await self.check_digests(landed)
 
     async def check_digests(self, landed: Landed) -> int:
-        """How many units were compared with what prefill says it wrote: none where it says nothing of that.
+        """Return how many units were compared with the digests that prefill sent, 0 where it sent none.
 
         Raises:
             KvCorrupt: one differs.
-            PeerFailed: the digests are not those of all that was to land, by their number.
+            PeerFailed: the number of digests is not that of all units that were to land.
         """
         digests, num_units = landed.page_digests, sum(map(len, self._units))
         if not self._want_digests or not digests:
@@ -356,7 +351,8 @@ class _Delta:
                 self._reserved_again.put_nowait(event)
 
     def give_up(self) -> None:
-        """Pages that may be written still go to quarantine; the others go with their sequence, which ends."""
+        """Put pages that may be written still into quarantine; the others go with their sequence, which
+        ends."""
         assert self._watch is not None
         if self._watch.abort():
             self._engine.begin_quarantine(self._seq, self._watch)
@@ -387,13 +383,13 @@ def _output(
 def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
     if landed.group_bytes != due:
         told = landed.group_bytes
-        by_group = told if len(told) == len(due) else (sum(told),)  # there may be any number of them
+        by_group = told if len(told) == len(due) else (sum(told),)  # There may be any number of them.
         moved, expected = (" + ".join(map(str, sizes)) for sizes in (by_group, due))
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
 
 
 def _check_token(token_id: int, vocab_size: int, matcher: Matcher | None) -> None:
-    """In a batch one outside the vocabulary would fail all the others too."""
+    """Refuse a token outside the vocabulary, which in a batch would fail all the others too."""
     if not 0 <= token_id < vocab_size:
         raise PeerFailed(f"prefill chose token {token_id}, which is outside the vocabulary of {vocab_size}")
     if matcher is not None and not matcher.may_choose(token_id):

@@ -1,4 +1,4 @@
-"""What the decode and the prefill engine have in common: the asyncio side of the engine thread."""
+"""The decode and the prefill engine have this in common: the asyncio side of the engine thread."""
 
 import asyncio
 import contextlib
@@ -33,13 +33,14 @@ from services.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
-# Of the pool; the bound keeps an eviction short beside a step. On a mix of conversations, shared prompts
-# and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages were lent instead of 1.03.
+# A share of the pool is evicted ahead; the bound keeps an eviction short beside a step. On a mix of
+# conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages
+# were allocated instead of 1.03.
 _EVICT_AHEAD = 16
 _MAX_EVICTED_AHEAD = 256
 
-# A step's limit is at least so many times what the warm-up took. Of the same size, with a long context before
-# it, a step takes several times as long; and who computes slowly does not hang.
+# A step's limit is at least so many times what the warm-up took. A step of the same size takes several times
+# as long with a long context before it; and a slow rank does not hang.
 _WARM_UPS = 10
 
 
@@ -47,40 +48,36 @@ _NO_EVENTS = CacheEvents()
 
 
 class ThreadHangs(Exception):
-    """A turn of a thread has not ended within its limit."""
+    """An iteration of a thread has not ended within its limit."""
 
-    event = ""  # in the log
+    event = ""  # It names the event in the log.
 
 
 class EngineHangs(ThreadHangs):
-    """A step."""
+    """A step of the engine has not ended."""
 
     event = "engine_hangs"
 
 
 class SenderHangs(ThreadHangs):
-    """What the sender's thread does in one go: a call of the transport, as a rule."""
+    """A call of the transport, as a rule, has not come back to the sender's thread."""
 
     event = "sender_hangs"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Of the rank's radix cache."""
-
-    model: str  # name that seeds the block hashes
+    model: str  # It is the name that seeds the block hashes.
     index_block: int = 64  # tokens
     enabled: bool = True
-    protected_share: float = 0.3  # of the pool, for prefixes asked for more than once
+    protected_share: float = 0.3  # This share of the pool is for prefixes requested more than once.
 
 
 class Mailbox:
-    """What the engine thread says about one sequence, in order."""
-
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._come = asyncio.Event()
-        self.tell: Callable[[int], None] | None = None  # takes tokens that nothing here is before
+        self.tell: Callable[[int], None] | None = None  # It takes tokens with nothing queued before them.
 
     def put(self, event: Said) -> None:
         if isinstance(event, int):
@@ -92,7 +89,7 @@ class Mailbox:
         self._come.set()
 
     async def get(self) -> Event:
-        """The next event. Raises what the sequence failed with."""
+        """Return the next event. Raises what the sequence failed with."""
         while not self._events:
             self._come.clear()
             await self._come.wait()
@@ -102,7 +99,7 @@ class Mailbox:
         return event
 
     def take_tokens(self) -> list[Token]:
-        """Those that are here, up to whatever else is."""
+        """Return the tokens that are here, up to whatever else is."""
         tokens: list[Token] = []
         while self._events and isinstance(event := self._events[0], Token):
             tokens.append(event)
@@ -111,8 +108,6 @@ class Mailbox:
 
 
 class PagedEngine:
-    """Starts and stops the thread, routes its events to the requests' mailboxes."""
-
     tells_resume_points = True
     takes_turns = True
 
@@ -133,11 +128,12 @@ class PagedEngine:
         self._grammars = Grammars(None, 0)
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
-        self._offer: Callable[[Offer], None] | None = None  # see EngineThread
+        self._offer: Callable[[Offer], None] | None = None  # EngineThread calls it.
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
-        self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()  # None: there are no more
+        # None says that there are no more.
+        self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -155,14 +151,13 @@ class PagedEngine:
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
-        """The layout's pools, by group, then the draft model's."""
+        """Return the layout's pools, by group, then the draft model's."""
         runner = self._running_core.runner
         draft = (runner.draft.memory,) if runner.draft is not None else ()
         return (runner.memory, *runner.carried_memory, *draft)
 
     @property
     def read_pages(self) -> ReadPages:
-        """See ModelRunner.read_pages."""
         return self._running_core.runner.read_pages
 
     @property
@@ -189,9 +184,11 @@ class PagedEngine:
             self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
 
     async def stop(self) -> None:
-        """End every request with Unavailable, stop the thread. The caller goes on consuming what it
-        iterates until that has ended; memory stays until no writer can write it any more. A thread that
-        hangs is not waited for."""
+        """End every request with Unavailable and stop the thread; one that hangs is not waited for.
+
+        The caller goes on consuming what it iterates until that has ended; memory stays until no writer can
+        write it any more.
+        """
         self._stopping = True
         for mailbox in self._mailboxes.values():
             mailbox.put(Failed(Unavailable("the rank is stopping")))
@@ -204,8 +201,11 @@ class PagedEngine:
         self._cache_events.put_nowait(None)
 
     async def crashed(self) -> bool:
-        """Returns when the engine's thread, or the sender's, has died of a bug or hangs; the process should
-        end and be restarted. True: one hangs."""
+        """Return when the engine's thread, or the sender's, has died of a bug or hangs, and True where one
+        hangs.
+
+        The process should then end and be restarted.
+        """
         await self._crashed.wait()
         return self._hangs
 
@@ -241,8 +241,11 @@ class PagedEngine:
     # -- for the two roles ------------------------------------------------------------------------
 
     async def _stop_transfers(self) -> bool:
-        """Return once no transfer touches the pool: the thread frees it after that. False: that cannot be
-        waited for, and the pool has to stay for as long as the process does."""
+        """Return once no transfer touches the pool: the thread frees it after that.
+
+        Returns:
+            False where that cannot be waited for: the pool has to stay for as long as the process does.
+        """
         return True
 
     def post(self, command: Command) -> None:
@@ -252,7 +255,8 @@ class PagedEngine:
 
     @contextlib.contextmanager
     def _mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
-        """The events of a sequence, once submitted, arrive in the mailbox while the context is open."""
+        """Yield a mailbox in which the events of a sequence, once submitted, arrive while the context is
+        open."""
         if self._stopping:
             raise Unavailable("the rank is stopping")
         mailbox = self._mailboxes[seq] = Mailbox()
@@ -267,7 +271,7 @@ class PagedEngine:
     def _sequence(
         self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
     ) -> Sequence:
-        """Raises InvalidRequest where what is asked of its prompt is not in it."""
+        """Raises InvalidRequest where what is requested of its prompt is not in it."""
         self._arrivals += 1
         scores = scores_of(request)
         scores = None if receives else scores
@@ -316,7 +320,7 @@ class PagedEngine:
     def _watch(
         self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
     ) -> None:
-        """From now on, once that thread hangs, what runs fails with `error` as by a crash.
+        """Fail what runs with `error`, as by a crash, once that thread hangs.
 
         `abandon` gives the thread up, for which nobody waits any more, and returns where it hangs.
         """
@@ -341,7 +345,7 @@ class PagedEngine:
         try:
             self._deliver_all(report)
         except Exception as error:
-            # Our own mistake: others' events of the step are lost, and they would wait for ever.
+            # This is our own mistake: others' events of the step are lost, and they would wait for ever.
             log.critical("engine_report_lost", exc_info=True)
             self._fail_all(error)
 

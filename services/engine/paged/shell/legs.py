@@ -1,4 +1,4 @@
-"""Waiting for two things at once, where either may fail."""
+"""This module waits for two things at once, where either may fail."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -21,7 +21,7 @@ async def both(
 ) -> tuple[A, B]:
     """Run two legs and return both results; `beside` runs until they are done.
 
-    Raises what the first leg to fail raised; everything else is cancelled and awaited before. Where the
+    It raises what the first leg to fail raised; everything else is cancelled and awaited before. Where the
     second one fails, the first has `patience_s` to fail too, and then it is that which is raised.
     """
     try:
@@ -41,7 +41,8 @@ async def _outspoken(leg: Coroutine[Any, Any, B], other: asyncio.Task[A], patien
     try:
         return await leg
     except IsthmusError:
-        for _ in range(_LOOKS):  # of a stall only one counts, so that the answer that came meanwhile is found
+        # Only one counts in a stall, so that the answer that came meanwhile is found.
+        for _ in range(_LOOKS):
             await asyncio.wait([other], timeout=patience_s / _LOOKS)
             if other.done():
                 break

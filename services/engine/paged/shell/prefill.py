@@ -1,4 +1,4 @@
-"""The prefill role of our own engines: compute the prompt, write the delta, choose the first token."""
+"""The prefill role of our own engines computes the prompt, writes the delta, and chooses the first token."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from services.values.load import RankLoad
 from services.values.rank import RankId, Rendezvous
 from services.values.request import GenerationRequest, PrefillResult
 
-# In one go the sender posts, polls or digests a piece of one room, which takes milliseconds.
+# The sender posts, polls or digests a piece of one transfer in one go, which takes milliseconds.
 _MAX_SENDER_LIMIT_S = 30.0
 
 
 class PagedPrefillEngine(PagedEngine):
-    """Implements services.engine.base.PrefillEngine. `sender` serves the Handshake stream."""
+    """It implements services.engine.base.PrefillEngine. `sender` serves the Handshake stream."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PagedPrefillEngine(PagedEngine):
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
         with self._mailbox(seq) as mailbox:
-            # Pages of a room that is not open are dropped, and the first may be offered at once.
+            # Pages of a transfer that is not open are dropped, and the first may be offered at once.
             ended, computed = self._open_room(seq, rendezvous), _Computed()
             self.post(Submit(seq))
             try:
@@ -107,7 +107,8 @@ class PagedPrefillEngine(PagedEngine):
                 self.sender.cancel_room(rendezvous.room)
                 raise
             finally:
-                self.post(Cancel(seq))  # does nothing once it has ended; the room gives the pages back
+                # It does nothing once it has ended; the transfer gives the pages back.
+                self.post(Cancel(seq))
         return PrefillResult(
             first_token_id=token.token_id,
             first_token_logprobs=token.logprobs,
@@ -123,7 +124,7 @@ class PagedPrefillEngine(PagedEngine):
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[RoomEnd] = loop.create_future()
 
-        def on_failed(end: RoomEnd) -> None:  # on the sender's thread, as on_end
+        def on_failed(end: RoomEnd) -> None:  # The sender's thread calls it and on_end.
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         def on_end(end: RoomEnd) -> None:
@@ -134,7 +135,7 @@ class PagedPrefillEngine(PagedEngine):
         self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
-    def _hand_on(self, event: Offer) -> None:  # on the engine's thread
+    def _hand_on(self, event: Offer) -> None:  # The engine's thread calls it.
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
         else:
@@ -142,8 +143,6 @@ class PagedPrefillEngine(PagedEngine):
 
 
 class _Computed:
-    """What the engine says of one prompt."""
-
     def __init__(self) -> None:
         self._said: asyncio.Queue[tuple[Reserved, Token]] = asyncio.Queue()
 
@@ -151,7 +150,7 @@ class _Computed:
         return await self._said.get()
 
     async def attend(self, mailbox: Mailbox) -> None:
-        """Raises what the sequence fails with, also when it is computed and its room still open."""
+        """Raises what the sequence fails with, also when it is computed and its transfer still open."""
         reserved, token = await mailbox.get(), await mailbox.get()
         if not isinstance(reserved, Reserved) or not isinstance(token, Token):
             raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")

@@ -1,8 +1,8 @@
-"""The thread that owns a rank's state.
+"""The thread here owns a rank's state.
 
-asyncio posts frozen commands on one queue; the thread applies them between steps and hands what
-happened back to the loop, one `call_soon_threadsafe` a step. Pages that a prefill rank offers go from here
-to the sender's thread; the loop has no part in that. Nothing else touches the core.
+asyncio posts frozen commands on one queue; the thread applies them between steps and hands what happened back
+to the loop, one `call_soon_threadsafe` a step. Pages that a prefill rank offers go from here to the sender's
+thread; the loop has no part in that. Nothing else touches the core.
 
 A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A runner that fails so often in a row does not recover (a CUDA context that has faulted never does): only a
-# new life of the rank can help, and would not come while this one says that it is well.
+# new incarnation of the rank can help, and would not come while this one reports that it is well.
 _MAX_FAILED_STEPS = 5
 
 
@@ -42,7 +42,7 @@ class Submit:
 class DeltaLanded:
     seq: Sequence
     first_token: Sampled
-    with_draft: bool = False  # the draft model's KV of it, too
+    with_draft: bool = False  # The draft model's KV of it landed, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class CheckBooks:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    free: bool  # the pool too: no transfer touches it any more
+    free: bool  # The pool is freed too, for no transfer touches it any more.
 
 
 Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
@@ -82,15 +82,13 @@ Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnde
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one turn of the thread did."""
-
     events: list[tuple[Sequence, Said]]
     cache_events: CacheEvents
     load: RankLoad
 
 
 class EngineThread:
-    """Runs a core built by `build` (on the thread itself: it loads the model)."""
+    """It runs a core built by `build` on the thread itself, for that loads the model."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class EngineThread:
         self._loop = loop
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
-        self._busy = False  # whether another step would do something though nobody asks anything
+        self._busy = False  # Another step would then do something without a command.
         self._frees = False
         self.watch = TurnWatch()
         self._started: asyncio.Future[EngineCore] = loop.create_future()
@@ -125,12 +123,13 @@ class EngineThread:
         self._inbox.put(command)
 
     async def stop(self, free: bool = True) -> None:
-        """Returns when the thread has done its last turn, or was given up. With `free` the pool is freed."""
+        """Return when the thread has made its last iteration, or was given up. With `free` the pool is
+        freed."""
         self.post(Stop(free))
         await self._gone.wait()
 
     def abandon(self) -> str:
-        """Nobody waits for it any more; returns where it hangs, as far as Python knows."""
+        """Return where it hangs, as far as Python knows; nobody waits for it any more."""
         self._gone.set()
         return stack_of(self._thread)
 
@@ -153,7 +152,7 @@ class EngineThread:
             while self._turn(core):
                 pass
         except BaseException as error:
-            # Our own mistake: the rank's books cannot be trusted any more.
+            # This is our own mistake: the rank's books cannot be trusted any more.
             log.critical("engine_crashed", exc_info=True)
             self._call(self._on_crash, error)
             return
@@ -169,7 +168,6 @@ class EngineThread:
             self._started.set_exception(error)
 
     def _turn(self, core: EngineCore) -> bool:
-        """Apply what was asked, make one step, report. False when told to stop."""
         self.watch.begins()
         running = self._apply_commands(core)
         if running:
@@ -178,7 +176,7 @@ class EngineThread:
         return running
 
     def _apply_commands(self, core: EngineCore) -> bool:
-        # With nothing to compute, sleep until something is asked: a sequence that waits for pages or for
+        # Without anything to compute it sleeps until a command comes: a sequence that waits for pages or for
         # its prefill is freed by a command only.
         wait = not self._busy
         try:
@@ -230,7 +228,7 @@ class EngineThread:
             if core.failed_steps >= _MAX_FAILED_STEPS:
                 raise
             failure = Failed(Unavailable(f"the engine failed: {error}"))
-            self._busy = True  # those that wait may have room now
+            self._busy = True  # Those that wait may have room now.
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:

@@ -8,9 +8,9 @@ not fit into memory fails the start instead of the first client:
     drafts       after each, where there is a draft model
     a chunk      on a GPU: the last of the longest prompt there can be, after pages that are still zero
 
-(What many sequences beside it take on top is not tried.) Not on a CPU: there the last one takes as long as a
-client's does, up to minutes, sets nothing up, and cannot fail, for a CPU lends more memory than it has. Pages
-are lent like any others and given back; nothing is published.
+(What many sequences beside it take on top is not tried.) On a CPU the last one is left out: there it takes as
+long as a client's does, up to minutes, sets nothing up, and cannot fail, for a CPU allocates more memory than
+it has. Pages are allocated like any others and given back; nothing is published.
 """
 
 from services.engine.paged.runner import Chunk, ModelRunner, TailPages
@@ -20,7 +20,7 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
-_DRAFTS = 2  # one after the chunk, and one after a single token
+_DRAFTS = 2  # It drafts one after the chunk, and one after a single token.
 
 
 def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:

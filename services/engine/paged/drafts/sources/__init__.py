@@ -1,1 +1,1 @@
-"""Texts in which what follows may have stood before: a sequence's own, its salt's, the radix tree's."""
+"""These texts may have what follows: a sequence's own, its salt's, the radix tree's."""

@@ -1,4 +1,4 @@
-"""Where the last three ids of a text stood before: hash chains, as in zlib's deflate (RFC 1951, section 4).
+"""Hash chains tell where a text's last three ids stood before, as in zlib's deflate (RFC 1951, section 4).
 
     heads[hash of three ids]  ->  latest position behind such three  ->  the one before it  ->  ...
 
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from services.engine.paged.drafts.sources.source import Continuation, Ids, Trail, common_len, first_longest
 
-NGRAM = 3  # ids
-NO_ID = -1  # parts texts
-_FEW = 64  # positions from which on numpy is faster
+NGRAM = 3
+NO_ID = -1  # It parts texts.
+_FEW = 64  # From so many positions on numpy is faster.
 
-# Odd and below 2**32, so that a product with an id stays within 63 bits.
+# These are odd and below 2**32, so that a product with an id stays within 63 bits.
 _FIRST, _SECOND, _THIRD, _SHIFT = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 13
 
 
@@ -26,13 +26,13 @@ class NgramChains:
     """Positions are counted from 0. Each that is remembered costs 8 bytes, and so does a head."""
 
     def __init__(self, num_heads: int, num_kept: int | None = None) -> None:
-        """Both are powers of two. The last `num_kept` positions are remembered; None: all."""
+        """Both are powers of two. The last `num_kept` positions are remembered; with None all are."""
         self._head_mask = num_heads - 1
-        self._heads = array("q", (0,)) * num_heads  # 1 + position; 0: none
-        self._earlier = array("q", (0,)) * (num_kept or 0)  # likewise, by position
+        self._heads = array("q", (0,)) * num_heads  # It has 1 + position, and 0 for none.
+        self._earlier = array("q", (0,)) * (num_kept or 0)  # It has the same by position.
         self._num_kept = num_kept
         self._last = [NO_ID] * NGRAM
-        self.end = 0  # the next position
+        self.end = 0  # It is the next position.
 
     @property
     def size_bytes(self) -> int:
@@ -50,8 +50,8 @@ class NgramChains:
         self._num_kept *= 2
 
     def add(self, ids: Sequence[int]) -> None:
-        """They follow what was added before. With `num_kept`: no more than that, and not across a multiple
-        of it."""
+        """Append ids to what was added before. With `num_kept` they are no more than that, and do not cross a
+        multiple of it."""
         text = [*self._last, *ids]
         earlier = self._chain_many(text) if len(ids) > _FEW else self._chain_few(text)
         if self._num_kept is None:
@@ -63,7 +63,7 @@ class NgramChains:
         self.end += len(ids)
 
     def walk(self, a: int, b: int, c: int) -> Iterator[int]:
-        """Positions before which these three may stand, latest first."""
+        """Yield the positions before which these three may stand, latest first."""
         position = self._heads[_slot(a, b, c) & self._head_mask] - 1
         oldest, mask = 0, -1
         if self._num_kept is not None:
@@ -83,7 +83,7 @@ class NgramChains:
         return earlier
 
     def _chain_many(self, text: list[int]) -> "array[int]":
-        """As `_chain_few`: positions of one slot stand together once sorted, in their order."""
+        """Chain as `_chain_few` does: positions of one slot stand together once sorted, in their order."""
         ids = np.array(text, dtype=np.int64)
         slots = _slots(ids) & self._head_mask
         order = np.argsort(slots.astype(np.int32), kind="stable")
@@ -102,7 +102,6 @@ def _slot(a: int, b: int, c: int) -> int:
 
 
 def _slots(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """As _slot, of each three in a row but for the last."""
     mixed = ids[:-3] * _FIRST ^ ids[1:-2] * _SECOND ^ ids[2:-1] * _THIRD
     return mixed >> _SHIFT
 
@@ -113,7 +112,7 @@ _MIN_HEADS, _MAX_HEADS = 1 << 10, 1 << 16
 
 
 class OwnNgrams:
-    """Of one sequence, whose ids only ever grow; they are read in place. Implements Source."""
+    """It has one sequence, whose ids only ever grow, and are read in place. It implements Source."""
 
     name = "lookup"
 
@@ -124,18 +123,16 @@ class OwnNgrams:
 
     @property
     def backlog(self) -> int:
-        """Ids that cannot be found yet."""
         return len(self._ids) - self._chains.end
 
     def index(self, most: int) -> int:
-        """Take up to so many more of its ids in; returns how many."""
         first, count = self._chains.end, min(most, self.backlog)
         if count > 0:
             self._chains.add(self._ids[first : first + count])
         return count
 
     def match(self, most: int) -> Continuation | None:
-        """What followed where the longest part of its end stood, the last time; `most` ids."""
+        """Return `most` ids that followed where the longest part of its end stood, the last time."""
         end = len(self._ids)
         if end <= NGRAM:
             return None
@@ -146,13 +143,13 @@ class OwnNgrams:
         return Continuation(self._repeated(position, end, most), length)
 
     def _places(self, end: int) -> Iterator[tuple[int, int]]:
-        """(ids in common, position behind them): first where the last match would go on."""
+        """Yield (ids in common, position behind them), first where the last match would go on."""
         ids, position = self._ids, self._trail.position_at(end)
         yield common_len(ids, end, ids, position), position
         for position in islice(self._chains.walk(ids[-3], ids[-2], ids[-1]), _MOST_COMPARED):
             yield common_len(ids, end, ids, position), position
 
     def _repeated(self, first: int, end: int, most: int) -> Ids:
-        """ids[first:end], over and over: what stands there twice in a row may go on to."""
+        """Return ids[first:end] over and over: what stands there twice in a row may go on to."""
         ids = self._ids[first : min(end, first + most)]
         return ids if len(ids) == most else (ids * (most // len(ids) + 1))[:most]

@@ -1,17 +1,18 @@
-"""The texts of each salt on this rank, in bounded memory. Nobody finds those of another salt."""
+"""The texts of each salt on this rank are kept in bounded memory. Nobody finds those of another salt."""
 
 from collections import OrderedDict
 
 from services.engine.paged.drafts.sources.source import LONGEST, Continuation, Ids, Trail
 from services.engine.paged.drafts.sources.text_ring import TextRing
 
-_MAX_BYTES = 64 << 20  # some 25 salts with 130,000 ids each, or 800 with 4,000
-# Ids that a text begins with though they were told: as many as are compared, and what a guess may reach over.
+_MAX_BYTES = 64 << 20  # It holds some 25 salts with 130,000 ids each, or 800 with 4,000.
+# A text begins with so many ids though they were told: as many as are compared, and what a guess may reach
+# over.
 _OVERLAP = LONGEST + 8
 
 
 class SharedNgrams:
-    """Whoever was not used for longest goes first."""
+    """The salt that was not used for longest goes first."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -22,7 +23,7 @@ class SharedNgrams:
         return f"SharedNgrams(salts={len(self._rings)} size_bytes={self.size_bytes})"
 
     def of(self, salt: str) -> TextRing | None:
-        """Counts as a use; it is good until the next `add`."""
+        """Return a salt's texts, which counts as a use; they are good until the next `add`."""
         ring = self._rings.get(salt)
         if ring is not None:
             self._rings.move_to_end(salt)
@@ -40,8 +41,8 @@ class SharedNgrams:
 
 
 class SaltNgrams:
-    """What one sequence, whose ids only ever grow, takes from its salt's texts and adds to them. Implements
-    Source."""
+    """It takes what one sequence, whose ids only ever grow, finds in its salt's texts, and adds to them. It
+    implements Source."""
 
     name = "ngrams"
 
@@ -58,7 +59,7 @@ class SaltNgrams:
         return len(self._ids) - self._told
 
     def tell(self) -> None:
-        """Of all that is new, and of as much before it as it takes to find the beginning."""
+        """Tell of all that is new, and of as much before it as it takes to find the beginning."""
         self._shared.add(self._salt, self._ids[max(0, self._told - _OVERLAP) :])
         self._told = len(self._ids)
 

@@ -11,14 +11,14 @@ from itertools import islice
 from services.engine.paged.drafts.sources.ngram_chains import NGRAM, NO_ID, NgramChains
 from services.engine.paged.drafts.sources.source import LONGEST, Continuation, Ids, Trail, common_len
 
-_MOST_COMPARED = 8  # 4 to 32 accept as much, and cost more and more
+_MOST_COMPARED = 8  # With 4 to 32 as much is accepted, at more and more cost.
 
 
 class TextRing:
     """A position counts all ids ever put in, so it stays the same when the ring grows."""
 
     def __init__(self, min_ids: int = 1 << 12, max_ids: int = 1 << 17) -> None:
-        """How many it has room for, powers of two; 20 bytes each."""
+        """It has room for these numbers of ids, powers of two, at 20 bytes each."""
         self._max_ids = max_ids
         self._ids = array("i", [NO_ID]) * min_ids
         self._chains = NgramChains(min_ids, min_ids)
@@ -31,7 +31,7 @@ class TextRing:
         return 4 * len(self._ids) + self._chains.size_bytes
 
     def add(self, text: Ids) -> None:
-        """Of one that is longer than a quarter of the ring, the end."""
+        """Add a text; of one that is longer than a quarter of the ring, the end."""
         text = [*text[-(self._max_ids // 4) :], NO_ID]
         while self._chains.end + len(text) > len(self._ids) < self._max_ids:
             self._grow()
@@ -41,7 +41,7 @@ class TextRing:
         self._put(text)
 
     def match(self, ids: Ids, trail: Trail, most: int) -> tuple[Continuation, Trail] | None:
-        """What mostly followed where the longest part of the end of `ids` stood; up to `most` ids."""
+        """Return up to `most` ids that mostly followed where the longest part of the end of `ids` stood."""
         if len(ids) < NGRAM:
             return None
         length, positions = self._longest(ids, trail, most)
@@ -63,9 +63,9 @@ class TextRing:
         self._chains.add(ids)
 
     def _longest(self, ids: Ids, trail: Trail, most: int) -> tuple[int, list[int]]:
-        """How many ids the best places have in common with the end of `ids`, and these places, latest first.
+        """Return how many ids the best places have in common with the end of `ids`, and these, latest first.
 
-        Where the last match still holds there is no search.
+        There is no search where the last match still holds.
         """
         longest, positions = 0, list[int]()
         for position in self._places(ids, trail):
@@ -91,7 +91,8 @@ class TextRing:
         return NO_ID not in self._ids[first : first + most]
 
     def _likeliest(self, positions: list[int], most: int) -> list[int]:
-        """The next id of most of them, then of those who have that one, and so on; of as many the first's."""
+        """Return the next id of most of them, then of those who have that one, and so on; a tie is the
+        first's."""
         guess, places = list[int](), [position & self._mask for position in positions]
         while len(guess) < most:
             following = [self._ids[place] for place in places if place < len(self._ids)]
