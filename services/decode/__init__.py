@@ -1,1 +1,1 @@
-"""The service that holds KV and generates."""
+"""The decode service holds KV and generates."""

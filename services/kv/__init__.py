@@ -1,1 +1,1 @@
-"""The pure core of KV bookkeeping: no I/O, no clock, no chance."""
+"""The pure core of KV bookkeeping needs no I/O, no clock, no chance."""

@@ -1,4 +1,4 @@
-"""Names of index blocks: a 64-bit XXH3 chain over token ids, equal in every process of the cluster.
+"""Index blocks are named by a 64-bit XXH3 chain over token ids, equal in every process of the cluster.
 
     local[i] = xxh3_64(tokens of block i, packed as little-endian u32, seed)
     seq[0]   = local[0]
@@ -29,14 +29,15 @@ _KNOWN_SCOPES = 1024
 
 @lru_cache(_KNOWN_SCOPES)
 def scope_seed(model: str, cache_salt: str = "") -> int:
-    """The 64-bit seed of one (model, salt); sequences of two scopes share no hash."""
-    # With lengths in front, ("ab", "c") and ("a", "bc") differ. SCHEME has a third field, of no use so far.
+    """Return the 64-bit seed of one (model, salt); sequences of two scopes share no hash."""
+    # ("ab", "c") and ("a", "bc") differ by the lengths in front. SCHEME has a third field, of no use so far.
     fields = (text.encode() for text in (model, cache_salt, ""))
     return xxh3_64_intdigest(b"".join(_LENGTH.pack(len(field)) + field for field in fields))
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Little-endian u32, TOKEN_BYTES each. Raises OverflowError for an id outside of 32 bits."""
+    """Return the ids as little-endian u32, TOKEN_BYTES each. Raises OverflowError for one outside of 32
+    bits."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -44,7 +45,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """What was packed."""
+    """Return the ids that `pack_tokens` packed."""
     token_ids = array("I", packed)
     if sys.byteorder == "big":
         token_ids.byteswap()
@@ -52,7 +53,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 def extend_packed(parent: BlockHash | None, packed_block: bytes | memoryview, seed: int) -> BlockHash:
-    """The sequence hash of the block of packed tokens that follows `parent` (None: the first one)."""
+    """Return the sequence hash of the block of packed tokens that follows `parent` (None: the first one)."""
     local = xxh3_64_intdigest(packed_block, seed)
     if parent is None:
         return BlockHash(local)
@@ -60,18 +61,18 @@ def extend_packed(parent: BlockHash | None, packed_block: bytes | memoryview, se
 
 
 def extend_hash(parent: BlockHash | None, block_token_ids: Sequence[int], seed: int) -> BlockHash:
-    """The sequence hash of the block that follows `parent` (None: the first block)."""
+    """Return the sequence hash of the block that follows `parent` (None: the first block)."""
     return extend_packed(parent, pack_tokens(block_token_ids), seed)
 
 
 def sequence_hashes(token_ids: Sequence[int], index_block: int, seed: int) -> list[BlockHash]:
-    """One sequence hash per full block of `index_block` tokens; a partly filled last block has none."""
+    """Return one sequence hash per full block of `index_block` tokens; a partly filled last one has none."""
     num_tokens = len(token_ids) // index_block * index_block
     return packed_sequence_hashes(pack_tokens(token_ids[:num_tokens]), index_block, seed)
 
 
 def packed_sequence_hashes(packed: bytes, index_block: int, seed: int) -> list[BlockHash]:
-    """The same of packed tokens."""
+    """Return what `sequence_hashes` does, of packed tokens."""
     block_bytes = index_block * TOKEN_BYTES
     whole_bytes = len(packed) // block_bytes * block_bytes
     # A prompt may have thousands of blocks, and each is two calls into xxhash: nothing else is done here.

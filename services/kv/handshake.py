@@ -1,4 +1,4 @@
-"""The two ends of a transfer, as tables: decode's reservation and prefill's room.
+"""The two ends of a transfer are tables: decode's reservation and prefill's room.
 
 Prefill writes KV straight into decode's pages, so decode may not reuse a page merely because the client
 left: it must first know that the writer has stopped.
@@ -56,69 +56,70 @@ from services.values.errors import ProtocolError
 
 
 class ReservationState(Enum):
-    FILLING = auto()  # the ticket has left; prefill may be writing the pages
-    LOST = auto()  # the stream has ended without a last word; prefill may be writing
-    UNSETTLED = auto()  # prefill posts nothing more, but what it posted may land
-    STOPPING = auto()  # given up; asked to stop: nothing but prefill's word counts
-    SOUGHT = auto()  # given up; the writer is sought on a new stream
-    FENCED = auto()  # given up; nobody is to be asked
-    STOPPED = auto()  # no byte comes any more
-    EXPIRED = auto()  # given up, and fence time is over: no byte can come any more
+    FILLING = auto()  # The ticket has left; prefill may be writing the pages.
+    LOST = auto()  # The stream has ended without a last word; prefill may be writing.
+    UNSETTLED = auto()  # Prefill posts nothing more, but what it posted may land.
+    STOPPING = auto()  # It is given up and asked to stop: nothing but prefill's word counts.
+    SOUGHT = auto()  # It is given up; the writer is sought on a new stream.
+    FENCED = auto()  # It is given up; nobody is to be asked.
+    STOPPED = auto()  # No byte comes any more.
+    EXPIRED = auto()  # It is given up, and fence time is over: no byte can come any more.
 
 
 class ReservationEvent(Enum):
     PAGES_LANDED = auto()
-    RENEGOTIATED = auto()  # prefill wants a ticket that starts earlier; it has written nothing by this one
-    WRITER_STOPPED = auto()  # refused, failed, abort acknowledged, or seen dead by its supervisor
-    UNSETTLED = auto()  # failed, or abort acknowledged, and bytes of a failed write may land still
-    LINK_LOST = auto()  # the stream ended
-    LINKED = auto()  # a new stream to the same life of the writer stands
-    GIVEN_UP = auto()  # by its owner: client gone, deadline passed, or the transfer failed
-    FENCE_OVER = auto()  # the last lease and the fence's margin have passed
+    RENEGOTIATED = auto()  # Prefill wants a ticket that starts earlier; it has written nothing by this one.
+    WRITER_STOPPED = auto()  # It was refused, failed, its abort acknowledged, or seen dead by its supervisor.
+    # It failed, or its abort was acknowledged, and bytes of a failed write may land still.
+    UNSETTLED = auto()
+    LINK_LOST = auto()  # The stream ended.
+    LINKED = auto()  # A new stream to the same incarnation of the writer stands.
+    GIVEN_UP = auto()  # Its owner gave up: client gone, deadline passed, or the transfer failed.
+    FENCE_OVER = auto()  # The last lease and the fence's margin have passed.
 
 
 class ReservationEffect(Enum):
     SEND_ABORT = auto()
-    BEGIN_FENCE = auto()  # fence time counts from now, at the earliest
-    SEEK = auto()  # make a stream to the writer, or learn that it is dead
-    QUARANTINE = auto()  # give up the prefix, keep the private pages from reuse
+    BEGIN_FENCE = auto()  # Fence time counts from now, at the earliest.
+    SEEK = auto()  # Make a stream to the writer, or learn that it is dead.
+    QUARANTINE = auto()  # Give up the prefix, keep the private pages from reuse.
     END_QUARANTINE = auto()
 
 
 class RoomState(Enum):
     NEW = auto()
-    TICKETED = auto()  # the ticket came first
-    REQUESTED = auto()  # the request came first
-    ABANDONED = auto()  # over before a ticket was accepted; decode has had no last word
+    TICKETED = auto()  # The ticket came first.
+    REQUESTED = auto()  # The request came first.
+    ABANDONED = auto()  # It was over before a ticket was accepted; decode has had no last word.
     WRITING = auto()
-    STOPPING_TO_ACK = auto()  # posted writes not yet finished; decode awaits the ack
-    STOPPING_TO_FAIL = auto()  # posted writes not yet finished; decode will hear FAILED
-    ENDED = auto()  # the last word is said
+    STOPPING_TO_ACK = auto()  # Posted writes are not yet finished; decode awaits the ack.
+    STOPPING_TO_FAIL = auto()  # Posted writes are not yet finished; decode will hear FAILED.
+    ENDED = auto()  # The last word is said.
 
 
 class RoomEvent(Enum):
-    TICKET = auto()  # came and passed its check
-    LATE_TICKET = auto()  # came, and would pass if its delta started earlier
-    WRONG_TICKET = auto()  # came, and failed its check, cannot be read, or is not expected
-    REQUEST = auto()  # the Prefill call came
-    LANDED = auto()  # the request's last write landed: none is posted, none will be
-    FAILED = auto()  # a write or the compute failed, the request is not the ticket's, or nobody came in time
-    ABORT = auto()  # decode said so
-    LINK_LOST = auto()  # decode's stream ended
-    CANCELLED = auto()  # the Prefill call was cancelled
-    WRITES_STOPPED = auto()  # after STOP_WRITES: none is posted any more, none will be
+    TICKET = auto()  # It came and passed its check.
+    LATE_TICKET = auto()  # It came, and would pass if its delta started earlier.
+    WRONG_TICKET = auto()  # It came, and failed its check, cannot be read, or is not expected.
+    REQUEST = auto()  # The Prefill call came.
+    LANDED = auto()  # The request's last write landed: none is posted, none will be.
+    FAILED = auto()  # A write or the compute failed, the request is not the ticket's, or nobody came in time.
+    ABORT = auto()  # Decode said so.
+    LINK_LOST = auto()  # Decode's stream ended.
+    CANCELLED = auto()  # The Prefill call was cancelled.
+    WRITES_STOPPED = auto()  # After STOP_WRITES none is posted any more, and none will be.
 
 
 class RoomEffect(Enum):
     SEND_ACCEPTED = auto()
     SEND_RENEGOTIATE = auto()
-    SEND_REFUSED = auto()  # to whom the ticket came from
-    START_WRITES = auto()  # from here on writes may be posted
-    STOP_WRITES = auto()  # post no more; WRITES_STOPPED must follow
+    SEND_REFUSED = auto()  # It goes to whom the ticket came from.
+    START_WRITES = auto()  # From here on writes may be posted.
+    STOP_WRITES = auto()  # Post no more; WRITES_STOPPED must follow.
     SEND_LANDED = auto()
     SEND_FAILED = auto()
     SEND_ABORT_ACK = auto()
-    FAIL_REQUEST = auto()  # end the Prefill call with an error, if it has no answer yet
+    FAIL_REQUEST = auto()  # End the Prefill call with an error, if it has no answer yet.
 
 
 _S, _E, _F = ReservationState, ReservationEvent, ReservationEffect
@@ -142,7 +143,7 @@ RESERVATION: Mapping[
     (_S.STOPPING, _E.GIVEN_UP): (_S.STOPPING, ()),
     # A writer that is there and does not answer may be writing.
     (_S.STOPPING, _E.FENCE_OVER): (_S.STOPPING, (_F.SEND_ABORT,)),
-    # What it was told on the old stream may be lost.
+    # The old stream may have lost what it was told.
     (_S.SOUGHT, _E.LINKED): (_S.STOPPING, (_F.SEND_ABORT,)),
     (_S.SOUGHT, _E.WRITER_STOPPED): (_S.STOPPED, (_F.END_QUARANTINE,)),
     (_S.SOUGHT, _E.GIVEN_UP): (_S.SOUGHT, ()),
@@ -151,7 +152,8 @@ RESERVATION: Mapping[
     (_S.FENCED, _E.FENCE_OVER): (_S.EXPIRED, (_F.END_QUARANTINE,)),
     # Nobody writes: the pages go where their sequence goes.
     (_S.STOPPED, _E.GIVEN_UP): (_S.STOPPED, ()),
-    # Who was sought is found late. Its room may wait still, so it is told, and what it answers is heard.
+    # A writer that was sought is found late. Its transfer may wait still, so it is told, and its answer
+    # counts.
     (_S.EXPIRED, _E.LINKED): (_S.EXPIRED, (_F.SEND_ABORT,)),
     (_S.EXPIRED, _E.WRITER_STOPPED): (_S.EXPIRED, ()),
     (_S.EXPIRED, _E.UNSETTLED): (_S.EXPIRED, ()),
@@ -200,7 +202,7 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.STOPPING_TO_FAIL, _V.WRITES_STOPPED): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.STOPPING_TO_ACK, _V.WRONG_TICKET): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.FAILED): (_R.STOPPING_TO_ACK, ()),
-    # Said again, on a new link perhaps: the one ack to come answers both.
+    # It is said again, on a new link perhaps: the one ack to come answers both.
     (_R.STOPPING_TO_ACK, _V.ABORT): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.LINK_LOST): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.CANCELLED): (_R.STOPPING_TO_ACK, ()),
@@ -210,13 +212,13 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.ENDED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
 }
 
-ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # no request is in it, and nothing is written or read
+ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # No request is in it, and nothing is written or read.
 
 
 def step_reservation(
     state: ReservationState, event: ReservationEvent
 ) -> tuple[ReservationState, tuple[ReservationEffect, ...]]:
-    """The next state, and the effects that the shell must perform, in order.
+    """Return the next state, and the effects that the shell must perform, in order.
 
     Raises:
         ProtocolError: `event` is not expected in `state`.
@@ -225,7 +227,7 @@ def step_reservation(
 
 
 def may_expire(state: ReservationState) -> bool:
-    """Whether fence time ends it, once it is given up."""
+    """Return whether fence time ends it, once it is given up."""
     return state in (_S.LOST, _S.UNSETTLED, _S.SOUGHT, _S.FENCED)
 
 
@@ -234,7 +236,7 @@ def expects_ticket(state: RoomState) -> bool:
 
 
 def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:
-    """As step_reservation, for a room."""
+    """Return the next state of a room, and its effects, as step_reservation does."""
     return _look_up(ROOM, state, event)
 
 

@@ -1,4 +1,4 @@
-"""The free pages of a pool, kept as runs of neighbours so that transfers stay in few pieces."""
+"""The free pages of a pool are kept as runs of neighbours, so that transfers stay in few pieces."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from services.values.kv import PageId, PageRun
 
 
 class PageAllocator:
-    """Hands out pages [0, num_pages).
+    """It hands out pages [0, num_pages).
 
     Invariant: no two free runs touch (neighbours are merged when freed), and `_starts`, `_ends` and
     `_by_length` list the same runs. A call costs O(runs touched * log runs), plus a short memmove.
@@ -21,7 +21,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free_pages = 0
         self._is_free = bytearray(num_pages)
-        self._starts: list[int] = []  # ascending
+        self._starts: list[int] = []
         self._ends: list[int] = []  # _ends[i] belongs to _starts[i]
         self._by_length: list[tuple[int, int]] = []  # (length, start), ascending
         self._give(0, num_pages)
@@ -71,7 +71,7 @@ class PageAllocator:
             self._give(run.first_page, run.end)
 
     def free_runs(self) -> Iterator[PageRun]:
-        """In ascending order."""
+        """Yield the free runs in ascending order."""
         for start, end in zip(self._starts, self._ends, strict=True):
             yield PageRun(start, end - start)
 

@@ -1,4 +1,4 @@
-"""Whether pages hold what their writer says it wrote: a digest of each page's bytes, taken on both sides.
+"""A digest of each page's bytes, taken on both sides, tells whether it holds what its writer says it wrote.
 
     decode: is_sampled(room) --> the ticket wants digests
     prefill: writes the pages, and digests them where it has them --> LANDED brings the digests
@@ -19,8 +19,8 @@ from services.values.rank import Room
 
 
 class ReadPages(Protocol):
-    """The bytes of units of one's own pool of a group, each valid until the next is taken; called from any
-    thread."""
+    """It yields the bytes of units of one's own pool of a group, each valid until the next is taken. Any
+    thread may call."""
 
     def __call__(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]: ...
 
@@ -29,19 +29,19 @@ _ROOMS = 2**64
 
 
 def is_sampled(room: Room, share: float) -> bool:
-    """Whether a transfer is among the `share` that is checked: rooms are drawn at random."""
+    """Return whether a transfer is among the `share`, 0 to 1, that is checked: rooms are drawn at random."""
     return room < share * _ROOMS
 
 
 def digest_of(page: memoryview) -> int:
-    """64 bits."""
+    """Return a digest of 64 bits."""
     return xxh3_64_intdigest(page)
 
 
 def differing_pages(
     digests: Sequence[int], groups: Sequence[Sequence[PageId]], read_pages: ReadPages
 ) -> tuple[tuple[int, PageId], ...]:
-    """Those units, each with its group, whose bytes have another digest than the one at their place.
+    """Return those units, each with its group, whose bytes have another digest than the one at their place.
 
     `groups` has the units of each group, in the layout's order; `digests` are of all of them in turn.
     """

@@ -1,4 +1,4 @@
-"""The one owner of a rank's pages, and what one sequence holds of them.
+"""The prefix cache is the one owner of a rank's pages, and says what one sequence holds of them.
 
     page:      free --extend--> private --publish--> locked --close--> cached --evicted--> free
                                   |  \\                  \\<--open (matched)--/
@@ -33,17 +33,17 @@ class Hold(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SequencePages:
-    """One sequence's hold on the pool. Everybody may read it; only PrefixCache writes it.
+    """It is one sequence's hold on the pool. Everybody may read it; only PrefixCache writes it.
 
-    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size). Once the sequence is no
-    longer open, the table is empty.
+    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size). Once the sequence is no longer
+    open, the table is empty.
     """
 
     pages: list[PageId]
-    prefix_len: int  # tokens matched when opened, a multiple of page_size
-    node: Node | None  # the deepest tree node held; None where there is no cache
-    num_published: int  # leading pages whose content is in the tree, on the path down to `node`
-    # Private pages among the published ones: the tree had their content already, on other pages.
+    prefix_len: int  # It counts tokens matched when opened, a multiple of page_size.
+    node: Node | None  # It is the deepest tree node held; None where there is no cache.
+    num_published: int  # The content of these leading pages is in the tree, on the path down to `node`.
+    # They are private pages among the published ones: the tree had their content already, on other pages.
     duplicates: list[PageId] = field(default_factory=list)
     hold: Hold = Hold.OPEN
     quarantined: list[PageId] = field(default_factory=list)
@@ -64,9 +64,9 @@ class SequencePages:
 
 
 class PrefixCache:
-    """Allocator, radix tree and quarantine of one pool.
+    """It has the allocator, the radix tree and the quarantine of one pool.
 
-    With `enabled` False nothing is ever matched or published; the pages are lent all the same.
+    Nothing is ever matched or published with `enabled` False; the pages are allocated all the same.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class PrefixCache:
         forget: Callable[[Node], None] = lambda node: None,
         lent: Callable[[Sequence[PageId]], None] = lambda pages: None,
     ) -> None:
-        """`protected_share` of the pool, at most, is kept for prefixes that were asked for more than once.
+        """`protected_share` of the pool, at most, is kept for prefixes that were requested more than once.
 
         Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
-        so what is lent next lies in fewer runs. `forget` is told of nodes with a resume point that go, `lent`
-        of pages that are lent.
+        so what is allocated next lies in fewer runs. `forget` is called with nodes with a checkpoint that go,
+        `lent` with pages that are allocated.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -94,10 +94,10 @@ class PrefixCache:
         self._note_lent = lent
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget)
-        self._sequences: set[SequencePages] = set()  # open or quarantined
+        self._sequences: set[SequencePages] = set()  # They are open or quarantined.
         self._private_pages = 0
         self._quarantined_pages = 0
-        # Since the start, of pages lent several at a time: in how many pieces a delta lies.
+        # These count since the start, of pages allocated several at a time: in how many pieces a delta lies.
         self.lent_pages = 0
         self.lent_runs = 0
 
@@ -106,17 +106,17 @@ class PrefixCache:
 
     @property
     def num_open(self) -> int:
-        """Sequences neither closed nor in quarantine."""
+        """Return how many sequences are neither closed nor in quarantine."""
         return sum(sequence.hold is Hold.OPEN for sequence in self._sequences)
 
     @property
     def available_pages(self) -> int:
-        """Pages that `extend` could lend now: free and evictable."""
+        """Return how many pages `extend` could allocate now: free and evictable."""
         return self._allocator.free_pages + self._tree.cached_pages
 
     @property
     def free_runs(self) -> int:
-        """Runs of neighbouring free pages."""
+        """Return how many runs of neighbouring free pages there are."""
         return self._allocator.num_free_runs
 
     def open(
@@ -137,7 +137,7 @@ class PrefixCache:
         return sequence
 
     def protect(self, sequence: SequencePages) -> None:
-        """What the sequence has published or matched has been asked for again."""
+        """Note that what the sequence has published or matched has been requested again."""
         self._require(sequence, Hold.OPEN, "protect the prefix of")
         if sequence.node is not None:
             self._tree.protect(sequence.node)
@@ -149,18 +149,18 @@ class PrefixCache:
         max_prefix_tokens: int | None = None,
         before: Lookup | None = None,
     ) -> Lookup:
-        """What `open` would find; neither locks nor counts as a use.
+        """Return what `open` would find; neither lock nor count as a use.
 
         With `before`, an earlier answer to the same question, only what has changed since is compared.
         """
         return self._tree.look_up(ids, salt, self._whole_pages(max_prefix_tokens), before)
 
     def match_len(self, ids: Sequence[int], salt: str) -> int:
-        """Tokens of `ids` that are cached, in whole pages; neither locks nor counts as a use."""
+        """Return how many tokens of `ids` are cached, in whole pages; neither lock nor count as a use."""
         return self.look_up(ids, salt).cached_pages * self.page_size
 
     def own_pages(self, sequence: SequencePages) -> int:
-        """Those that nobody else holds: available again when it ends. O(that many)."""
+        """Return how many pages nobody else holds: they are available again when it ends. O(that many)."""
         num_pages, node = sequence.num_private, sequence.node
         while node is not None and node.parent is not None and node.holders + node.locked_children == 1:
             num_pages += 1
@@ -172,7 +172,7 @@ class PrefixCache:
     ) -> None:
         """Go on from the published pages with those that others have published since, as far as they reach.
 
-        Private pages in their place are freed, so nobody may be writing or reading those. Costs one look
+        Private pages in their place are freed, so nobody may be writing or reading those. It costs one look
         where there is nothing new.
         """
         self._require(sequence, Hold.OPEN, "adopt for")
@@ -190,7 +190,8 @@ class PrefixCache:
         self._free_private(replaced)
 
     def node_at(self, sequence: SequencePages, position: int) -> Node | None:
-        """The tree's node of the page that ends at `position`; None: nothing is published so far."""
+        """Return the tree's node of the page that ends at `position`; None where nothing is published so
+        far."""
         depth, node = position // self.page_size, sequence.node
         if node is None or not 0 < depth <= sequence.num_published:
             return None
@@ -200,7 +201,7 @@ class PrefixCache:
         return node
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict what must go for `num_pages` to be free; False when so many are not available."""
+        """Evict what must go for `num_pages` to be free; return False when so many are not available."""
         missing = min(num_pages, self.available_pages) - self._allocator.free_pages
         if missing > 0:
             self._evict(missing + self._evict_ahead_pages)
@@ -209,7 +210,8 @@ class PrefixCache:
     def extend(self, sequence: SequencePages, num_pages: int) -> bool:
         """Append private pages to the table, evicting what must go.
 
-        False, and nothing changed, when fewer are available.
+        Returns:
+            False, with nothing changed, when fewer are available.
         """
         self._require(sequence, Hold.OPEN, "extend")
         if num_pages > self.available_pages:
@@ -305,11 +307,11 @@ class PrefixCache:
         self._evict(self._tree.cached_pages)
 
     def take_events(self) -> CacheEvents:
-        """What the tree gained and lost, in index blocks, since last asked."""
+        """Return what the tree gained and lost, in index blocks, since the last call."""
         return self._tree.take_events()
 
     def books(self) -> PageBooks:
-        """From the running counts; O(1)."""
+        """Return the running counts, in O(1)."""
         return PageBooks(
             total=self.num_pages,
             free=self._allocator.free_pages,
@@ -395,7 +397,8 @@ class PrefixCache:
 
 
 def _check_table(sequence: SequencePages) -> None:
-    """Every published page of the table is on the path that the sequence holds, or its own duplicate."""
+    """Check that every published page of the table is on the path that the sequence holds, or its own
+    duplicate."""
     duplicates = set(sequence.duplicates)
     node = sequence.node
     for page in reversed(sequence.pages[: sequence.num_published]):

@@ -1,4 +1,4 @@
-"""What a pool has cached, as a tree of token pages per cache salt.
+"""A radix tree has what a pool has cached, as a tree of token pages per cache salt.
 
 A node is one page: its key is the page's tokens, its path from the root the whole prefix. A cached page
 lives so:
@@ -33,29 +33,29 @@ _NO_PAGE = PageId(-1)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Sequences that may share pages."""
+    """Sequences of one scope may share pages."""
 
     salt: str
-    seed: int  # of the block hashes
+    seed: int  # It is the block hashes' seed.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One page of a prefix, or a scope's root (parent None, no page). Written by RadixTree only."""
+    """It is one page of a prefix, or a scope's root (parent None, no page). Only RadixTree writes it."""
 
     scope: Scope
     parent: "Node | None" = None
-    key: bytes = b""  # the page's tokens, packed
+    key: bytes = b""  # It has the page's tokens, packed.
     page: PageId = _NO_PAGE
-    depth: int = 0  # pages from the root down to here, this one included
+    depth: int = 0  # It counts pages from the root down to here, this one included.
     children: "dict[bytes, Node]" = field(default_factory=dict)
-    holders: int = 0  # locks of which this is the deepest node
+    holders: int = 0  # It counts locks of which this is the deepest node.
     locked_children: int = 0
-    last_use: int = 0  # as the deepest node of a path, see Rule 2
-    protected: bool = False  # asked for twice
-    queued: bool = False  # stands in one of the eviction heaps
-    resumable: bool = False  # has a resume point (kv/carried)
-    block_hash: BlockHash | None = None  # set where an index block is complete
+    last_use: int = 0  # It counts as the deepest node of a path (Rule 2).
+    protected: bool = False  # It was requested twice.
+    queued: bool = False  # It stands in one of the eviction heaps.
+    resumable: bool = False  # It has a checkpoint (kv/carried).
+    block_hash: BlockHash | None = None  # It is set where an index block is complete.
 
     @property
     def locked(self) -> bool:
@@ -67,7 +67,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The deepest node that matched (the root where nothing did) and the pages down to it."""
+    """It has the deepest node that matched (the root where nothing did) and the pages down to it."""
 
     node: Node
     pages: list[PageId]
@@ -75,7 +75,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """`taken` belong to the tree now; for `duplicates` it had the same content and left them alone.
+    """The tree owns `taken` now; for `duplicates` it had the same content and left them alone.
 
     `pages` are the tree's for all the tokens inserted.
     """
@@ -88,20 +88,20 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How many pages of a prompt are cached, and how many of those are locked by somebody."""
+    """It says how many pages of a prompt are cached, and how many of those are locked by somebody."""
 
     cached_pages: int
     locked_pages: int
-    deepest: Node | None = field(default=None, compare=False, repr=False)  # where to look on from
+    deepest: Node | None = field(default=None, compare=False, repr=False)  # A later look goes on from it.
 
 
-# (last use when pushed, page, node). An entry may be out of date (the node was used since, locked, grown
-# or protected), which is put right when it comes to the front.
+# An entry is (last use when pushed, page, node). It may be out of date (the node was used since, locked,
+# grown or protected), which is put right when it comes to the front.
 _Heap = list[tuple[int, PageId, Node]]
 
 
 class RadixTree:
-    """Owns the page ids inserted, until `evict` returns them."""
+    """It owns the page ids inserted, until `evict` returns them."""
 
     def __init__(
         self,
@@ -111,20 +111,20 @@ class RadixTree:
         protected_share_pages: int = 0,
         forget: Callable[[Node], None] = lambda node: None,
     ) -> None:
-        """With `protected_share_pages` 0 eviction is by age alone. `forget` hears of each resumable node that
-        goes."""
+        """`forget` is called with each node that goes and has a checkpoint. Eviction is by age alone where
+        `protected_share_pages` is 0."""
         if page_size < 1 or index_block < 1 or index_block % page_size:
             raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
         self.page_size = page_size
         self._pages_per_block = index_block // page_size
         self._model = model
-        self._roots: dict[str, Node] = {}  # no idle ones: a root has children or is locked
+        self._roots: dict[str, Node] = {}  # There are no idle ones: a root has children or is locked.
         self._clock = 0
         self._cached_pages = 0
         self._locked_pages = 0
         self._protected_share_pages = protected_share_pages
-        self._protected_pages = 0  # unlocked ones
-        # Between the two every unlocked leaf stands once.
+        self._protected_pages = 0  # It counts unlocked ones.
+        # Every unlocked leaf stands once in one of the two.
         self._leaves: _Heap = []
         self._protected_leaves: _Heap = []
         self._forget = forget
@@ -135,7 +135,7 @@ class RadixTree:
 
     @property
     def cached_pages(self) -> int:
-        """Unlocked; all of them can be evicted."""
+        """Return how many pages are unlocked; all of them can be evicted."""
         return self._cached_pages
 
     @property
@@ -143,28 +143,30 @@ class RadixTree:
         return self._locked_pages
 
     def root(self, salt: str) -> Node:
-        """The scope's root. It may be forgotten while it has neither children nor a lock."""
+        """Return the scope's root. It may be forgotten while it has neither children nor a lock."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(Scope(salt, scope_seed(self._model, salt)))
         return root
 
     def match(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Match:
-        """The longest cached prefix of `ids` in whole pages; counts as a use of it and protects it."""
+        """Return the longest cached prefix of `ids` in whole pages; count a use of it and protect it."""
         match = self.match_below(self.root(salt), ids, 0, max_pages)
         self.protect(match.node)
         return match
 
     def protect(self, node: Node) -> None:
-        """The path down to `node` has been asked for again."""
+        """Note that the path down to `node` has been requested again."""
         while node.parent is not None and not node.protected:
             node.protected = True
             self._protected_pages += not node.locked
             node = node.parent
 
     def match_below(self, node: Node, ids: Sequence[int], start: int, max_pages: int | None = None) -> Match:
-        """The longest cached continuation of `node` by ids[start:]; a use, but not a second demand
-        for it: who asks has come while it was computed."""
+        """Return the longest cached continuation of `node` by ids[start:].
+
+        It counts as a use, but not as a second demand: who asks has come while it was computed.
+        """
         path = list(self._descend(node, ids, max_pages, start))
         deepest = path[-1] if path else node
         self._use(deepest)
@@ -173,7 +175,7 @@ class RadixTree:
     def look_up(
         self, ids: Sequence[int], salt: str, max_pages: int | None = None, before: Lookup | None = None
     ) -> Lookup:
-        """What `match` would find; not a use.
+        """Return what `match` would find, without a use.
 
         With `before`, an earlier answer to the same question, only what has changed since is compared.
         """
@@ -210,7 +212,7 @@ class RadixTree:
         return Inserted(node, in_tree, taken, duplicates)
 
     def lock(self, node: Node) -> None:
-        """Hold the path down to `node`. O(1) below a path that is locked already, else O(depth)."""
+        """Hold the path down to `node`. It is O(1) below a path that is locked already, else O(depth)."""
         newly_locked = not node.locked
         node.holders += 1
         while newly_locked and node.parent is not None:
@@ -241,7 +243,7 @@ class RadixTree:
         self._forget_idle_root(node)
 
     def evict(self, num_pages: int) -> list[PageId]:
-        """Remove up to `num_pages` unlocked pages and give them back, see the module's head for which."""
+        """Remove up to `num_pages` unlocked pages and give them back; the module's head says which."""
         pages: list[PageId] = []
         while len(pages) < num_pages and (leaf := self._pop_next_leaf()) is not None:
             self._remove(leaf)
@@ -249,11 +251,11 @@ class RadixTree:
         return pages
 
     def take_events(self) -> CacheEvents:
-        """What was stored and removed since last asked, parents stored before their children."""
+        """Return what was stored and removed since the last call, parents stored before their children."""
         return CacheEvents(*self._events.take())
 
     def nodes(self) -> Iterator[Node]:
-        """Every page's node, parents first; roots are left out."""
+        """Yield every page's node, parents first; roots are left out."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -296,7 +298,7 @@ class RadixTree:
         num_pages = (len(ids) - start) // self.page_size
         if max_pages is not None:
             num_pages = min(num_pages, max_pages)
-        # Packed page by page: a match that ends early costs no more than what it matched.
+        # It is packed page by page: a match that ends early costs no more than what it matched.
         for first in range(start, start + num_pages * self.page_size, self.page_size):
             yield pack_tokens(ids[first : first + self.page_size])
 
@@ -356,8 +358,8 @@ class RadixTree:
         return self._protected_leaves if node.protected else self._leaves
 
     def _pop_next_leaf(self) -> Node | None:
-        """The leaf to evict next; None when every page is locked."""
-        plain = self._front(self._leaves)  # first, for this may move entries to the other heap
+        """Return the leaf to evict next; None when every page is locked."""
+        plain = self._front(self._leaves)  # It comes first, for this may move entries to the other heap.
         protected = self._front(self._protected_leaves)
         if plain is None or (protected is not None and self._competes(protected, plain)):
             leaf = protected
@@ -369,11 +371,12 @@ class RadixTree:
         return leaf
 
     def _competes(self, protected: Node, plain: Node) -> bool:
-        """Whether a protected leaf goes before one that is not: the share is exceeded, and it is older."""
+        """Return whether a protected leaf goes before one that is not: the share is exceeded, and it is
+        older."""
         return self._protected_pages > self._protected_share_pages and protected.last_use < plain.last_use
 
     def _front(self, heap: _Heap) -> Node | None:
-        """The oldest leaf of a heap, once entries that are out of date have been put right."""
+        """Return the oldest leaf of a heap, once entries that are out of date have been put right."""
         while heap:
             last_use, _, node = heap[0]
             in_place = self._heap_of(node) is heap and last_use == node.last_use
@@ -390,16 +393,16 @@ class RadixTree:
 
 
 def _nearest_cached(node: Node | None) -> Node | None:
-    """`node`, or where it was evicted the nearest one above that was not; None when that is a root."""
+    """Return `node`, or where it was evicted the nearest one above that was not; None when that is a root."""
     while node is not None and node.parent is not None:
         if node.parent.children.get(node.key) is node:
             return node
-        node = node.parent  # an evicted node had no children, so nothing below it is cached
+        node = node.parent  # An evicted node had no children, so nothing below it is cached.
     return None
 
 
 def _locked_depth(node: Node) -> int:
-    """Pages on the path down to `node` that are locked: the first ones, for a lock holds all above it."""
+    """Count the locked pages on the path down to `node`: the first ones, for a lock holds all above it."""
     while node.parent is not None and not node.locked:
         node = node.parent
     return node.depth

@@ -1,4 +1,4 @@
-"""The ticket: decode says where KV goes; prefill believes nothing it has not checked.
+"""A ticket says for decode where KV goes; prefill believes nothing it has not checked.
 
 group                            where it goes            what goes there
 full attention                   ticket.runs              the delta: [decode_prefix_len, prompt_len)
@@ -81,8 +81,10 @@ def make_ticket(
 def targets_of(
     layout: KvLayout, prompt_len: int, carried: Sequence[Sequence[PageId]]
 ) -> tuple[GroupTarget, ...]:
-    """`carried` has for each group beside full attention, in the layout's order, the units that are to take
-    what it holds at the prompt's end, in token order.
+    """Return where the state at the prompt's end goes.
+
+    `carried` has for each group beside full attention, in the layout's order, the units that are to take what
+    it holds there, in token order.
 
     Raises:
         ProtocolError: they are not as many as that takes.
@@ -110,7 +112,7 @@ def check_ticket(
     `peer_memories` are the peer's pools, by group.
 
     Raises:
-        StaleGeneration: the ticket is for another life of this rank.
+        StaleGeneration: the ticket is for another incarnation of this rank.
         StartsWithinPage: an earlier start would do.
         ProtocolError: why it cannot be honoured, as a sentence.
     """
@@ -134,7 +136,7 @@ def check_layouts(own: KvLayout, peer: KvLayout) -> None:
 
 
 def difference(one: KvLayout, other: KvLayout) -> str:
-    """The first field that keeps KV from crossing, or nothing; TP degrees may differ."""
+    """Return the first field that keeps KV from crossing, or nothing; TP degrees may differ."""
     return next((name for name in _EQUAL_IN_LAYOUTS if getattr(one, name) != getattr(other, name)), "")
 
 
@@ -184,7 +186,6 @@ def _unit(group: KvGroup) -> str:
 
 
 def _check_apart(unit: str, runs: Sequence[PageRun], pool_units: int) -> None:
-    """`unit` is what one is called."""
     end = 0
     for run in sorted(runs, key=lambda run: run.first_page):
         if run.first_page < end:

@@ -1,4 +1,4 @@
-"""Which pages cross, in as few pieces as the pools allow."""
+"""A plan says which pages cross, in as few pieces as the pools allow."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,18 +9,19 @@ from services.values.kv import DRAFT, KvLayout, PageId, PageRun
 
 
 class PageMove(NamedTuple):
-    """Units of one group, pages or slots, that are neighbours on both sides: one copy of all their bytes."""
+    """Units of one group, pages or slots, are neighbours on both sides: it is one copy of all their bytes."""
 
     source_page: int
     target_page: int
     num_pages: int
-    group: int = 0  # its place in the layout
+    group: int = 0  # It is its place in the layout.
 
 
 def merge_moves(
     source_pages: Sequence[PageId], target_pages: Sequence[PageId], group: int = 0
 ) -> list[PageMove]:
-    """Moves in token order; page i of the source goes to page i of the target, within the group's pools.
+    """Return moves in token order; page i of the source goes to page i of the target, within the group's
+    pools.
 
     Raises:
         ProtocolError: the two differ in length.
@@ -28,7 +29,7 @@ def merge_moves(
     if len(source_pages) != len(target_pages):
         raise ProtocolError(f"{len(source_pages)} pages cannot go to {len(target_pages)} pages")
     moves: list[PageMove] = []
-    num_pages = source = target = 0  # of the move that is being made, and where it would go on
+    num_pages = source = target = 0  # They are of the move that is being made, and where it would go on.
     for source_page, target_page in zip(source_pages, target_pages, strict=True):
         if num_pages and (source_page != source or target_page != target):
             moves.append(PageMove(source - num_pages, target - num_pages, num_pages, group))
@@ -40,7 +41,7 @@ def merge_moves(
 
 
 def runs_of(pages: Sequence[PageId]) -> tuple[PageRun, ...]:
-    """The pages as runs, in the order given; only pages that follow each other are merged."""
+    """Return the pages as runs, in the order given; only pages that follow each other are merged."""
     return tuple(PageRun(move.source_page, move.num_pages) for move in merge_moves(pages, pages))
 
 
@@ -49,7 +50,7 @@ def pages_of(runs: Iterable[PageRun]) -> list[PageId]:
 
 
 def pages_covering(start_token: int, end_token: int, page_size: int) -> range:
-    """Indices into a sequence's page table of the pages that hold tokens [start_token, end_token).
+    """Return the indices into a page table of the pages that hold tokens [start_token, end_token).
 
     Raises:
         ProtocolError: the start is not a page's first token, or the range is not one.
@@ -62,9 +63,11 @@ def pages_covering(start_token: int, end_token: int, page_size: int) -> range:
 
 
 def moved_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> tuple[int, ...]:
-    """What a transfer moves of each pool: its delta, what is carried to the prompt's end, the draft's delta.
+    """Return the bytes that a transfer moves of each pool: delta, state at the prompt's end, the draft's
+    delta.
 
-    `layout` is of what both ranks have."""
+    `layout` has what both ranks have.
+    """
     carried = (units_at(group, prompt_len, layout.page_size) * group.unit_bytes for group in layout.carried)
     num_pages = len(pages_covering(decode_prefix_len, prompt_len, layout.page_size))
     draft = (num_pages * group.unit_bytes for group in layout.draft_group)
@@ -72,8 +75,10 @@ def moved_bytes(decode_prefix_len: int, prompt_len: int, layout: KvLayout) -> tu
 
 
 def carried_by_kind(layout: KvLayout, moved: Sequence[int]) -> dict[str, int]:
-    """Of bytes moved by pool those beside full attention's: by GroupKind's value, and DRAFT. A kind without
-    any is absent."""
+    """Return the bytes moved beside full attention's by GroupKind's value, and DRAFT.
+
+    `moved` has the bytes by pool. A kind without any is absent.
+    """
     by_kind: dict[str, int] = {}
     kinds = [group.kind.value for group in layout.carried] + [DRAFT] * len(layout.draft_group)
     for kind, size_bytes in zip(kinds, moved[1:], strict=True):

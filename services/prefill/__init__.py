@@ -1,1 +1,1 @@
-"""The service that computes prompts."""
+"""The prefill service computes prompts."""

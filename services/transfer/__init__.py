@@ -1,1 +1,1 @@
-"""Moving KV pages between ranks."""
+"""A transfer moves KV pages between ranks."""

@@ -1,4 +1,4 @@
-"""The transport boundary: how pages get from one rank's pool into another's.
+"""The transport boundary says how pages get from one rank's pool into another's.
 
     register(own pools) --> metadata() ~~ Hello ~~> peer: add_peer(metadata, our pools)
                                                          write(peer, moves) --> Write: poll() ... release()
@@ -26,14 +26,14 @@ class Unsettled(PeerFailed):
 
 
 class Write(Protocol):
-    """A posted write. It holds resources until `release`."""
+    """A posted write holds resources until `release`."""
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """Of each pool that both sides have, in the order in which they were registered."""
+        """Return the bytes of each pool that both sides have, in the order in which they were registered."""
 
     def poll(self) -> bool:
-        """True once every byte has landed in the peer's memory; never blocks.
+        """Return True once every byte has landed in the peer's memory; never block.
 
         Raises:
             PeerFailed: the write failed; bytes may have landed in part, and no more will.
@@ -41,10 +41,10 @@ class Write(Protocol):
         """
 
     def release(self) -> None:
-        """Give the transport's resources back; called once, after the last poll.
+        """Give the transport's resources back; it is called once, after the last poll.
 
-        Returns only when no byte can land any more, unless the write was Unsettled. One still under way is
-        waited for, a few seconds at most, for no transport of ours can be trusted to cancel one.
+        It returns only when no byte can land any more, unless the write was Unsettled. A write still under
+        way is waited for, a few seconds at most, for no transport of ours can be trusted to cancel one.
 
         Raises:
             Unsettled: it is under way still: bytes may land at any time.
@@ -52,31 +52,40 @@ class Write(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's end. Every method is called from one thread, which owns it."""
+    """A transport is one rank's end. Every method is called from one thread, which owns it."""
 
     @property
     def name(self) -> str:
-        """What both sides must agree on: "nixl" or "local"."""
+        """Return what both sides must agree on: "nixl" or "local"."""
 
     @property
     def paths(self) -> Sequence[KvPath]:
-        """By what our writes that have landed went, as far as that is known. Any thread may ask."""
+        """Return by which paths our writes that have landed went, as far as that is known. Any thread may
+        ask."""
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
-        """Make our pools readable and writable by the transport. Called once, before all else.
+        """Make our pools readable and writable by the transport; it is called once, before all else.
 
-        Both by group; unit i of a pool is unit_bytes long.
+        Args:
+            memories: our pools, by group.
+            unit_bytes: the bytes of one unit of each pool, likewise.
 
         Raises:
             ConfigError: the transport cannot reach memory of this kind, or of several kinds at once.
         """
 
     def metadata(self) -> bytes:
-        """What a peer needs to write to us: opaque, carried in Hello."""
+        """Return what a peer needs to write to us: opaque bytes, sent in Hello."""
 
     def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
-        """Learn a peer and its pools: those that we registered, the last ones of which it may lack. Adding it
-        again is free.
+        """Learn a peer and its pools, the last of which it may lack; adding it again is free.
+
+        Args:
+            metadata: what the peer's `metadata` returned.
+            memories: the peer's pools, by group, in the order in which we registered ours.
+
+        Returns:
+            The name by which `write` and `remove_peer` know it.
 
         Raises:
             PeerFailed: the metadata is unusable, or the peer cannot be reached.
@@ -88,13 +97,12 @@ class Transport(Protocol):
     def write(self, peer: PeerName, moves: Sequence[PageMove]) -> Write:
         """Post the moves, from our pools into the peer's of the same groups, as one write.
 
-        May take as long as the copy itself where the transport copies in the caller's thread.
+        It may take as long as the copy itself where the transport copies in the caller's thread.
 
         Raises:
             PeerFailed: the peer is unknown or gone; bytes may have landed in part, and no more will.
             Unsettled: likewise, but more may.
-            ProtocolError: there are no moves, or one is of no group or leaves its pool; nothing was
-                written.
+            ProtocolError: there are no moves, or one is of no group or leaves its pool; nothing was written.
         """
 
     def close(self) -> None:

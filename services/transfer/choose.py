@@ -1,4 +1,4 @@
-"""Which transport: the one place that imports a transport's library, and only when it is chosen."""
+"""This is the one place that imports a transport's library, and only when that is chosen."""
 
 import re
 
@@ -8,12 +8,12 @@ from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 
 _DEFAULTS = NixlSettings()
-# nixl's own words where torch is of a CUDA whose wheel of NIXL is not there.
+# These are nixl's own words where torch is of a CUDA whose wheel of NIXL is not there.
 _OTHER_CUDA = re.compile(r"detected CUDA (\d+) but (nixl-cu\d+) is not installed")
 
 
 def _missing(said: str) -> str:
-    """The end of a sentence says what to do about an import of nixl that failed."""
+    """Return the end of a sentence, which says what to do about an import of nixl that failed."""
     if (match := _OTHER_CUDA.search(said)) is None:
         return ""
     cuda, package = match.groups()
@@ -24,7 +24,7 @@ def _missing(said: str) -> str:
 
 
 def open_transport(name: str, nixl: NixlSettings = _DEFAULTS) -> Transport:
-    """A transport with nothing registered; to be called on the thread that will own it.
+    """Return a transport with nothing registered; it is to be called on the thread that will own it.
 
     Raises:
         ConfigError: the name is unknown, or its library cannot be loaded here.

@@ -1,4 +1,4 @@
-"""Units of pools as addresses. An extent is a contiguous piece of memory."""
+"""Units of pools become addresses here. An extent is a contiguous piece of memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,25 @@ from services.kv.transfer_plan import PageMove
 from services.values.errors import PeerFailed, ProtocolError
 from services.values.kv import PoolMemory
 
-Extents = NDArray[np.uint64]  # (n, 2): address, bytes
+Extents = NDArray[np.uint64]  # Its shape is (n, 2): address, bytes.
 _Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPools:
-    """One rank's pools, by group."""
+    """It has one rank's pools, by group."""
 
     memories: tuple[PoolMemory, ...]
     unit_bytes: tuple[int, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of memory, each once."""
+        """Return the kinds of memory, each once."""
         return tuple(sorted({memory.kind for memory in self.memories}))
 
     def of_peer(self, memories: Sequence[PoolMemory]) -> "RankPools":
-        """A peer's, of the same units; it may lack the last ones. Raises PeerFailed for none, or more."""
+        """Return a peer's pools of the same units, the last of which it may lack. Raises PeerFailed for none,
+        or more."""
         if not 0 < len(memories) <= len(self.memories):
             raise PeerFailed(f"the peer has {len(memories)} pools, we have {len(self.memories)}")
         return RankPools(tuple(memories), self.unit_bytes[: len(memories)])
@@ -36,9 +37,9 @@ class RankPools:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPieces:
-    """A write's moves as memory: piece i goes from source[i] to target[i], which are equally long."""
+    """It has a write's moves as memory: piece i goes from source[i] to target[i], which are equally long."""
 
-    groups: _Numbers  # (n,)
+    groups: _Numbers
     source: Extents
     target: Extents
 
@@ -48,7 +49,7 @@ class CopiedPieces:
 
 
 def pieces_of(moves: Sequence[PageMove], source: RankPools, target: RankPools) -> CopiedPieces:
-    """Raises ProtocolError: there are no moves, or one is of no group, or leaves a pool."""
+    """Raises ProtocolError where there are no moves, or one is of no group, or leaves a pool."""
     if not moves:
         raise ProtocolError("a write needs at least one page or slot")
     table = np.fromiter(chain.from_iterable(moves), np.int64, len(moves) * len(moves[0]))
@@ -70,7 +71,7 @@ def _extents(groups: _Numbers, first: _Numbers, num_units: _Numbers, pools: Rank
     if outside.any():
         raise ProtocolError(f"a move leaves its pool of {pool_units[outside][0]} units")
     extents = np.empty((len(first), 2), dtype=np.uint64)
-    extents[:, 0] = first * unit_bytes  # an offset fits int64; an address may not
+    extents[:, 0] = first * unit_bytes  # An offset fits int64; an address may not.
     extents[:, 0] += bases[groups]
     extents[:, 1] = num_units * unit_bytes
     return extents

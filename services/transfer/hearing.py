@@ -1,4 +1,4 @@
-"""Up to when all has been heard that was said to this process.
+"""Hearing tells up to when all has been heard that was said to this process.
 
     the loop looks every tenth of a second --> heard up to now
          |--stood still since it last looked: what came meanwhile lies in sockets--> heard up to then,
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _LOOK_S = 0.1
 _STALL_S = 1.0
-_LOOKS = 10  # after a stall: for gRPC to read its sockets, and for the loop to pass on what was in them
+_LOOKS = 10  # After a stall gRPC needs them to read its sockets, and the loop to pass on what was in them.
 
 
 class Hearing:
@@ -26,7 +26,7 @@ class Hearing:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looked_s = self.heard_s = clock()
-        self._behind = 0  # looks
+        self._behind = 0
 
     def __repr__(self) -> str:
         return f"Hearing({self._looked_s - self.heard_s:.1f} s behind)"
@@ -35,22 +35,22 @@ class Hearing:
         now_s = self._clock()
         stalled = now_s - self._looked_s > _STALL_S
         self._looked_s = now_s
-        # A stall while it is behind does not start anew: who always stalls would never be late.
+        # A stall while it is behind does not start anew: a loop that always stalls would never be late.
         self._behind = self._behind - 1 if self._behind else _LOOKS if stalled else 0
         if not self._behind:
             self.heard_s = now_s
 
     async def listen(self) -> None:
-        """Until cancelled."""
+        """Look until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
 
 async def within(limit_s: float, awaited: Coroutine[Any, Any, T]) -> T:
-    """What it returns. Raises TimeoutError, and cancels it, where that takes longer than `limit_s`.
+    """Return what it returns. Raises TimeoutError, and cancels it, where that takes longer than `limit_s`.
 
-    In looks: of a stall only one counts, so that what came meanwhile is found.
+    Time is counted in looks: only one counts in a stall, so that what came meanwhile is found.
     """
     task = asyncio.ensure_future(awaited)
     try:

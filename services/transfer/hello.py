@@ -1,4 +1,5 @@
-"""The first word on a Handshake stream, from either side: who we are and where our pools lie."""
+"""A Hello is the first message on a Handshake stream, from either side: who we are and where our pools
+lie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ class Hello:
     memory: PoolMemory
     transport: str
     agent_metadata: bytes
-    carried_memory: tuple[PoolMemory, ...] = ()  # the pools of the layout's other groups, in its order
-    draft_memory: PoolMemory | None = None  # where the layout has a draft
+    # It has the pools of the layout's other groups, in its order.
+    carried_memory: tuple[PoolMemory, ...] = ()
+    draft_memory: PoolMemory | None = None  # It is set where the layout has a draft.
 
     @classmethod
     def of(
@@ -39,16 +41,16 @@ class Hello:
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
-        """By group, then the draft model's."""
+        """Return the pools by group, then the draft model's."""
         draft = (self.draft_memory,) if self.draft_memory is not None else ()
         return (self.memory, *self.carried_memory, *draft)
 
     def memories_of(self, shared: KvLayout) -> tuple[PoolMemory, ...]:
-        """Those of what crosses, by `shared`: see KvLayout.shared_with."""
+        """Return the pools of what crosses, by `shared`, which KvLayout.shared_with returns."""
         return self.memories[: len(shared.unit_bytes)]
 
     def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
-        """To be sent at once: `monotonic_s` is our clock now."""
+        """Return it as a message to be sent at once: `monotonic_s` is our clock now."""
         hello = handshake_pb2.Hello(
             version=self.layout.handshake_version,
             rank=convert.rank_id_to_proto(self.rank),
@@ -64,7 +66,7 @@ class Hello:
 
 
 def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
-    """The peer's Hello and its clock when it was sent.
+    """Return the peer's Hello and its clock when it was sent.
 
     Raises:
         ProtocolError: the message is another one, or malformed, or has another number of pools than groups.

@@ -1,7 +1,8 @@
-"""Transport between processes of one host and one user: memcpy by the kernel (process_vm_writev(2)).
+"""This transport goes between processes of one host and one user: memcpy by the kernel
+(process_vm_writev(2)).
 
-A write is over when `write` returns. Nothing is registered with the kernel: permission is that of
-ptrace, which processes of one user have of each other unless Yama forbids it.
+A write is over when `write` returns. Nothing is registered with the kernel: permission is that of ptrace,
+which processes of one user have of each other unless Yama forbids it.
 """
 
 import ctypes
@@ -23,8 +24,8 @@ from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
 from services.values.kv_path import KvPath, KvPathKind
 
-_IOV_MAX = 1024  # linux/uio.h UIO_MAXIOV: the most pieces that one call takes
-_MAX_CALL_BYTES = 1 << 30  # below MAX_RW_COUNT (2 GiB less a page), where the kernel cuts a call short
+_IOV_MAX = 1024  # One call takes no more pieces (UIO_MAXIOV of linux/uio.h).
+_MAX_CALL_BYTES = 1 << 30  # It is below MAX_RW_COUNT (2 GiB less a page), where the kernel cuts a call short.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_writev.restype = ctypes.c_ssize_t
@@ -48,13 +49,13 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One life of a process on one host, and a name for the transport in it."""
+    """It is one incarnation of a process on one host, and a name for the transport in it."""
 
     name: str
     pid: int
-    start_ticks: int  # since boot: tells a pid's lives apart
+    start_ticks: int  # Counted since boot, they tell the incarnations of a pid apart.
     boot_id: str
-    pid_namespace: str  # pids mean nothing outside of it
+    pid_namespace: str  # A pid means nothing outside of it.
 
     @classmethod
     def own(cls) -> "_Process":
@@ -89,12 +90,12 @@ def _host() -> tuple[str, str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat (proc_pid_stat(5)); None when there is no such process."""
+    """Return field 22 of /proc/PID/stat (proc_pid_stat(5)); None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name in field 2 may hold spaces and parentheses: count from the last one.
+    # The name in field 2 may hold spaces and parentheses, so fields are counted from its last one.
     return int(stat.rpartition(")")[2].split()[19])
 
 
@@ -110,7 +111,7 @@ class _LandedWrite:
 
 
 class LocalTransport:
-    """Implements services.transfer.base.Transport."""
+    """It implements services.transfer.base.Transport."""
 
     def __init__(self) -> None:
         self._own = _Process.own()
@@ -161,7 +162,7 @@ class LocalTransport:
         process, pools = self._peers[peer]
         pieces = pieces_of(moves, self._pools, pools)
         group_bytes = pieces.group_bytes(len(pools.memories))
-        if not process.alive:  # its pid may be another's by now
+        if not process.alive:  # Its pid may be another's by now.
             raise PeerFailed(f"the peer's process {process.pid} is gone")
         _copy(process.pid, pieces.source, pieces.target)
         self._paths = (_PATH,)
@@ -172,7 +173,7 @@ class LocalTransport:
 
 
 def _copy(pid: int, source: Extents, target: Extents) -> None:
-    """Copy piece for piece; row i of both is as long. Changes the arrays."""
+    """Copy piece for piece; row i of both is as long. Both arrays are changed."""
     first = 0
     while first < len(source):
         last = first + _rows_per_call(source[first : first + _IOV_MAX, 1])
@@ -185,7 +186,7 @@ def _rows_per_call(sizes: NDArray[np.uint64]) -> int:
 
 
 def _write_once(pid: int, source: Extents, target: Extents) -> int:
-    """One system call; returns the bytes written, at least one."""
+    """Make one system call; return the bytes written, at least one."""
     rows = len(source)
     written = _libc.process_vm_writev(pid, source.ctypes.data, rows, target.ctypes.data, rows, 0)
     if written < 0:
@@ -198,7 +199,7 @@ def _write_once(pid: int, source: Extents, target: Extents) -> int:
 
 
 def _advance(source: Extents, target: Extents, written: int) -> int:
-    """How many rows `written` bytes finish; the row that they end in is cut to what is left of it."""
+    """Return how many rows `written` bytes finish; the row that they end in is cut to what is left of it."""
     ends = np.cumsum(source[:, 1])
     rows = int(np.searchsorted(ends, written, side="right"))
     if rows < len(source):

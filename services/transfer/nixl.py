@@ -1,6 +1,6 @@
-"""Transport over NIXL (UCX underneath): RDMA, TCP, or shared memory, whatever the two hosts have.
+"""This transport goes over NIXL (UCX underneath): RDMA, TCP, or shared memory, whatever the two hosts have.
 
-The only import of nixl, and imported by choose.py only. Seen with nixl 1.5.1, and relied upon here:
+Here is the only import of nixl, and choose.py alone imports this. We rely on what was seen with nixl 1.5.1:
 
 - Releasing a handle whose write is under way returns without an error, and the bytes go on landing
   (TCP). So a write is never released before it has ended. What ends it is the end of its agent, which lives
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 _RELEASE_TIMEOUT_S = 2.0
 _POLL_S = 0.001
 # LIBFABRIC's thread sleeps through it, whatever comes, and nobody else sees that a write has ended. UCX's
-# events end it early, but over TCP who only listens was seen to answer late with a longer one.
+# events end it early, but over TCP a rank that only listens was seen to answer late with a longer one.
 _PAUSE_US = 1000
-# Of UCX where we write. Longer than most posts take: after it the thread looks by itself, and joins in a copy
-# that the caller's thread makes, segment by segment, each waiting, busily, for the other's lock. (With 100 ms
-# instead, first writes to a peer took 60 ms longer.)
+# UCX pauses so long where we write, longer than most posts take: after it the thread looks by itself, and
+# joins in a copy that the caller's thread makes, segment by segment, each waiting, busily, for the other's
+# lock. (With 100 ms instead, first writes to a peer took 60 ms longer.)
 _WRITERS_PAUSE_US = 30_000
 _DEFAULTS = NixlSettings()
 
@@ -74,7 +74,7 @@ def _renaming(what: str, error_class: type[Exception] = PeerFailed) -> Iterator[
 
 
 class NixlWrite:
-    """Implements services.transfer.base.Write."""
+    """It implements services.transfer.base.Write."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class NixlWrite:
         self._agent = agent
         self._handle = handle
         self._group_bytes = group_bytes
-        self._state = "PROC"  # NIXL's word for under way; DONE and ERR are final
+        self._state = "PROC"  # PROC is NIXL's word for under way; DONE and ERR are final.
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class NixlWrite:
 
 
 class NixlTransport:
-    """Implements services.transfer.base.Transport. Making one takes about half a second."""
+    """It implements services.transfer.base.Transport. Making one takes about half a second."""
 
     def __init__(self, name_prefix: str = "isthmus", settings: NixlSettings = _DEFAULTS) -> None:
         """Raises ConfigError, where NIXL has no such backend, for one."""
@@ -152,7 +152,7 @@ class NixlTransport:
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
         pools = RankPools(tuple(memories), tuple(unit_bytes))
-        if len(pools.kinds) > 1:  # a list of descriptors is of one
+        if len(pools.kinds) > 1:  # A list of descriptors is of one kind.
             raise ConfigError(f"the pools must lie in memory of one kind, not {', '.join(pools.kinds)}")
         regions = [
             (memory.base_address, memory.num_pages * size, memory.device_id, "")
@@ -224,25 +224,25 @@ class NixlTransport:
                 with _renaming("NIXL does not deregister the pools"):
                     self._agent.deregister_memory(self._registered)
         finally:
-            del self._agent  # ends its threads, once there is no write of it any more
+            del self._agent  # Its threads end once there is no write of it any more.
 
     def _descriptors(
         self, pieces: CopiedPieces, extents: Extents, pools: RankPools
     ) -> _bindings.nixlXferDList:
-        """Of one side of the pieces: (n, 3), as NIXL wants them: address, bytes, device."""
+        """Return one side of the pieces as NIXL wants them, (n, 3): address, bytes, device."""
         devices = np.array([memory.device_id for memory in pools.memories], dtype=np.uint64)
         return self._agent.get_xfer_descs(np.column_stack((extents, devices[pieces.groups])), pools.kinds[0])
 
 
 def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[KvPath, ...]:
-    """By what pieces of that size have been written by an agent that `settings` made."""
+    """Return by which paths an agent that `settings` made has written pieces of that size."""
     if settings.backend != UCX:
         return (KvPath(KvPathKind.UNKNOWN, "", settings.backend),)
     return ucx_log().paths(agent, piece_bytes) if settings.writes else ()
 
 
 def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
-    """An agent with a backend and a progress thread that sleeps when there is nothing to do.
+    """Return an agent with a backend and a progress thread that sleeps when there is nothing to do.
 
     Raises:
         ConfigError: it cannot be started.
@@ -257,12 +257,13 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
 
 
 def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
-    """Around the making of a process's first agent, for `known_paths`."""
+    """Return a context for the making of a process's first agent, so that `known_paths` has something to
+    say."""
     return ucx_log().told_to_ucx() if settings.writes else nullcontext()
 
 
 def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:
-    """The list of plugins is of files, whether they can be loaded or not. Raises ConfigError."""
+    """Raises ConfigError. The list of plugins is of files, whether they can be loaded or not."""
     backend, plugins = settings.backend, agent.get_plugin_list()
     if backend not in plugins:
         raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
@@ -278,7 +279,7 @@ def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:
 
 
 def _why_not_loaded(plugin: str) -> str:
-    """The loader's own words for what is missing, for NIXL tells a log alone."""
+    """Return the loader's own words for what is missing, for NIXL tells a log alone."""
     bindings = Path(_bindings.__file__ or "").parent
     beside = bindings.parent / f".{bindings.name}.mesonpy.libs" / "plugins"
     for folder in (Path(os.environ.get("NIXL_PLUGIN_DIR") or beside), beside):
@@ -298,9 +299,9 @@ def _create_backend(agent: nixl_agent, settings: NixlSettings) -> None:
 
 
 def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) -> None:
-    """Have the progress thread of an agent that is yet to get its backend sleep when there is nothing to do.
+    """Have an agent's progress thread sleep when there is nothing to do; it is yet to get its backend.
 
-    `one_thread`: only one thread will use the agent; else NIXL takes care.
+    With `one_thread` only one thread will use the agent; otherwise NIXL takes care.
     """
     config = _bindings.nixlAgentConfig()
     config.useProgThread = True
@@ -308,15 +309,15 @@ def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) ->
     config.pthrDelay = _WRITERS_PAUSE_US if settings.writes and settings.backend == UCX else _PAUSE_US
     config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
     agent.agent = (
-        None  # its end: exporters of telemetry take no second agent of a name while there is the first
+        None  # It ends: exporters of telemetry take no second agent of a name while there is the first.
     )
     agent.agent = _bindings.nixlAgent(agent.name, config)
 
 
 def _own_its_log() -> None:
-    """What nixl has set up at its import for all who use it."""
+    """Undo what nixl has set up at its import for all who use it."""
     logger = logging.getLogger("nixl")
-    logger.handlers.clear()  # NIXL's own prints to stdout
+    logger.handlers.clear()  # NIXL's own handler prints to stdout.
     logger.propagate = True
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What NIXL is to move KV with. Needs no NIXL."""
+"""These settings say what NIXL is to move KV with; they need no NIXL."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from services.values.kv_path import KvPath, KvPathKind
 log = logging.getLogger(__name__)
 
 UCX = "UCX"
-# What the UCX plugin of nixl 1.5.1 looks for. It tells three itself (getPluginParams), one of them in vain.
+# The UCX plugin of nixl 1.5.1 looks for these. It tells three itself (getPluginParams), one of them in vain.
 _UCX_READS = (
     "device_list",
     "engine_config",
@@ -24,18 +24,18 @@ _UCX_READS = (
 )
 _READ_NOWHERE = "ucx_devices"
 _DEVICES = "UCX_NET_DEVICES"
-_LOOPBACK = "lo"  # Linux's name of it; memory that two processes of one host share is no such device
+_LOOPBACK = "lo"  # Linux names it so; memory that two processes of one host share is no such device.
 
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
     backend: str = UCX
-    parameters: dict[str, str] = field(default_factory=dict)  # of that backend
+    parameters: dict[str, str] = field(default_factory=dict)  # They are that backend's.
     expects_rdma: bool = False
-    writes: bool = False  # UCX's log is then read by us
+    writes: bool = False  # We read UCX's log then.
 
     def tell(self, path: KvPath) -> None:
-        """A line of our log, at the first write that went so."""
+        """Write a line of our log, at the first write that went so."""
         is_slow = self.expects_rdma and path.kind is KvPathKind.TCP
         said = "expected=rdma" if self.expects_rdma else "expected=any"
         log.log(
@@ -49,17 +49,19 @@ class NixlSettings:
 
 
 def keep_to_loopback(host: str) -> None:
-    """Where `host` is loopback, have UCX listen there alone, in this process and in those that it starts: by
-    itself its TCP listens on every interface, and it asks nobody who he is. Who names devices has them.
+    """Have UCX listen on loopback alone where `host` is loopback, here and in processes started from here.
 
-    To be called while there is one thread, as ucx_log.py says, and before UCX is loaded.
+    UCX's TCP listens on every interface by itself, and asks nobody who he is. An operator who names devices
+    has them.
+
+    It is to be called while there is one thread, as ucx_log.py says, and before UCX is loaded.
     """
     if is_loopback(host):
         os.environ.setdefault(_DEVICES, _LOOPBACK)
 
 
 def check_parameters(backend: str, parameters: Iterable[str], known: Iterable[str] = _UCX_READS) -> None:
-    """NIXL takes any name, and says nothing of one that its plugin never looks for. Raises ConfigError."""
+    """Raises ConfigError: NIXL takes any name, and says nothing of one that its plugin never looks for."""
     for name in parameters:
         if name == _READ_NOWHERE:
             raise ConfigError(
@@ -74,7 +76,7 @@ def check_parameters(backend: str, parameters: Iterable[str], known: Iterable[st
 
 
 def parameters_of(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE, each name once. Raises ConfigError."""
+    """Read NAME=VALUE, each name once. Raises ConfigError."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""UCX's log of this process, kept in memory and read from time to time: there alone it says how it writes.
+"""UCX's log of this process is kept in memory and read from time to time: there alone it says how it writes.
 
 UCX has one file for its log, stdout unless it is told another, and opens it when it is loaded, with the first
-agent. Whoever sets UCX_LOG_FILE or UCX_PROTO_INFO himself has what he set, and is told of no path.
+agent. An operator who sets UCX_LOG_FILE or UCX_PROTO_INFO has what he set, and gets no path reported.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 _KEPT_BYTES = 1 << 20
 _libc = ctypes.CDLL(None)
 
-# As UCX has them where nobody says otherwise. They are named here, when this is imported: while there is one
-# thread. The C library moves an environment for each name more, and a thread that reads it meanwhile,
-# as calls into gRPC do, reads what has been freed. Another value for a name moves nothing.
+# UCX has these values where nobody says otherwise. They are named here, when this is imported: while there is
+# one thread. The C library moves an environment for each name more, and a thread that reads it meanwhile, as
+# calls into gRPC do, reads what has been freed. Another value for a name moves nothing.
 _DEFAULTS = {"UCX_LOG_FILE": "", "UCX_PROTO_INFO": "n", "UCX_LOG_LEVEL": "warn"}
-# Which of them are ours: processes that inherit them cannot tell by their values.
+# It names those that are ours: processes that inherit them cannot tell by their values.
 _OURS = "ISTHMUS_UCX_NAMED"
 if _OURS not in os.environ:
     os.environ[_OURS] = ",".join(name for name in _DEFAULTS if name not in os.environ)
@@ -34,12 +34,12 @@ for _name, _value in UNTOLD.items():
 
 
 def is_untold(name: str) -> bool:
-    """Whether nobody but us has said what it is to be."""
+    """Return whether nobody but us has said what it is to be."""
     return name in UNTOLD and os.environ.get(name) == UNTOLD[name]
 
 
 def quieten() -> None:
-    """Before the first agent is made: UCX reads its environment when it is loaded, which is then."""
+    """Set UCX's environment before the first agent is made: UCX reads it when it is loaded, which is then."""
     if is_untold("UCX_LOG_LEVEL"):
         os.environ["UCX_LOG_LEVEL"] = "error"
 
@@ -48,7 +48,7 @@ class UcxLog:
     """Any thread may call it."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("ucx-log")  # open as long as the process: UCX writes to it
+        self._file = os.memfd_create("ucx-log")  # It is open as long as the process, for UCX writes to it.
         self._read_bytes = 0
         self._rest = ""
         self._tables = UcxTables()
@@ -56,10 +56,12 @@ class UcxLog:
 
     @contextmanager
     def told_to_ucx(self) -> Iterator[None]:
-        """While the first agent is made. Children must not inherit it: they could not open the file, and UCX
-        would not let them live."""
+        """Name the log in the environment while the first agent is made.
+
+        Children must not inherit it: they could not open the file, and UCX would not let them live.
+        """
         settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-        if not all(map(is_untold, settings)):  # somebody's own
+        if not all(map(is_untold, settings)):  # They are somebody's own.
             yield
             return
         os.environ.update(settings)
@@ -69,14 +71,14 @@ class UcxLog:
             os.environ.update({name: UNTOLD[name] for name in settings})
 
     def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
-        """What is known by now; empty: nothing. What UCX says beside its tables goes to our log."""
+        """Return what is known by now, if anything. What UCX says beside its tables goes to our log."""
         with self._lock:
             for line in self._tables.feed(self._new_lines()):
                 log.warning("ucx %s", line)
             return self._tables.paths(agent, piece_bytes)
 
     def _new_lines(self) -> list[str]:
-        _libc.fflush(None)  # UCX's stream has a buffer
+        _libc.fflush(None)  # UCX's stream has a buffer.
         size = os.fstat(self._file).st_size
         if size <= self._read_bytes:
             return []
@@ -86,7 +88,7 @@ class UcxLog:
         return [line.rstrip() for line in lines if line.strip()]
 
     def _forget(self, size: int) -> None:
-        """UCX writes on where it was; what lies before becomes a hole, which takes no memory."""
+        """Punch a hole: UCX writes on where it was, and what lies before takes no memory."""
         if size - self._read_bytes > _KEPT_BYTES:
             os.ftruncate(self._file, 0)
         self._read_bytes = size
@@ -94,5 +96,5 @@ class UcxLog:
 
 @cache
 def ucx_log() -> UcxLog:
-    """The process's."""
+    """Return the process's log."""
     return UcxLog()

@@ -1,4 +1,4 @@
-"""What UCX prints of the protocols that it has chosen (UCX_PROTO_INFO=y). Pure.
+"""These tables are what UCX prints of the protocols that it has chosen (UCX_PROTO_INFO=y). This is pure.
 
     [..] | isthmus-1f inter-node cfg#2                              |    agent, and where its peers are
     [..] | remote memory write by ucp_put*(multi) from host memory  |    what for: NIXL's WRITE is this
@@ -22,7 +22,8 @@ _WRITE = "remote memory write by ucp_put"
 _ROW = re.compile(r"^(\d+)([KMG]?)(?:\.\.(\d+|inf)([KMG]?))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LANE = re.compile(r"\b([a-z]\w*)/")
-# Transports by how they begin (`ucx_info -d`). What crosses by several counts as the first of these kinds.
+# Transports are known by how they begin (`ucx_info -d`). What crosses by several counts as the first of these
+# kinds.
 _KINDS = (
     (KvPathKind.TCP, ("tcp",)),
     (KvPathKind.RDMA, ("rc", "dc", "ud", "srd", "gga", "ib")),
@@ -48,18 +49,19 @@ class _LanesRow:
 
 
 class UcxTables:
-    """Of every agent of a process."""
+    """It has those of every agent of a process."""
 
     def __init__(self) -> None:
         self._agent, self._reach, self._is_write = "", "", False
         self._rows: dict[str, list[_LanesRow]] = {}
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Read what UCX printed; returns the lines that belong to no table."""
+        """Read what UCX printed; return the lines that belong to no table."""
         return [line for line in lines if not self._take(line)]
 
     def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
-        """By what writes of pieces of that size go, each once, in the order in which they were chosen."""
+        """Return by what writes of pieces of that size go, each once, in the order in which they were
+        chosen."""
         rows = [row for row in self._rows.get(agent, ()) if row.first_bytes <= piece_bytes <= row.last_bytes]
         return tuple(dict.fromkeys(KvPath(kind_of(row.lanes), row.reach, row.lanes) for row in rows))
 
@@ -79,7 +81,7 @@ class UcxTables:
     def _add(self, size: re.Match[str], lanes: str) -> None:
         if (
             not self._is_write or self._reach == "self"
-        ):  # an agent connects to itself, and writes nothing there
+        ):  # An agent connects to itself, and writes nothing there.
             return
         first = int(size[1]) * _UNITS[size[2]]
         last = first if size[3] is None else _last_bytes(size[3], size[4])

@@ -1,1 +1,1 @@
-"""The engine core of our own engines: pages, radix tree, batches and tickets around any model runner."""
+"""The engine core of our own engines has pages, radix tree, batches and tickets around any model runner."""

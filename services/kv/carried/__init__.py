@@ -1,1 +1,1 @@
-"""What sequences hold of windows and recurrent states, and where a rank can go on computing. Pure."""
+"""Sequences hold windows and recurrent states, and a rank keeps checkpoints to go on from. This is pure."""

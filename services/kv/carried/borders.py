@@ -1,16 +1,16 @@
-"""Where what a sequence computes is cut: into scans, and at borders that it keeps a resume point of. Pure."""
+"""A sequence's computing is cut into scans, and at borders of which it keeps a checkpoint. This is pure."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-_MOST_SCANNED = 64  # tokens: delta nets scan as many, and Mamba-2 takes longer with more
+_MOST_SCANNED = 64  # Delta nets scan as many tokens, and Mamba-2 takes longer with more.
 
 
 def scan_tokens(index_block: int) -> int:
-    """How many tokens of a prompt recurrent layers compute at once: from a multiple of it to the next.
+    """Return how many tokens of a prompt recurrent layers compute at once: from a multiple of it to the next.
 
-    How long a scan is decides how it rounds. So it must follow from the prompt: neither from what else a step
-    computes, nor from where the sequence went on, which is a border of the index.
+    The length of a scan decides how it rounds. So it must follow from the prompt: neither from what else a
+    step computes, nor from where the sequence went on, which is a border of the index.
     """
     return gcd(index_block, _MOST_SCANNED)
 
@@ -24,7 +24,7 @@ def scans(start: int, end: int, tokens: int) -> Iterator[range]:
 
 
 def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, stride: int) -> list[int]:
-    """Ascending positions, all beyond `resumed`:
+    """Return ascending positions, all beyond `resumed`:
 
     the last border of the ids     the next turn of the conversation goes on from there
     where `matched` ends           another prompt has branched off there, and a third one may
@@ -38,7 +38,7 @@ def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, str
 
 
 def shared_border(ids: Sequence[int], other: Sequence[int], block: int, known: int = 0) -> int:
-    """The last border up to which both are the same, and after which each has at least one more id.
+    """Return the last border up to which both are the same, and after which each has at least one more id.
 
     Up to the border `known` they are known to be.
     """

@@ -1,4 +1,4 @@
-"""The one owner of a rank's tails and states: what each sequence holds of them, and the resume points.
+"""This is the one owner of a rank's tails and states: what each sequence holds of them, and the checkpoints.
 
     unit:      free --take--> a sequence's --save, keep--> a resume point's too --last one drops--> free
                                    \\--quarantine--> quarantined --end_quarantine--> free
@@ -47,13 +47,13 @@ class Tail:
 
 @dataclass(slots=True, eq=False)
 class SequenceCarried:
-    """One sequence's hold. Everybody may read it; only CarriedCache writes it."""
+    """It is one sequence's hold. Everybody may read it; only CarriedCache writes it."""
 
-    position: int  # that it goes on at: a resume point's, or 0
+    position: int  # It goes on there, at a checkpoint's position or 0.
     slot: PageId | None
-    tails: list[Tail]  # by windowed group
-    computes: bool = True  # its ids, here; else somebody else writes what is carried at their end
-    resumed: int = 0  # the resume point that it went on from last
+    tails: list[Tail]  # They are by windowed group.
+    computes: bool = True  # It computes its ids here; otherwise somebody else writes the state at their end.
+    resumed: int = 0  # It went on from this checkpoint last.
     saved: SavedPoint | None = None
     rests: bool = False
     quarantined: bool = False
@@ -61,20 +61,20 @@ class SequenceCarried:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    index: int  # of the group in the layout's `carried`
+    index: int  # It is the group's in the layout's `carried`.
     group: KvGroup
     units: UnitPool
-    of_sequence: int  # units set aside for each open sequence
-    of_chunks: int  # and for the chunks of a step beyond those
+    of_sequence: int  # So many units are set aside for each open sequence,
+    of_chunks: int  # and so many for the chunks of a step beyond those.
 
     def has_room(self, num_sequences: int, resting_units: int = 0) -> bool:
-        """For so many that go on, beside what others hold that do not."""
+        """Return whether so many can go on, beside what others hold that do not."""
         set_aside = num_sequences * self.of_sequence + self.of_chunks
         return set_aside + resting_units <= self.units.num_units
 
 
 class CarriedCache:
-    """Without carried groups every page border is a resume point, and nothing is held."""
+    """Every page border is a checkpoint where the layout has no per-request state, and nothing is held."""
 
     def __init__(
         self,
@@ -107,7 +107,8 @@ class CarriedCache:
         self._windowed = [pool for pool in self._pools if pool.group.kind.is_windowed]
         recurrent = [pool for pool in self._pools if pool.group.kind is GroupKind.RECURRENT]
         self._recurrent = recurrent[0] if recurrent else None
-        self._sequences: dict[SequenceCarried, None] = {}  # in the order in which they were opened
+        # They stand in the order in which they were opened.
+        self._sequences: dict[SequenceCarried, None] = {}
         self.points = ResumePoints(self._drop_point)
 
     def __repr__(self) -> str:
@@ -115,31 +116,33 @@ class CarriedCache:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is carried."""
+        """Return whether there is no per-request state."""
         return not self._pools
 
     @property
     def scan_tokens(self) -> int:
-        """At multiples of it each chunk of a prompt ends, but for its last; 1 where nothing is recurrent."""
+        """Return the multiple at which each chunk of a prompt but its last ends; 1 where nothing is
+        recurrent."""
         return scan_tokens(self.index_block) if self._recurrent is not None else 1
 
     @property
     def num_open(self) -> int:
-        """Sequences neither closed nor in quarantine."""
+        """Return how many sequences are neither closed nor in quarantine."""
         return sum(not seq.quarantined for seq in self._sequences)
 
     def may_open(self, *, computes: bool) -> bool:
-        """Whether there is room for one more sequence.
+        """Return whether there is room for one more sequence.
 
-        Beside others that go on, one that computes counts as two: without resume points each would compute
-        all.
+        A sequence that computes counts as two beside others that go on: without checkpoints each would
+        compute all.
         """
         going_on = [seq for seq in self._sequences if not seq.rests]
         count = 1 + (computes and bool(going_on)) + sum(1 + seq.computes for seq in going_on)
         return all(pool.has_room(count, self._resting_units(pool)) for pool in self._pools)
 
     def resumable(self, node: Node | None, matched: int) -> int:
-        """Where a sequence that matched `matched` tokens, down to `node`, would go on; not a use."""
+        """Return where a sequence that matched `matched` tokens, down to `node`, would go on; count no
+        use."""
         if not self._pools:
             return matched
         point = self.points.deepest(node)
@@ -148,7 +151,7 @@ class CarriedCache:
     # -- a sequence -------------------------------------------------------------------------------
 
     def resume(self, node: Node | None, matched: int) -> SequenceCarried:
-        """Begin a sequence that computes from the deepest resume point down to `node`."""
+        """Begin a sequence that computes from the deepest checkpoint down to `node`."""
         if not self._pools:
             return self._opened(SequenceCarried(matched, None, []))
         seq = self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed]))
@@ -175,9 +178,12 @@ class CarriedCache:
         return self._opened(seq)
 
     def advance(self, seq: SequenceCarried, node: Node | None) -> bool:
-        """Jump to a resume point beyond `seq.position`, if there is one down to `node`.
+        """Jump to a checkpoint beyond `seq.position`, if there is one down to `node`.
 
-        `seq.position` must be what it has computed. True: `seq.position` is the point's.
+        `seq.position` must be what it has computed.
+
+        Returns:
+            True where `seq.position` is the checkpoint's now.
         """
         point = self.points.deepest(node)
         if point is None or point.position <= seq.position:
@@ -186,8 +192,12 @@ class CarriedCache:
         return True
 
     def extend(self, seq: SequenceCarried, end: int) -> int:
-        """Have pages in its tails for all positions before `end`, or for as many as other chunks of the step
-        leave room for: one at least. Returns the end of those.
+        """Have pages in its tails for all positions before `end`, or as many as others leave room for.
+
+        Other chunks of the step leave room for one at least.
+
+        Returns:
+            The end of those positions.
         """
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             if end > (tail.first_page + pool.of_sequence) * self._page_size:
@@ -199,13 +209,13 @@ class CarriedCache:
         return end
 
     def skip(self, seq: SequenceCarried, position: int) -> None:
-        """It goes on at `position`, whatever is in its units: for who only tries that."""
+        """Go on at `position`, whatever is in its units, where that is only tried."""
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             pool.units.drop(tail.pages)
             tail.first_page, tail.pages = self._first_page(pool, position), []
 
     def trim(self, seq: SequenceCarried, position: int) -> None:
-        """It is at `position`: let go of pages that no window reaches any more, and of those behind it."""
+        """Let go of pages that no window reaches any more from `position`, and of those behind it."""
         seq.position = position
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             first = max(tail.first_page, self._first_page(pool, position))
@@ -214,7 +224,7 @@ class CarriedCache:
             tail.first_page, tail.pages = first, tail.pages[start:end]
 
     def units_of(self, seq: SequenceCarried) -> tuple[tuple[PageId, ...], ...]:
-        """What is carried at `seq.position`, by group, in token order."""
+        """Return the units of the state at `seq.position`, by group, in token order."""
         units: list[tuple[PageId, ...]] = [()] * len(self._pools)
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             carried = tail_pages(pool.group, seq.position, self._page_size)
@@ -227,27 +237,27 @@ class CarriedCache:
     # -- resume points ----------------------------------------------------------------------------
 
     def note_border(self, seq: SequenceCarried) -> None:
-        """It stands on a border, trimmed, and will go on: keep what is needed to come back to it.
+        """Keep what is needed to come back to the border it stands on, trimmed; it will go on.
 
-        Where sequences hold all states, nothing is kept.
+        Nothing is kept where sequences hold all states.
         """
         if self._pools:
             self._drop_saved(seq)
             seq.saved = self._save(seq)
 
     def keep_border(self, seq: SequenceCarried, node: Node) -> None:
-        """The border that was noted last, at `node`, becomes a resume point."""
+        """Make the border that was noted last, at `node`, a checkpoint."""
         point, seq.saved = seq.saved, None
         if point is not None:
             self.points.keep(node, point, self._size_bytes(point), seq.resumed)
 
     def rest(self, seq: SequenceCarried) -> None:
-        """It goes on no more, trimmed; what it holds may be read until it is closed."""
+        """Note that it goes on no more, trimmed; what it holds may be read until it is closed."""
         self._drop_saved(seq)
         seq.rests = True
 
     def close(self, seq: SequenceCarried) -> None:
-        """Give everything back. Raises ProtocolError: it is not open."""
+        """Give everything back. Raises ProtocolError where it is not open."""
         self._require(seq, quarantined=False)
         self._end(seq)
 
@@ -262,14 +272,14 @@ class CarriedCache:
         self._end(seq)
 
     def pools(self) -> tuple[CarriedPool, ...]:
-        """How full each is; O(1)."""
+        """Return how full each pool is, in O(1)."""
         return tuple(
             CarriedPool(1 + pool.index, pool.group.kind.value, pool.units.num_units, pool.units.free_units)
             for pool in self._pools
         )
 
     def books(self) -> tuple[PageBooks, ...]:
-        """Of each carried group's pool. Walks all units."""
+        """Return the books of each carried group's pool; it walks all units."""
         return tuple(self._books_of(pool) for pool in self._pools)
 
     def check(self) -> tuple[PageBooks, ...]:
@@ -306,7 +316,7 @@ class CarriedCache:
         return seq
 
     def _go_to(self, seq: SequenceCarried, point: SavedPoint | None) -> None:
-        """Hold what the point holds, instead of what it has of tails; the state is a copy."""
+        """Hold what the checkpoint holds, instead of what it has of tails; the state is a copy."""
         if point is None:
             return
         seq.position = seq.resumed = point.position
@@ -319,7 +329,7 @@ class CarriedCache:
             self._copy_slot(point.slot, seq.slot)
 
     def _first_page(self, pool: _Pool, position: int) -> int:
-        """Of the tail at `position`; where that is empty, of what comes next."""
+        """Return the first page of the tail at `position`; where that is empty, of what comes next."""
         pages = tail_pages(pool.group, position, self._page_size)
         return pages.start if pages else position // self._page_size
 
@@ -343,7 +353,8 @@ class CarriedCache:
         return SavedPoint(seq.position, slot, tails)
 
     def _most_pages(self, pool: _Pool, seq: SequenceCarried) -> int:
-        """That its tail may have now: all but what is set aside for others, or taken by their chunks."""
+        """Return how many its tail may have now: all but those set aside for others, or taken by their
+        chunks."""
         place = self._windowed.index(pool)
         others = [other for other in self._sequences if other is not seq]
         taken = (max(len(o.tails[place].pages), 0 if o.rests else pool.of_sequence) for o in others)
@@ -353,34 +364,36 @@ class CarriedCache:
         return sum(len(self._units_of_sequence(pool, seq)) for seq in self._sequences if seq.rests)
 
     def _take(self, pool: _Pool, num_units: int) -> list[PageId]:
-        """Of what is set aside for a sequence: by Rule 1 it is there, or only resume points and what
-        sequences have saved hold it.
+        """Take units of what is set aside for a sequence.
+
+        They are there by Rule 1, or only checkpoints and what sequences have saved hold them.
         """
         self._make_room(pool, num_units)
         return pool.units.take(num_units)
 
     def _slot_beside(self, pool: _Pool, point: SavedPoint | None) -> PageId:
-        """For who goes on from `point`. Where that is all that can be evicted, its own slot, held by both."""
+        """Return a slot to go on from `point`: its own, held by both, where that is all that can be
+        evicted."""
         if self._make_room(pool, 1, spared=point) or point is None or point.slot is None:
             return pool.units.take(1)[0]
         pool.units.share([point.slot])
         return point.slot
 
     def _make_room(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
-        """Until so many units are free; False: there are fewer, and nothing is left to be let go of."""
+        """Evict until so many units are free; return False where nothing is left to be let go of before."""
         while not (fit := self._evict_points(pool, num_units, spared)) and self._drop_least_saved():
             pass
         return fit
 
     def _evict_points(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
-        """Until so many units are free; False: there are fewer, and no more points."""
+        """Evict checkpoints until so many units are free; return False where there are no more before."""
         while pool.units.free_units < num_units:
             if not self.points.evict(spared):
                 return False
         return True
 
     def _drop_least_saved(self) -> bool:
-        """What saves least where it becomes a resume point. False: nobody has saved anything."""
+        """Drop what saves least if it becomes a checkpoint. Returns False where nobody has saved anything."""
         saved = [(seq.saved.position - seq.resumed, seq) for seq in self._sequences if seq.saved is not None]
         if saved:
             self._drop_saved(min(saved, key=lambda each: each[0])[1])

@@ -1,4 +1,4 @@
-"""Who is worth least, of many whose worth changes now and then: a heap put right where it is looked at."""
+"""A heap that is put right where it is looked at tells who is worth least, of many whose worth changes."""
 
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -12,25 +12,26 @@ class Valued(Protocol):
 
 T = TypeVar("T", bound=Valued)
 
-_STALE = 64  # entries out of date that are not worth a tidying
+_STALE = 64  # So many entries out of date are not worth a tidying.
 
 
 class EvictionOrder(Generic[T]):
-    """Of equals, who was added first. A worth may rise untold; `sink` must be told where it falls.
+    """The first that was added goes first of equals. A worth may rise unsaid; `sink` must be called where it
+    falls.
 
     Each has one entry in force, with the worth it had then: no more than it has now.
     """
 
     def __init__(self) -> None:
         self._in_force: dict[T, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, T]] = []  # those in force, and others
+        self._heap: list[tuple[float, int, T]] = []  # It has those in force, and others.
         self._serials = count()
 
     def add(self, item: T) -> None:
         self._push(item, next(self._serials))
 
     def sink(self, item: T) -> None:
-        """It may be worth less than before."""
+        """Note that it may be worth less than before."""
         worth, serial = self._in_force[item]
         if item.worth < worth:
             self._push(item, serial)
@@ -53,7 +54,7 @@ class EvictionOrder(Generic[T]):
         return None
 
     def check(self) -> None:
-        """Raises AssertionError: somebody is not found in time."""
+        """Raises AssertionError where somebody is not found in time."""
         entries = set(self._heap)
         for item, (worth, serial) in self._in_force.items():
             assert worth <= item.worth, f"{item} is worth {item.worth} and stands at {worth}"

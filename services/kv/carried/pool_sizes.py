@@ -1,20 +1,21 @@
-"""How many units each pool beside full attention's has. Pure."""
+"""These sizes tell how many units each pool beside full attention's has. This is pure."""
 
 from dataclasses import dataclass
 
 from services.kv.tails import most_units
 from services.values.kv import GroupKind, KvGroup
 
-_POINTS = 32  # states beside two for each that runs: as many as for a window would be gigabytes
+# There are so many states beside two for each that runs: as many as for a window would be gigabytes.
+_POINTS = 32
 
 
 def units_of_a_sequence(group: KvGroup, page_size: int) -> int:
-    """The most that it takes to go on by a token, wherever it is."""
+    """Return the most that it takes to go on by a token, wherever it is."""
     return most_units(group, page_size, 1)
 
 
 def units_of_a_chunk(group: KvGroup, page_size: int, chunk_size: int) -> int:
-    """What a step's chunks take beyond that while they are computed, all together `chunk_size` tokens.
+    """Return what a step's chunks take beyond that while they are computed, all together `chunk_size` tokens.
 
     Those of several sequences may take some more, by where they lie in pages: then the last is cut.
     """
@@ -22,7 +23,7 @@ def units_of_a_chunk(group: KvGroup, page_size: int, chunk_size: int) -> int:
 
 
 def units_for(group: KvGroup, page_size: int, chunk_size: int, num_sequences: int) -> int:
-    """The least that so many open sequences need."""
+    """Return the least that so many open sequences need."""
     return num_sequences * units_of_a_sequence(group, page_size) + units_of_a_chunk(
         group, page_size, chunk_size
     )
@@ -30,22 +31,23 @@ def units_for(group: KvGroup, page_size: int, chunk_size: int, num_sequences: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """Those set, by kind of group; None: for the running sequences, what they save, and resume points."""
+    """Sizes are set by kind of group; None leaves room for those that run, what they save, and
+    checkpoints."""
 
-    num_window_pages: int | None = None  # of each windowed group
+    num_window_pages: int | None = None  # It is that of each windowed group.
     num_slots: int | None = None
     max_running_requests: int = 64
-    chunk_size: int = 512  # prompt tokens of a step
+    chunk_size: int = 512  # It counts prompt tokens of a step.
 
     @property
     def num_states(self) -> int:
         return self.num_slots or 2 * self.max_running_requests + _POINTS
 
     def num_units(self, group: KvGroup, page_size: int, num_pages: int) -> int:
-        """Of a group beside full attention, which has `num_pages`.
+        """Return the units of a group beside full attention, which has `num_pages`.
 
-        Of a window no more than that, unless one sequence needs more: each of its pages is one of a sequence
-        that is there.
+        A window gets no more than that, unless one sequence needs more: each of its pages is one of a
+        sequence that is there.
         """
         if group.kind is GroupKind.RECURRENT:
             return self.num_states

@@ -1,7 +1,7 @@
-"""Where a rank can go on computing: states and tails, kept beside nodes of the radix tree.
+"""A rank can go on computing from checkpoints: states and tails, kept beside nodes of the radix tree.
 
     attention's pages   [ block | block | block | block | block )    h: as far as they match
-    resume points                 *               *                  r: the deepest one at or above h
+    checkpoints                   *               *                  r: the deepest one at or above h
 
 A point saves what would be computed to come to it from the next one above. It is evicted by what it saves,
 how often, for the bytes it holds, and how long ago it was of use: GreedyDual-Size-Frequency (Cherkasova
@@ -26,11 +26,11 @@ from services.values.kv import PageId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPoint:
-    """What is needed to go on at `position`: one hold on each of its units."""
+    """It is what is needed to go on at `position`: one hold on each of its units."""
 
-    position: int  # tokens, a multiple of the index block
-    slot: PageId | None  # None: nothing is recurrent
-    tails: tuple[tuple[PageId, ...], ...]  # by windowed group, from its tail's first page on
+    position: int  # It counts tokens, a multiple of the index block.
+    slot: PageId | None  # It is None where nothing is recurrent.
+    tails: tuple[tuple[PageId, ...], ...]  # They are by windowed group, from its tail's first page on.
 
 
 @dataclass(slots=True, eq=False)
@@ -38,14 +38,14 @@ class _KeptPoint:
     node: Node
     point: SavedPoint
     size_bytes: int
-    above: "_KeptPoint | None" = field(repr=False)  # the next one
-    below: "set[_KeptPoint]" = field(repr=False)  # for which this one is that
-    age: float  # of the store when it was last of use
-    uses: int = 1  # that it is expected to be of, as far as what is past tells
-    passed: bool = False  # there has been a point below it
+    above: "_KeptPoint | None" = field(repr=False)  # It is the next one above.
+    below: "set[_KeptPoint]" = field(repr=False)  # This one is the next above them.
+    age: float  # It is the store's when it was last of use.
+    uses: int = 1  # It is expected to be of so many, as far as what is past tells.
+    passed: bool = False  # There has been a checkpoint below it.
 
     def pass_by(self, resumed: int) -> None:
-        """Who went on from `resumed` has a point below: one that it was kept for, or used for, is past."""
+        """Note that who went on from `resumed` has a checkpoint below: a use that it was kept for is past."""
         if not self.passed:
             past = 2 if resumed == self.point.position else 1
             self.passed, self.uses = True, max(0, self.uses - past)
@@ -56,7 +56,7 @@ class _KeptPoint:
         return self.age + self.uses * (self.point.position - above) / self.size_bytes
 
     def put_between(self) -> None:
-        """Those below had the next one above as theirs."""
+        """Become the next one above for those below."""
         for lower in self.below:
             lower.above = self
         if self.above is not None:
@@ -73,14 +73,14 @@ class _KeptPoint:
 
 @dataclass(slots=True)
 class ResumePoints:
-    """At most one a node. `drop` is told of each that is let go of."""
+    """There is at most one a node. `drop` is called with each that is let go of."""
 
     drop: Callable[[SavedPoint], None]
     events: BlockLedger = field(default_factory=BlockLedger)
     _kept: dict[Node, _KeptPoint] = field(default_factory=dict)
     _order: EvictionOrder[_KeptPoint] = field(default_factory=EvictionOrder)
     evictions: int = 0
-    _age: float = 0.0  # the worth of what was evicted last
+    _age: float = 0.0  # It is the worth of what was evicted last.
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -89,9 +89,9 @@ class ResumePoints:
         return (kept.point for kept in self._kept.values())
 
     def keep(self, node: Node, point: SavedPoint, size_bytes: int, resumed: int = 0) -> None:
-        """From now on sequences may go on at `node`. A node that has a point keeps that one.
+        """Let sequences go on at `node` from now on. A node that has a checkpoint keeps that one.
 
-        `resumed`: the position that the sequence itself went on from.
+        `resumed` is the position that the sequence itself went on from, in tokens.
         """
         if (kept := self._kept.get(node)) is not None:
             self._touch(kept)
@@ -111,12 +111,12 @@ class ResumePoints:
             self.events.note(node.block_hash, stored=True)
 
     def deepest(self, node: Node | None) -> SavedPoint | None:
-        """The deepest point on the path down to `node`; not a use."""
+        """Return the deepest checkpoint on the path down to `node`, without a use."""
         kept = self._deepest(node)
         return kept.point if kept is not None else None
 
     def use(self, node: Node | None) -> SavedPoint | None:
-        """As `deepest`, and it counts as a use."""
+        """Return what `deepest` does, and count it as a use."""
         kept = self._deepest(node)
         if kept is None:
             return None
@@ -124,7 +124,7 @@ class ResumePoints:
         return kept.point
 
     def evict(self, spared: SavedPoint | None = None) -> bool:
-        """Let go of the one that is worth least, but for `spared`; False: there is none."""
+        """Let go of the one that is worth least, but for `spared`; return False where there is none."""
         if (least := self._least(spared)) is None:
             return False
         self._age = max(self._age, least.worth)
@@ -133,7 +133,7 @@ class ResumePoints:
         return True
 
     def forget(self, node: Node) -> None:
-        """The node's point is gone, evicted or with its node."""
+        """Drop the node's checkpoint, evicted or with its node."""
         gone = self._kept.pop(node)
         node.resumable = False
         gone.take_out()
@@ -143,7 +143,7 @@ class ResumePoints:
         self.drop(gone.point)
 
     def check(self) -> None:
-        """Raises AssertionError: a point is at a node that does not know of it, or its worth is wrong."""
+        """Raises AssertionError where one is at a node that does not know of it, or its worth is wrong."""
         for node, kept in self._kept.items():
             assert node.resumable, f"{node} has a resume point and does not know"
             assert kept.above is self._kept_above(node), f"{node}: {kept.above} is not the next one above"
@@ -172,7 +172,8 @@ class ResumePoints:
         return self._kept[node] if node is not None else None
 
     def _nearest_below(self, node: Node) -> Iterator[_KeptPoint]:
-        """Costs the pages down to them: nothing where nobody has gone on from `node`."""
+        """Yield those next below. It costs the pages down to them: nothing where nobody has gone on from
+        `node`."""
         stack = list(node.children.values())
         while stack:
             lower = stack.pop()

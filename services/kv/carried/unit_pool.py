@@ -1,4 +1,4 @@
-"""The units of one carried group: pages of a window, or slots of states, each with any number of holders."""
+"""The units of one carried group, pages of a window or slots of states, have any number of holders each."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from services.values.kv import PageId
 
 
 class UnitPool:
-    """A unit is free while nobody holds it. A sequence and resume points hold the same page of a tail."""
+    """A unit is free while nobody holds it. A sequence and checkpoints hold the same page of a tail."""
 
     def __init__(self, num_units: int) -> None:
         self._allocator = PageAllocator(num_units)
@@ -26,7 +26,11 @@ class UnitPool:
         return self._allocator.free_pages
 
     def take(self, num_units: int) -> list[PageId]:
-        """Units that nobody held, held once now. Raises NoCapacity, and takes nothing, if fewer are free."""
+        """Return units that nobody held, held once now.
+
+        Raises:
+            NoCapacity: fewer are free; nothing is taken.
+        """
         units = self._allocator.allocate(num_units)
         for unit in units:
             self._holders[unit] = 1

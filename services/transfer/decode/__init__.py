@@ -1,1 +1,1 @@
-"""The end of a transfer that owns the memory: tickets out, streams to prefill ranks."""
+"""The decode end of a transfer owns the memory: it sends tickets out, on streams to prefill ranks."""

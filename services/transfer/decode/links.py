@@ -1,4 +1,4 @@
-"""The decode side of the handshake: one stream per life of a prefill rank, made on demand.
+"""The decode side of the handshake has one stream per incarnation of a prefill rank, made on demand.
 
     link(address) --> connect, Hello, their Hello, checked --> PrefillLink
         send_ticket --> RoomWatch (room_watch.py) <-- Status, AbortAck <-- the stream's reader
@@ -60,7 +60,8 @@ class PrefillLinks:
         self._links: dict[RankAddress, PrefillLink] = {}
         self._retired: set[PrefillLink] = set()
         self._connecting: dict[RankAddress, asyncio.Task[PrefillLink]] = {}
-        self._orphans: dict[RankAddress, set[RoomWatch]] = {}  # lost, and their writers' end awaited
+        # They are lost, and their writers' end is awaited.
+        self._orphans: dict[RankAddress, set[RoomWatch]] = {}
         self._seekers: dict[RankAddress, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -73,13 +74,13 @@ class PrefillLinks:
         await self.close()
 
     async def link(self, address: RankAddress) -> "PrefillLink":
-        """The stream to this life of a rank, made now if there is none.
+        """Return the stream to this incarnation of a rank, made now if there is none.
 
-        Who asks while it is being made shares the attempt, and its failure: those behind many others
-        do not wait for a silent rank longer than the first.
+        Who asks while it is being made shares the attempt, and its failure: those behind many others do not
+        wait for a silent rank longer than the first.
 
         Raises:
-            StaleGeneration: another life, or another rank, answers at the endpoint.
+            StaleGeneration: another incarnation, or another rank, answers at the endpoint.
             PeerFailed: nobody answers, or the two ranks do not fit.
         """
         if self._closed:
@@ -112,7 +113,7 @@ class PrefillLinks:
     def _connected(self, address: RankAddress, attempt: "asyncio.Task[PrefillLink]") -> None:
         del self._connecting[address]
         if not attempt.cancelled():
-            attempt.exception()  # those who asked may all have left
+            attempt.exception()  # Those who asked may all have left.
 
     def _retire(self, link: "PrefillLink") -> None:
         """Let an old stream go on for the watches that it still has."""
@@ -146,7 +147,7 @@ class PrefillLinks:
         return PrefillLink(address, shared, stream, stamp_s, received_s, self._clock, self._seek)
 
     def _note_life(self, endpoint: str, seen: RankId) -> None:
-        """Whoever answers proves that earlier lives of the same rank at the same endpoint are over."""
+        """Mark earlier incarnations of the same rank at the same endpoint as over, which an answer proves."""
         for writer in list(self._orphans):
             same_rank = writer.endpoint == endpoint and writer.id.key == seen.key
             if same_rank and writer.id.generation != seen.generation:
@@ -171,18 +172,18 @@ class PrefillLinks:
                 except IsthmusError as error:
                     log.debug("kv_writer_not_found writer=%s reason=%r", writer.id, str(error))
                 else:
-                    if link.alive:  # it may have ended since
+                    if link.alive:  # It may have ended since.
                         link.adopt(self._orphans.pop(writer, set()))
                         continue
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
-        finally:  # without a pause since the last look, so that no watch is overlooked
+        finally:  # There is no pause since the last look, so that no watch is overlooked.
             self._orphans.pop(writer, None)
             del self._seekers[writer]
 
 
 class PrefillLink:
-    """One stream to one life of a prefill rank; made by PrefillLinks."""
+    """It is one stream to one incarnation of a prefill rank; PrefillLinks makes it."""
 
     def __init__(
         self,
@@ -195,10 +196,10 @@ class PrefillLink:
         seek: Callable[[RoomWatch], None],
     ) -> None:
         self.address = address
-        self.layout = layout  # of what both sides have
+        self.layout = layout  # It has what both sides have.
         self._stream = stream
-        self._stamp_s = stamp_s  # the peer's clock when it sent its Hello,
-        self._received_s = received_s  # and ours, a little later, when that came
+        self._stamp_s = stamp_s  # It is the peer's clock when it sent its Hello,
+        self._received_s = received_s  # and this is ours, a little later, when that came.
         self._clock = clock
         self._seek = seek
         self._watches: dict[Room, RoomWatch] = {}
@@ -211,14 +212,15 @@ class PrefillLink:
 
     @property
     def usable(self) -> bool:
-        """For new tickets: it stands, and the peer's clock was seen not too long ago."""
+        """Return whether it may take new tickets: it stands, and the peer's clock was seen not too long
+        ago."""
         return self.alive and self._clock() - self._received_s < _MAX_STAMP_AGE_S
 
     def write_until_s(self, lease_s: float) -> float:
-        """The end of a lease that begins now, on the peer's clock.
+        """Return the end of a lease that begins now, on the peer's clock.
 
-        Early by the time that its Hello was under way, never late: its clock has gone on at least
-        as far since it sent that stamp as ours has since it came.
+        It is early by the time that its Hello was under way, never late: its clock has gone on at least as
+        far since it sent that stamp as ours has since it came.
         """
         return self._stamp_s + (self._clock() - self._received_s) + lease_s
 
@@ -241,7 +243,8 @@ class PrefillLink:
         self._stream.send(_Message(abort=handshake_pb2.Abort(room=room)))
 
     def adopt(self, watches: set[RoomWatch]) -> None:
-        """Take over watches of this life that an earlier stream has lost; their rooms are aborted."""
+        """Take over watches of this incarnation that an earlier stream has lost; their transfers are
+        aborted."""
         for watch in watches:
             self._watches[watch.room] = watch
             watch.on_linked(self)
@@ -251,7 +254,7 @@ class PrefillLink:
         self._half_close_if_idle()
 
     async def close(self) -> None:
-        """Say what is still to be said, then end the stream."""
+        """Send what is still to be sent, then end the stream."""
         self._stream.half_close()
         _, late = await asyncio.wait([self._reader], timeout=_CLOSE_TIMEOUT_S)
         if late:
@@ -298,7 +301,7 @@ class PrefillLink:
                 ended(f"{self.address.id}: the transfer {how}: {status.reason}")
 
     def _last_word(self, room: int) -> RoomWatch | None:
-        """The watch of the room's ticket, which this stream has nothing more to tell."""
+        """Take out the watch of the transfer's ticket, which this stream has nothing more to tell."""
         watch = self._watches.pop(Room(room), None)
         self._half_close_if_idle()
         return watch
@@ -309,7 +312,7 @@ class PrefillLink:
 
 
 class _Stream:
-    """A Connect call and its channel. Words are sent in order, without waiting for the wire."""
+    """It is a Connect call and its channel. Messages are sent in order, without waiting for the wire."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -318,11 +321,10 @@ class _Stream:
         self._call = stub.Connect(self._words())
 
     def send(self, message: _Message) -> None:
-        """Goes nowhere once the stream has ended."""
+        """Send it; once the stream has ended it goes nowhere."""
         self._outbox.put_nowait(message)
 
     def half_close(self) -> None:
-        """Nothing more will be sent."""
         self._outbox.put_nowait(None)
 
     async def receive(self) -> _Message:

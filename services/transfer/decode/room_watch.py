@@ -1,6 +1,6 @@
-"""What a decode rank knows of one ticket it has sent: the shell of the reservation table.
+"""A watch is what a decode rank knows of one ticket it has sent: the shell of the reservation table.
 
-services/kv/handshake.py draws its states. What this adds to them:
+services/kv/handshake.py draws its states. This adds to them:
 
     send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, the writer's next life seen
                       |   ^-- its owner: renew, abort
@@ -33,11 +33,12 @@ _ASK_AGAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The whole delta is in our pages, and all that is carried in our units."""
+    """The whole delta is in our pages, and all per-request state in our units."""
 
     group_bytes: tuple[int, ...]
     descriptors: int
-    # Of the delta's pages, in token order, then of each unit of the ticket's targets; or none at all.
+    # They are of the delta's pages, in token order, then of each unit of the ticket's targets; or there are
+    # none at all.
     page_digests: tuple[int, ...] = ()
 
     @property
@@ -49,25 +50,25 @@ class Landed:
 class Renegotiated:
     """Nothing was written by the ticket; one whose delta starts at `start` would be honoured."""
 
-    start: int  # tokens, as the writer says
+    start: int  # It counts tokens, as the writer says.
 
 
-_Outcome = Landed | Renegotiated | str  # why it failed
+_Outcome = Landed | Renegotiated | str  # A text says why it failed.
 
 
 class WriterLink(Protocol):
-    """The stream to the writer, as far as a watch uses it."""
+    """It is the stream to the writer, as far as a watch uses it."""
 
     def send_renewal(self, room: Room, write_until_s: float) -> None: ...
 
     def send_abort(self, room: Room) -> None: ...
 
     def lease_end_s(self, write_until_s: float) -> float:
-        """A time of the writer's clock on ours, at the latest."""
+        """Return a time of the writer's clock on ours, at the latest."""
 
 
 class RoomWatch:
-    """Made by PrefillLink.send_ticket; every method is called on its loop."""
+    """PrefillLink.send_ticket makes it; every method is called on its loop."""
 
     def __init__(
         self,
@@ -81,14 +82,14 @@ class RoomWatch:
         self.room = room
         self.writer = writer
         self.state = ReservationState.FILLING
-        self._link = link  # the newest
+        self._link = link  # It is the newest.
         self._lease_end_s = link.lease_end_s(write_until_s)
         self._clock = clock
         self._seek = seek
         self._outcome: _Outcome | None = None
         self._quarantined = False
         self._settled = asyncio.Event()
-        self._news = asyncio.Event()  # for who awaits the writer's end
+        self._news = asyncio.Event()  # It wakes those that await the writer's end.
         self._unanswered_told = False
 
     def __repr__(self) -> str:
@@ -116,17 +117,21 @@ class RoomWatch:
             self._link.send_renewal(self.room, write_until_s)
 
     def abort(self) -> bool:
-        """Give up. True, once: the writer may write still, and the pages must wait for `writer_stopped`."""
+        """Give up.
+
+        Returns:
+            True, once, where the writer may write still, and the pages must wait for `writer_stopped`.
+        """
         before = self._quarantined
         self._step(ReservationEvent.GIVEN_UP)
         return self._quarantined and not before
 
     async def writer_stopped(self, fence_s: float) -> None:
-        """Give up, and return once no byte of this room can be written any more.
+        """Give up, and return once no byte of this transfer can be written any more.
 
-        While the stream stands nothing but the writer's word tells that: a missing one can mean just that
-        writes are under way still. Once it is lost, or the word was that a write failed with its end
-        unknown: `fence_s` after the end of the last lease, or after the loss or the word if that came
+        Nothing but the writer's word tells that while the stream stands: a missing one can mean just that
+        writes are under way still. Once the stream is lost, or the word was that a write failed with its end
+        unknown, it is `fence_s` after the end of the last lease, or after the loss or the word if that came
         later. `fence_s` is the longest that the posts in flight may take, and what two monotonic clocks may
         drift apart. A lost stream is made anew in the background, to learn more.
         """
@@ -138,13 +143,13 @@ class RoomWatch:
             log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
 
     def is_over(self, fence_s: float) -> bool:
-        """Whether `writer_stopped` returns."""
+        """Return whether `writer_stopped` returns."""
         fenced = may_expire(self.state) and self._left_s(fence_s) <= 0
         return fenced or self.state in RESERVATION_OVER
 
     @property
     def is_sought(self) -> bool:
-        """Whether somebody waits for news of a writer whose stream is lost."""
+        """Return whether somebody waits for news of a writer whose stream is lost."""
         return self.state is ReservationState.SOUGHT
 
     def _left_s(self, fence_s: float) -> float:
@@ -158,7 +163,7 @@ class RoomWatch:
         await self._hear(left_s)
 
     def _ask_again(self) -> None:
-        """Fence time is over, and the stream stands."""
+        """Ask again: fence time is over, and the stream stands."""
         if not self._unanswered_told:
             self._unanswered_told = True
             log.warning("kv_abort_unanswered room=%016x writer=%s", self.room, self.writer.id)
@@ -180,15 +185,15 @@ class RoomWatch:
         self._hear_outcome(ReservationEvent.RENEGOTIATED, renegotiated)
 
     def on_last_word(self, reason: str) -> None:
-        """Refused, failed, or the abort acknowledged."""
+        """Note that it was refused or failed, or the abort acknowledged."""
         self._hear_outcome(ReservationEvent.WRITER_STOPPED, reason)
 
     def on_unsettled(self, reason: str) -> None:
-        """Failed, or the abort acknowledged, and bytes of a failed write may land still."""
+        """Note that it failed, or the abort was acknowledged, and bytes of a failed write may land still."""
         self._hear_outcome(ReservationEvent.UNSETTLED, reason)
 
     def on_writer_dead(self) -> None:
-        """The rank was seen in another life; its supervisor had reaped this one before."""
+        """Note that the rank was seen in another incarnation; its supervisor had reaped this one before."""
         self.on_last_word(f"the prefill rank {self.writer.id} has been restarted")
 
     def on_lost(self) -> None:
@@ -196,14 +201,14 @@ class RoomWatch:
         self._hear_outcome(ReservationEvent.LINK_LOST, reason)
 
     def on_linked(self, link: WriterLink) -> None:
-        """A new stream to the same life stands; what it was told on the old one may be lost."""
+        """Note that a new stream to the same incarnation stands; what the old one carried may be lost."""
         self._link = link
         self._step(ReservationEvent.LINKED)
 
     # ---------------------------------------------------------------------------------------------------
 
     def _hear_outcome(self, event: ReservationEvent, outcome: _Outcome) -> None:
-        """The first that settles the transfer is what became of it."""
+        """Keep the first outcome that settles the transfer."""
         self._step(event)
         if self._outcome is None:
             self._outcome = outcome

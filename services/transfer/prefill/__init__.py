@@ -1,1 +1,1 @@
-"""The end of a transfer that writes: rooms, posts, and the thread that makes them."""
+"""The prefill end of a transfer writes: it has the rooms, the posts, and the thread that makes them."""

@@ -1,4 +1,4 @@
-"""One room's write: which units are final, which are posted, which have landed, and their digests.
+"""One transfer's write knows which units are final, which are posted, which have landed, and their digests.
 
 full attention   [ held by decode | taken .......... | final | not yet computed )      by position
                  0                ^ first            ^ next                     ^ end
@@ -27,10 +27,10 @@ from services.values.kv import KvLayout, KvTicket, PageId
 
 @dataclass(slots=True)
 class Sources:
-    """A prompt's units in the writer's pools, as far as they are final. Their owner adds to them."""
+    """It has a prompt's units in the writer's pools, as far as they are final. Their owner adds to them."""
 
-    pages: list[PageId] = field(default_factory=list)  # of full attention, from position 0 on
-    # By group beside full attention, in the layout's order; empty: the prompt is not computed yet.
+    pages: list[PageId] = field(default_factory=list)  # They are full attention's, from position 0 on.
+    # They are by group beside full attention, in the layout's order, and empty before the prompt is computed.
     carried: tuple[Sequence[PageId], ...] = ()
 
     def of(self, group: int) -> Sequence[PageId]:
@@ -43,11 +43,11 @@ class Sources:
 class Lane:
     """Units [next, end) of a group's sources are still to be taken, each once and in token order."""
 
-    group: int  # whose sources, and targets
+    group: int  # It names sources and targets.
     first: int
     end: int
     next: int
-    pool: int  # that they are of, on either side
+    pool: int  # They belong to it on either side.
 
     @property
     def done(self) -> bool:
@@ -57,14 +57,14 @@ class Lane:
         return self.next < min(len(sources.of(self.group)), self.end)
 
     def take(self, sources: Sources, most: int) -> Sequence[PageId]:
-        """The next ones that are final, `most` of them at most."""
+        """Take the next ones that are final, `most` of them at most."""
         units = sources.of(self.group)[self.next : min(self.next + most, self.end)]
         self.next += len(units)
         return units
 
 
 def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
-    """One for each pool of what both sides have."""
+    """Return one for each pool of what both sides have."""
     delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, layout.page_size)
     lanes = [Lane(0, delta.start, delta.stop, next=delta.start, pool=0)]
     for target in ticket.targets:
@@ -75,25 +75,25 @@ def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
     return lanes
 
 
-MAX_POSTS_IN_FLIGHT = 2  # with one alone the path is idle from its end until that is seen
+MAX_POSTS_IN_FLIGHT = 2  # One alone would leave the path idle from its end until that is seen.
 
 
 class DeltaWrite:
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
-        """`layout` is of what both sides have."""
+        """`layout` has what both sides have."""
         self._lanes = lanes_of(ticket, layout)
         self._targets = [pages_of(runs) for runs in (ticket.runs, *(t.runs for t in ticket.targets))]
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        self._posted: list[tuple[Write, float]] = []  # and when
+        self._posted: list[tuple[Write, float]] = []  # Each has the time of its post.
         self._stopped = False
-        self.unsettled = False  # a write has failed, and bytes of it may land still
-        self.group_bytes = (0,) * len(self._unit_bytes)  # by pool, of the writes that have landed
+        self.unsettled = False  # A write has failed, and bytes of it may land still.
+        self.group_bytes = (0,) * len(self._unit_bytes)  # They are by pool, of the writes that have landed.
         self.descriptors = 0
 
     @property
     def bytes_moved(self) -> int:
-        """By the writes that have landed."""
+        """Return the bytes of the writes that have landed."""
         return sum(self.group_bytes)
 
     @property
@@ -108,29 +108,30 @@ class DeltaWrite:
 
     @property
     def stopped(self) -> bool:
-        """After `stop`: nothing is in flight any more."""
+        """Return whether, after `stop`, nothing is in flight any more."""
         return self._stopped and not self._posted
 
     @property
     def landed(self) -> bool:
-        """Every page of the delta has landed, and all that is carried."""
+        """Return whether every page of the delta has landed, and all per-request state."""
         return not self._posted and all(lane.done for lane in self._lanes)
 
     @property
     def oldest_post_s(self) -> float | None:
-        """When the oldest write in flight was posted; None: there is none."""
+        """Return when the oldest write in flight was posted; None where there is none."""
         return self._posted[0][1] if self._posted else None
 
     def stop(self) -> None:
-        """Post nothing any more."""
         self._stopped = True
 
     def post(self, transport: Transport, peer: PeerName, max_bytes: int, now_s: float) -> None:
-        """Post what comes next, one unit at least, where `can_post`. Raises as Transport.write; it is not
-        posted again."""
+        """Post what comes next, one unit at least, where `can_post`.
+
+        It raises as Transport.write does; what failed is not posted again.
+        """
         moves: list[PageMove] = []
         for lane in self._lanes:
-            most = max(0, max_bytes) // self._unit_bytes[lane.pool]  # one unit may be more than it all
+            most = max(0, max_bytes) // self._unit_bytes[lane.pool]  # One unit may be more than it all.
             taken = self._take(lane, most if moves else max(1, most))
             max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.pool]
             moves += taken
@@ -145,10 +146,10 @@ class DeltaWrite:
         return merge_moves(units, targets, lane.pool)
 
     def poll(self) -> bool:
-        """True when a write has landed since the last call.
+        """Return True when a write has landed since the last call.
 
         Raises:
-            PeerFailed: a write failed; it is polled no more. Others are in flight, perhaps.
+            PeerFailed: a write failed; it is polled no more. Others may be in flight.
         """
         before = len(self._posted)
         with self._noting_unsettled():
@@ -160,7 +161,7 @@ class DeltaWrite:
         write, landed = post[0], True
         try:
             landed = write.poll()
-        finally:  # landed or failed
+        finally:  # It has landed or failed.
             if landed:
                 self._posted.remove(post)
                 write.release()
@@ -178,13 +179,14 @@ class DeltaWrite:
 
 
 class DeltaDigests:
-    """`sources` as a DeltaWrite has them."""
+    """`sources` are those of a DeltaWrite."""
 
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
         self._lanes = lanes_of(ticket, layout)
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        # Of the delta's pages in token order, of what is carried, of the delta's in the draft's pool.
+        # They are of the delta's pages in token order, of the per-request state, of the delta's in the
+        # draft's pool.
         self.values: list[int] = []
 
     @property
@@ -192,7 +194,8 @@ class DeltaDigests:
         return all(lane.done for lane in self._lanes)
 
     def advance(self, read_pages: ReadPages, max_bytes: int) -> bool:
-        """Digest what comes next, one unit at least, as far as it is final. False: nothing is."""
+        """Digest what comes next, one unit at least, as far as it is final. Returns False where nothing
+        is."""
         lane = next((lane for lane in self._lanes if not lane.done), None)
         if lane is None:
             return False

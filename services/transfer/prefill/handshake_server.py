@@ -1,4 +1,4 @@
-"""The Handshake service of a prefill rank: reads what decode says, passes it to the sender.
+"""The Handshake service of a prefill rank reads what decode says and passes it to the sender.
 
 Hello --> checked --> our Hello --> KvTicket | RenewLease | Abort ... --> link_lost when the stream ends
                           Status | AbortAck <-- queue <-- the sender's thread
@@ -32,7 +32,7 @@ _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 
 
 class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
-    """To be served with net/guard.ErrorInterceptor, which answers what is raised here."""
+    """It is to be served with net/guard.ErrorInterceptor, which answers what is raised here."""
 
     def __init__(self, sender: KvSender, sender_gone: asyncio.Event | None = None) -> None:
         """`sender_gone` is set when nobody waits for the sender's thread any more."""
@@ -45,9 +45,11 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         request_iterator: _Messages,
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Raises:
-        ProtocolError: the two ranks do not fit, or decode breaks the protocol.
-        Unavailable: the sender's thread is given up.
+        """Serve one decode rank's stream.
+
+        Raises:
+            ProtocolError: the two ranks do not fit, or decode breaks the protocol.
+            Unavailable: the sender's thread is given up.
         """
         if self._sender_gone.is_set():
             raise Unavailable(_GONE)
@@ -114,13 +116,13 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
 
 
 def _send_into(outbox: _Outbox) -> Send:
-    """The running loop's outbox, for any thread."""
+    """Return a Send into the running loop's outbox, for any thread."""
     loop = asyncio.get_running_loop()
 
     def send(message: handshake_pb2.HandshakeMessage) -> None:
         try:
             loop.call_soon_threadsafe(outbox.put_nowait, message)
-        except RuntimeError:  # the loop is closed, and the stream with it
+        except RuntimeError:  # The loop is closed, and the stream with it.
             log.debug("kv_status_undelivered message=%s", message.WhichOneof("message"))
 
     return send

@@ -1,4 +1,4 @@
-"""Decode ranks as the transport knows them: reached, in doubt, forgotten.
+"""The transport knows decode ranks as reached, in doubt, or forgotten.
 
     reach(link) --> known --a write fails or takes too long--> in doubt: gets no more tickets
                       |                                           |
@@ -26,7 +26,7 @@ class TransportBroken(Exception):
 
 
 class Peers:
-    """Of one RoomTable, whose links these are; called from its thread."""
+    """It belongs to one RoomTable, whose links these are, and is called from its thread."""
 
     def __init__(self, transport: Transport, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
         self._transport = transport
@@ -34,7 +34,7 @@ class Peers:
         self._clock = clock
         self._failures = Failures()
         self._doubted: set[PeerName] = set()
-        self._late: set[PeerName] = set()  # of the doubted ones, those with a write that does not end
+        self._late: set[PeerName] = set()  # These of the doubted ones have a write that does not end.
         self._stuck: list[tuple[PeerName, DeltaWrite]] = []
         self._landed_s: dict[PeerName, float] = {}
 
@@ -43,7 +43,7 @@ class Peers:
         return sum(delta.writes_in_flight for _, delta in self._stuck)
 
     def reach(self, link: Link) -> None:
-        """Raises PeerFailed where the transport does not."""
+        """Raises PeerFailed where the transport does not reach it."""
         if link.peer is None:
             peer = self._transport.add_peer(link.agent_metadata, link.memories)
             if peer in self._late:
@@ -55,7 +55,7 @@ class Peers:
         self._failures.asked(link.decode)
 
     def doubt(self, peer: PeerName, decode: RankId, *, late: bool) -> None:
-        """Reach it anew once no room uses its connection, and until then give it no more tickets."""
+        """Reach it anew once no transfer uses its connection, and until then give it no more tickets."""
         self._doubted.add(peer)
         if late:
             self._late.add(peer)
@@ -66,12 +66,11 @@ class Peers:
                 link.peer = None
 
     def link_lost(self, link: Link) -> None:
-        """It is among the links no more."""
         if not self._is_linked(link.decode):
             self._failures.forget(link.decode)
 
     def check_transport(self) -> None:
-        """Raises TransportBroken, once, when a new life of this rank is due."""
+        """Raises TransportBroken, once, when a new incarnation of this rank is due."""
         if self._failures.are_ours((link.decode for link in self._links.values()), self._clock()):
             tried = self._failures.decodes
             self._failures = Failures()
@@ -82,15 +81,15 @@ class Peers:
         self._landed_s[peer] = self._clock()
 
     def last_landed_s(self, peer: PeerName) -> float:
-        """When a write to it has landed last; before all time where none has."""
+        """Return when a write to it has landed last; before all time where none has."""
         return self._landed_s.get(peer, float("-inf"))
 
     def keep_stuck(self, peer: PeerName, delta: DeltaWrite) -> None:
-        """The room is over, and not all of its writes are."""
+        """Keep writes that have not ended though their transfer is over."""
         self._stuck.append((peer, delta))
 
     def poll_stuck(self) -> list[PeerName]:
-        """Those peers of which a delta's last write has ended after all."""
+        """Return those peers of which a delta's last write has ended after all."""
         for peer, delta in self._stuck:
             try:
                 delta.poll()
@@ -101,7 +100,7 @@ class Peers:
         return ended
 
     def let_go_of_stuck(self) -> None:
-        """For a transport that is closed."""
+        """Drop them, as the transport is closed."""
         self._stuck = []
 
     def drop_unused(self, peer: PeerName, rooms: Iterable[PrefillRoom]) -> None:

@@ -1,4 +1,4 @@
-"""One room on a prefill rank: what is known of a transfer, and what is said of its end."""
+"""A room is what a prefill rank knows of one transfer, and what it says of its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _HIT = {
 class Outcome(Enum):
     LANDED = "landed"
     FAILED = "failed"
-    ABORTED = "aborted"  # by decode, or by whoever cancelled the request here
+    ABORTED = "aborted"  # Decode aborted it, or whoever cancelled the request here.
 
 
 _OUTCOMES = {
@@ -39,13 +39,13 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class RoomEnd:
-    """What became of a request's transfer. `error` says why, unless it landed."""
+    """It is what became of a request's transfer. `error` says why, unless it landed."""
 
     outcome: Outcome
     error: str | None
-    group_bytes: tuple[int, ...] = ()  # moved, by pool; empty: nothing was begun
+    group_bytes: tuple[int, ...] = ()  # They were moved, by pool; it is empty where nothing was begun.
     descriptors: int = 0
-    seconds: float = 0.0  # since ticket and request were both there
+    seconds: float = 0.0  # They count from when ticket and request were both there.
 
     @property
     def bytes_moved(self) -> int:
@@ -54,31 +54,30 @@ class RoomEnd:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The Prefill call of a room."""
-
     prompt_len: int
     decode: RankId
-    on_end: Callable[[RoomEnd], None]  # called once: no source page is read any more
+    on_end: Callable[[RoomEnd], None]  # It is called once: no source page is read any more.
     ticket_deadline_s: float
-    # Called before `on_end`, where a failure is known before.
+    # It is called before `on_end`, where a failure is known before.
     on_failed: Callable[[RoomEnd], None] = lambda end: None
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One Handshake stream; `send` is safe from any thread and does not raise."""
+    """It is one Handshake stream; `send` is safe from any thread and does not raise."""
 
     decode: RankId
-    layout: KvLayout  # of what both sides have
-    memories: tuple[PoolMemory, ...]  # that it describes
+    layout: KvLayout  # It has what both sides have.
+    memories: tuple[PoolMemory, ...]  # The layout describes them.
     send: Send
     agent_metadata: bytes
-    peer: PeerName | None = None  # None: the transport has not reached it, or a write to it has failed since
+    # It is None where the transport has not reached it, or a write to it has failed since.
+    peer: PeerName | None = None
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRoom:
-    """Owned by a RoomTable, whose `_step` alone changes the state."""
+    """A RoomTable owns it, whose `_step` alone changes the state."""
 
     id: Room
     decode: RankId
@@ -86,16 +85,16 @@ class PrefillRoom:
     link: Link | None = None
     ticket: KvTicket | None = None
     write_until_s: float = 0.0
-    earlier_start: int = 0  # tokens; asked for when a ticket is sent back
-    request: Request | None = None  # until its on_end is called
+    earlier_start: int = 0  # It counts tokens, and is sent when a ticket is sent back.
+    request: Request | None = None  # It is set until its on_end is called.
     sources: Sources = field(default_factory=Sources)
-    peer: PeerName | None = None  # that it writes to, from its ticket on
+    peer: PeerName | None = None  # It writes there, from its ticket on.
     delta: DeltaWrite | None = None
-    unsettled: bool = False  # bytes of a failed write may land still, also when the room is over
-    digests: DeltaDigests | None = None  # where its ticket wants them
+    unsettled: bool = False  # Bytes of a failed write may land still, also when it is over.
+    digests: DeltaDigests | None = None  # They are set where its ticket wants them.
     began_s: float = 0.0
-    late_s: float | None = None  # since when a write of it takes too long
-    given_up: bool = False  # it has taken longer still
+    late_s: float | None = None  # A write of it takes too long since then.
+    given_up: bool = False  # The write has taken longer still.
     outcome: Outcome | None = None
     reason: str = ""
 
@@ -105,18 +104,18 @@ class PrefillRoom:
 
     @property
     def landed(self) -> bool:
-        """All that its ticket asks for has been done."""
+        """Return whether all that its ticket asks for has been done."""
         written = self.delta is not None and self.delta.landed
         return written and (self.digests is None or self.digests.complete)
 
     @property
     def stopped(self) -> bool:
-        """It was told to write no more, and nothing is waited for."""
+        """Return whether it was told to write no more, and nothing is waited for."""
         return self.delta is not None and (self.delta.stopped or self.given_up)
 
     @property
     def deadline_s(self) -> float | None:
-        """When it has waited long enough for its other half."""
+        """Return when it has waited long enough for its other half."""
         if self.delta is not None:
             return None
         if self.ticket is not None:
@@ -125,16 +124,15 @@ class PrefillRoom:
 
     @property
     def missing(self) -> str:
-        """Its other half."""
         return "ticket" if self.ticket is None else "request"
 
     def note_outcome(self, event: RoomEvent, reason: str) -> None:
-        """The first event that settles a room's outcome is what is told of it."""
+        """Keep the first event that settles the transfer's outcome, to report it."""
         if self.outcome is None and event in _OUTCOMES:
             self.outcome, self.reason = _OUTCOMES[event], reason
 
     def end(self, now_s: float) -> RoomEnd:
-        """What to tell the request; one that came when the room was over has failed."""
+        """Return what to tell the request; one that came when the transfer was over has failed."""
         if self.delta is None:
             outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
             return RoomEnd(outcome, self.reason or "the room is over")

@@ -1,7 +1,7 @@
-"""The rooms of a prefill rank: tickets, requests and pages in, writes and last words out.
+"""The rooms of a prefill rank take tickets, requests and pages, and make writes and last words of them.
 
-One thread calls everything here. A room's states are drawn in services/kv/handshake.py; this is the
-shell that performs the table's effects. What it adds to them:
+One thread calls everything here. A room's states are drawn in services/kv/handshake.py; this is the shell
+that performs the table's effects. It adds to them:
 
     pages_ready, ---> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
     carried_ready                         |     a write that does not end fails its room, which ends when the
@@ -33,12 +33,12 @@ from services.wire.isthmus.v1 import handshake_pb2
 log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
-_UNSETTLED_S = 5.0  # after lease and last word, for what of a failed write is on its way still
+_UNSETTLED_S = 5.0  # It passes after lease and last word, for what of a failed write is on its way still.
 # A write is late when it has not ended in `max_post_s` and none to its rank has landed for as long, for on a
-# slow path many rooms wait for each other; and in any case after so many times that. Its request fails then;
-# its pages wait for its end for so many times that again: no path that KV goes over is slower.
+# slow path many transfers wait for each other; and in any case after so many times that. Its request fails
+# then; its pages wait for its end for so many times that again: no path that KV goes over is slower.
 _MAX_LATENESS = 10
-# About a millisecond, in which no other room's pages are posted; a large state takes more.
+# It takes about a millisecond, in which no other transfer's pages are posted; a large state takes more.
 _DIGEST_PIECE_BYTES = 4 * 2**20
 
 
@@ -54,7 +54,7 @@ class RoomTable:
         max_post_s: float = 30.0,
         heard_s: Callable[[], float] | None = None,
     ) -> None:
-        """`heard_s`: up to when all has been heard that was said. Who is late is judged by that."""
+        """`heard_s` returns up to when all has been heard that was said; lateness is judged by that."""
         self._heard_s = heard_s or clock
         self._transport = transport
         self._layout = layout
@@ -67,7 +67,7 @@ class RoomTable:
         self._peers = Peers(transport, self._links, clock)
         self._rooms: dict[Room, PrefillRoom] = {}
         self._tombstones: OrderedDict[Room, PrefillRoom] = OrderedDict()
-        # Of rooms that are over, and when on_end is due.
+        # They are of rooms that are over, with the time when on_end is due.
         self._unsettled: list[tuple[float, Request, RoomEnd]] = []
         self.bytes_moved_total = 0
         self.descriptors_total = 0
@@ -94,7 +94,7 @@ class RoomTable:
         link = self._links[link_id] = Link(hello.rank, shared, memories, send, hello.agent_metadata)
         try:
             self._peers.reach(link)
-        except PeerFailed as error:  # its tickets are told
+        except PeerFailed as error:  # Its tickets are told.
             log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, str(error))
 
     def link_lost(self, link_id: int) -> None:
@@ -130,10 +130,10 @@ class RoomTable:
         if (link := self._links.get(link_id)) is None:
             return
         room = self._find(room_id, link.decode)
-        if room.decode != link.decode:  # nothing of this decode rank's is written under that name
+        if room.decode != link.decode:  # Nothing of this decode rank's is written under that name.
             link.send(handshake_pb2.HandshakeMessage(abort_ack=handshake_pb2.AbortAck(room=room_id)))
             return
-        room.link = link  # a new one, perhaps: the ack goes where the abort came from
+        room.link = link  # It may be a new one: the ack goes where the abort came from.
         self._step(room, RoomEvent.ABORT, "the decode rank aborted the transfer")
 
     def refuse(self, link_id: int, room_id: Room, reason: str) -> None:
@@ -164,7 +164,7 @@ class RoomTable:
     def pages_ready(self, room_id: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
         room = self._rooms.get(room_id)
         if room is None or room.request is None:
-            return  # it ended while the engine was computing
+            return  # It ended while the engine was computing.
         try:
             self._check_pages(room, room.request.prompt_len, start_token, end_token, len(pages))
         except ProtocolError as error:
@@ -176,7 +176,7 @@ class RoomTable:
     def carried_ready(self, room_id: Room, units: Sequence[Sequence[PageId]]) -> None:
         room = self._rooms.get(room_id)
         if room is None or room.request is None:
-            return  # as with pages
+            return  # It ended, as with pages.
         try:
             self._check_carried(room, room.request.prompt_len, units)
         except ProtocolError as error:
@@ -194,12 +194,15 @@ class RoomTable:
     # -- time -------------------------------------------------------------------------------------------
 
     def turn(self, begins: Callable[[], None] = lambda: None) -> bool:
-        """Poll what is posted, post what can be, end what has waited too long. True: call again at once.
+        """Poll what is posted, post what can be, end what has waited too long.
 
         `begins` is called before each room.
 
+        Returns:
+            True where it is to be called again at once.
+
         Raises:
-            TransportBroken: no write lands any more; said once.
+            TransportBroken: no write lands any more; this is raised once.
         """
         progressed = False
         for room in list(self._rooms.values()):
@@ -215,14 +218,14 @@ class RoomTable:
         return progressed
 
     def next_deadline_s(self) -> float | None:
-        """On the clock: when `turn` is due though nothing is said and nothing is in flight."""
+        """Return when, on the clock, `turn` is due though no message comes and nothing is in flight."""
         deadlines = [room.deadline_s for room in self._rooms.values() if room.deadline_s is not None]
         deadlines += [room.write_until_s for room in self._rooms.values() if _could_post(room)]
         deadlines += [due_s for due_s, _, _ in self._unsettled]
         return min(deadlines, default=None)
 
     def fail_all(self, reason: str) -> None:
-        """Post nothing any more; `turn` until no room is open."""
+        """Post nothing any more; `turn` until no transfer is open."""
         for room in list(self._rooms.values()):
             self._step(room, RoomEvent.FAILED, reason)
 
@@ -251,11 +254,12 @@ class RoomTable:
             self._step(room, event, reason)
 
     def _find(self, room_id: Room, decode: RankId) -> PrefillRoom:
-        """The room, or a new one that only `_step` makes known."""
+        """Return the room, or a new one that only `_step` makes known."""
         return self._rooms.get(room_id) or self._tombstones.get(room_id) or PrefillRoom(room_id, decode)
 
     def _judge(self, room: PrefillRoom, link: Link, ticket: KvTicket) -> tuple[RoomEvent, str]:
-        """What the first ticket of a room is, and what is wrong with it; the room keeps a right one."""
+        """Return what the first ticket of a room is, and what is wrong with it; the room keeps a right
+        one."""
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
             self._peers.reach(link)
@@ -340,7 +344,7 @@ class RoomTable:
         assert room.peer is not None
         if self._clock() >= room.write_until_s:
             if self._heard_s() < room.write_until_s:
-                return False  # it may have been renewed in time
+                return False  # It may have been renewed in time.
             raise Aborted("the write lease is over")
         delta.post(self._transport, room.peer, self._max_post_bytes, self._clock())
         return True
@@ -357,7 +361,8 @@ class RoomTable:
             self._perform(room, effect, reason, asker)
         if room.is_over:
             self._finish(room)
-        elif room.ticket is not None or room.request is not None:  # or a ticket was sent back, and no more
+        # Otherwise a ticket was sent back, and there is nothing more.
+        elif room.ticket is not None or room.request is not None:
             self._rooms[room.id] = room
 
     def _perform(self, room: PrefillRoom, effect: RoomEffect, reason: str, asker: Link | None) -> None:
@@ -392,10 +397,10 @@ class RoomTable:
         room.began_s = self._clock()
 
     def _finish(self, room: PrefillRoom) -> None:
-        """The room is over: end its request, keep a tombstone."""
+        """End the request of a room that is over, and keep a tombstone."""
         request, peer, end = room.request, room.peer, room.end(self._clock())
         room.request, room.delta, room.digests, room.peer, room.sources = None, None, None, None, Sources()
-        room.ticket, room.link = None, None  # who speaks to a room that is over, says where from
+        room.ticket, room.link = None, None  # Messages to a room that is over say where they come from.
         self._rooms.pop(room.id, None)
         self._tombstones[room.id] = room
         if len(self._tombstones) > _MAX_TOMBSTONES:
@@ -408,7 +413,7 @@ class RoomTable:
             _tell(request.on_end, end)
 
     def _let_go_of_settled(self) -> None:
-        """What of failed writes was on its way has landed by now, or never will."""
+        """End what waited for failed writes: their bytes have landed by now, or never will."""
         if not self._unsettled:
             return
         now_s, kept = self._clock(), self._unsettled
@@ -423,14 +428,14 @@ class RoomTable:
 
 
 def _could_post(room: PrefillRoom) -> bool:
-    """Where only its lease may stand in the way."""
+    """Return whether only its lease may stand in the way."""
     return room.delta is not None and room.delta.can_post
 
 
 def _stop_writes(room: PrefillRoom) -> None:
     assert room.delta is not None
     room.delta.stop()
-    room.digests = None  # nobody will be told
+    room.digests = None  # Nobody will be told.
 
 
 def _refuse(link: Link, room_id: Room, reason: str) -> None:
@@ -442,5 +447,5 @@ def _refuse(link: Link, room_id: Room, reason: str) -> None:
 def _tell(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
     try:
         listener(end)
-    except Exception:  # of the engine's making; the other rooms go on
+    except Exception:  # The engine made it; the other rooms go on.
         log.exception("kv_end_callback_failed end=%s", end)

@@ -1,4 +1,4 @@
-"""The prefill side of every transfer: a thread that owns the transport and the rooms.
+"""The prefill side of every transfer is a thread that owns the transport and the rooms.
 
     start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 Command = Callable[[RoomTable], None]
 
-_SPINS = 50  # unproductive polls without a pause: about the time of a small write
+_SPINS = 50  # Unproductive polls come so many times without a pause: about the time of a small write.
 _MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 1e-3
 _LATE_PAUSE_S = 0.05
 _STOP_TIMEOUT_S = 2.0
-# For the thread to do all that it does at its end, the transport's closing included.
+# The thread has so long to do all that it does at its end, the transport's closing included.
 _END_LIMIT_S = 10.0
 
 
@@ -60,7 +60,7 @@ class KvSender:
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`memories` are as in `Hello.of`. A post may take `max_post_s`, or longer while others to its decode
-        rank land. `heard_s` is as for RoomTable; it may be asked by any thread.
+        rank land. `heard_s` is as for RoomTable; any thread may call it.
 
         `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
         nothing can be sent any more.
@@ -77,9 +77,9 @@ class KvSender:
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self.watch = TurnWatch()
-        self._gone = threading.Event()  # it has ended, or was given up
+        self._gone = threading.Event()  # It has ended, or was given up.
         self._abandoned = False
-        self._accepting = threading.Lock()  # held while a command is put, or the last one taken
+        self._accepting = threading.Lock()  # It is held while a command is put, or the last one taken.
         self._stopped = True
         self._stopping = False
         self._started = threading.Event()
@@ -93,16 +93,18 @@ class KvSender:
         return f"KvSender({self._own_id} {self._rooms!r})"
 
     def start(self) -> None:
-        """Start the thread; returns once the pools are registered. Raises ConfigError when it cannot be."""
+        """Start the thread; return once the pools are registered. Raises ConfigError when it cannot be."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
             raise self._start_error
 
     def stop(self) -> bool:
-        """End every room and the thread, close the transport; returns when that is done.
+        """End every transfer and the thread, close the transport; return when that is done.
 
-        False: the thread hangs, is not waited for, and may read the pool for as long as the process lives.
+        Returns:
+            False where the thread hangs, is not waited for, and may read the pool for as long as the process
+            lives.
         """
         self._post(self._stop)
         if not self._gone.wait(_END_LIMIT_S):
@@ -110,7 +112,7 @@ class KvSender:
         return not self._thread.is_alive() or not self._abandoned
 
     def abandon(self) -> str:
-        """Nobody waits for the thread any more, and it takes no more commands; returns where it hangs."""
+        """Take no more commands, and return where the thread hangs; nobody waits for it any more."""
         self._abandoned = self._stopping = True
         with self._accepting:
             self._stopped = True
@@ -119,13 +121,13 @@ class KvSender:
 
     @property
     def own_hello(self) -> Hello:
-        """What the handshake server answers with; there once started."""
+        """Return what the handshake server answers with; it is there once started."""
         assert self._hello is not None, "the sender has not been started"
         return self._hello
 
     @property
     def kv_paths(self) -> tuple[KvPath, ...]:
-        """By what has crossed; empty before the first write has landed."""
+        """Return by what KV has crossed; empty before the first write has landed."""
         return tuple(self._transport.paths) if self._transport is not None else ()
 
     @property
@@ -147,14 +149,14 @@ class KvSender:
     # -- from the handshake server ----------------------------------------------------------------------
 
     def hello(self, link_id: int, peer: Hello, send: Send) -> None:
-        """A link stands. `send` is called from the sender's thread and must not raise."""
+        """Note that a link stands. `send` is called from the sender's thread and must not raise."""
         self._post(lambda rooms: rooms.link_up(link_id, peer, send))
 
     def ticket(self, link_id: int, ticket: KvTicket) -> None:
         self._post(lambda rooms: rooms.ticket(link_id, ticket))
 
     def refuse(self, link_id: int, room: Room, reason: str) -> None:
-        """A ticket came that could not be read."""
+        """Note that a ticket came that could not be read."""
         self._post(lambda rooms: rooms.refuse(link_id, room, reason))
 
     def renew(self, link_id: int, room: Room, write_until_s: float) -> None:
@@ -177,35 +179,37 @@ class KvSender:
         ticket_timeout_s: float = 30.0,
         on_failed: Callable[[RoomEnd], None] = lambda end: None,
     ) -> None:
-        """The Prefill call came. `on_end` is called once, from the sender's thread.
+        """Open the transfer of a Prefill call that came. `on_end` is called once, from the sender's thread.
 
-        After it no source page of the room is read any more; until then they must not be reused. That a
-        transfer fails may be known before: `on_failed` tells.
+        After it no source page of the transfer is read any more; until then they must not be reused. Where it
+        is known before that a transfer fails, `on_failed` tells.
         """
         request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s, on_failed)
         if not self._post(lambda rooms: rooms.open_room(room, request)):
             on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
 
     def pages_ready(self, room: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
-        """The KV of [start_token, end_token) is final and in `pages`, in token order.
+        """Note that the KV of [start_token, end_token) is final and in `pages`, in token order.
 
-        The first call of a room starts at 0, each next one where the last ended; only the prompt's
-        last page may be filled in part.
+        The first call of a transfer starts at 0, each next one where the last ended; only the prompt's last
+        page may be filled in part.
         """
         self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
 
     def carried_ready(self, room: Room, units: Sequence[Sequence[PageId]]) -> None:
-        """What is carried at the prompt's end is final and in `units`: by group beside full attention, in the
-        layout's order, each in token order. Called once, after the last pages_ready, where the layout
-        carries anything."""
+        """Note that the state at the prompt's end is final and in `units`.
+
+        These are by group beside full attention, in the layout's order, each in token order. It is called
+        once, after the last pages_ready, where the layout has per-request state.
+        """
         self._post(lambda rooms: rooms.carried_ready(room, units))
 
     def cancel_room(self, room: Room) -> None:
-        """The Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
+        """Note that the Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
         self._post(lambda rooms: rooms.cancel_room(room))
 
     def fail_room(self, room: Room, reason: str) -> None:
-        """The Prefill call failed, which decode is told with `reason`. on_end comes as after cancel_room."""
+        """Note that the Prefill call failed; decode gets `reason`. on_end comes as after cancel_room."""
         self._post(lambda rooms: rooms.fail_room(room, reason))
 
     # -- the thread -------------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ class KvSender:
         return self._rooms
 
     def _post(self, command: Command) -> bool:
-        """False: the thread has ended, or not begun, and nothing will come of it."""
+        """Return False where the thread has ended, or not begun, and nothing will come of it."""
         with self._accepting:
             if not self._stopped:
                 self._inbox.put(command)
@@ -273,14 +277,14 @@ class KvSender:
             idle_turns = 0 if rooms.turn(self.watch.begins) else idle_turns + 1
 
     def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
-        """How long to wait for a command; None: until one comes."""
+        """Return how long to wait for a command; None is until one comes."""
         if idle_turns == 0:
             return 0.0
         if rooms.writes_in_flight:
             late = idle_turns - _SPINS
             return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
         deadline_s = rooms.next_deadline_s()
-        # One that is over is not acted upon before all was heard that came in time.
+        # A deadline that is over is not acted upon before all was heard that came in time.
         return None if deadline_s is None else max(_LATE_PAUSE_S, deadline_s - self.clock())
 
     def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
@@ -289,7 +293,7 @@ class KvSender:
             while True:
                 self.watch.begins()
                 command(rooms)
-                if self._stopping:  # what is left is for `_drain`
+                if self._stopping:  # The others are left to `_drain`.
                     return
                 command = self._inbox.get_nowait()
         except Empty:
@@ -301,7 +305,7 @@ class KvSender:
         return self._inbox.get(timeout=wait_s)
 
     def _end(self, rooms: RoomTable, transport: Transport) -> None:
-        """Every on_end is called, also when what ended the thread happens again here."""
+        """Call every on_end, also when what ended the thread happens again here."""
         try:
             self._drain(rooms)
             rooms.fail_all("the rank is stopping")
@@ -315,7 +319,7 @@ class KvSender:
     def _close(self, transport: Transport) -> None:
         try:
             transport.close()
-        except Exception:  # with writes in flight it may not end as it should
+        except Exception:  # It may not end as it should with writes in flight.
             log.exception("kv_transport_close_failed rank=%s", self._own_id)
 
     def _await_writes(self, rooms: RoomTable) -> None:

@@ -1,4 +1,4 @@
-"""Whose fault it is that no write lands: the decode ranks', or our own transport's.
+"""Failures tell whose fault it is that no write lands: the decode ranks', or our own transport's.
 
 A failure counts while the decode rank's Handshake stream stands, and the next one to it only once it has
 asked again over a connection made anew: a rank that dies with many writes under way counts once, and no more
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.values.rank import RankId
 
 MAX_FAILURES = 5
-MIN_SPAN_S = 60.0  # a network that is away for shorter costs no rank its life
+MIN_SPAN_S = 60.0  # A network that is away for shorter costs no rank its incarnation.
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Row:
 
 
 class Failures:
-    """Of writes in a row, by decode rank."""
+    """It counts writes that failed in a row, by decode rank."""
 
     def __init__(self) -> None:
         self._rows: dict[RankId, _Row] = {}
@@ -35,7 +35,7 @@ class Failures:
         self._rows.clear()
 
     def asked(self, decode: RankId) -> None:
-        """It wants something written, over a connection on which no write has failed."""
+        """Note that it wants something written, over a connection on which no write has failed."""
         if (row := self._rows.get(decode)) is not None:
             row.asked_again = True
 
@@ -45,11 +45,12 @@ class Failures:
         row.asked_again = False
 
     def forget(self, decode: RankId) -> None:
-        """Its stream is lost, which says enough."""
+        """Drop its failures: its stream is lost, which says enough."""
         self._rows.pop(decode, None)
 
     def are_ours(self, linked: Iterable[RankId], now_s: float) -> bool:
-        """Whether only a new life of this rank can help; `linked` are the ranks whose streams stand.
+        """Return whether only a new incarnation of this rank can help; `linked` are those whose streams
+        stand.
 
         One rank that cannot be written to proves nothing, unless there is no other to compare it with.
         """

@@ -1,1 +1,1 @@
-"""Guessing what a sequence goes on with, so that one step can verify several tokens."""
+"""Drafts guess what a sequence goes on with, so that one step can verify several tokens."""

@@ -1,1 +1,1 @@
-"""The engine around a core: its thread and inbox, and the two roles' verbs."""
+"""The shell around a core has its thread and inbox, and the two roles' verbs."""

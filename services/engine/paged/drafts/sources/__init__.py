@@ -1,1 +1,1 @@
-"""These texts may have what follows: a sequence's own, its salt's, the radix tree's."""
+"""Sources find texts in which what follows may have stood before: a sequence's own, its salt's, the tree's."""
