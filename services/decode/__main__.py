@@ -1,4 +1,4 @@
-"""`python -m services.decode`: a decode worker, or with --rank-index one rank of it."""
+"""`python -m services.decode` is a decode worker, or with --rank-index one rank of it."""
 
 from services.process.signals import ending_at_once
 

@@ -1,4 +1,4 @@
-"""One router's Attach stream: commands in, one StepOutputs per engine step out.
+"""One router's Attach stream takes commands in, and sends one StepOutputs per engine step out.
 
     Start ----> a task that iterates the engine ----> outbox ---+
     Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs
@@ -115,7 +115,6 @@ class AttachSession:
                 yield self._message()
 
     async def close(self) -> None:
-        """Cancel everything this router started; return when all of it has ended."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -333,7 +332,6 @@ class Outbox:
 def _fitting(
     outputs: list[decode_pb2.RequestOutput],
 ) -> tuple[list[decode_pb2.RequestOutput], list[decode_pb2.RequestOutput]]:
-    """Return those for one message, and those for the next."""
     size = 0
     for index, output in enumerate(outputs):
         size += output.prompt_logprobs.ByteSize() if output.HasField("prompt_logprobs") else 0

@@ -114,7 +114,6 @@ class FakeRunner:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
 
     def _store(self, chunks: Sequence[Chunk]) -> None:
-        """Store all their tokens at once, where nothing is carried from one to the next."""
         page_size, token_ids, positions, places = self.layout.page_size, list[int](), list[int](), list[int]()
         for chunk in chunks:
             pages, first = chunk.pages, max(chunk.start, chunk.store_from)
@@ -171,7 +170,6 @@ class FakeRunner:
         return [int(each) for each in np.add.reduceat(held.sum(axis=1), last + 1 - counts)]
 
     def _total(self, chunk: Chunk, end: int) -> int:
-        """Return the sum of the first `end` slots of its sequence."""
         slots = self.slots[list(chunk.pages)].reshape(-1)[:end]
         return int(slots.sum(dtype=np.uint64))
 
@@ -184,8 +182,6 @@ class FakeRunner:
         asked.tell(PromptLogprobs.joined(told, asked.num_top))
 
     def _choose(self, chunk: Chunk, end: int, total: int, masks: Masks, row: int = 0) -> Sampled:
-        """Choose after `end` tokens, the last of which is the chunk's. A row of `masks`, where there are any,
-        allows some."""
         banned, biases = chunk.banned_ids, chunk.sampling.logit_bias
         if len(masks) or banned or biases:
             allowed = masks.expanded()[row].copy() if len(masks) else np.ones(self.vocab_size, bool)
@@ -197,7 +193,6 @@ class FakeRunner:
         return Sampled(token, TokenLogprobs(token, 0.0) if wanted else None)
 
     def _carry(self, chunk: Chunk, position: int, value: int) -> int:
-        """Return `value` mixed with what windows and state say, which take it in."""
         page_size, tails = self.layout.page_size, iter(chunk.tails)
         for group, pool in zip(self.layout.carried, self.carried_pools, strict=True):
             if group.kind is GroupKind.RECURRENT:
@@ -308,7 +303,6 @@ def prompt_scores(
 
 
 def first_seen(group: KvGroup, position: int) -> int:
-    """Return the first position that a token at `position` sees, in a windowed group."""
     if group.kind is GroupKind.CHUNKED_WINDOW:
         return position // group.window * group.window
     return max(0, position - group.window + 1)

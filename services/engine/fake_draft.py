@@ -142,8 +142,6 @@ class FakeDraftingRunner(FakeRunner):
 
 
 class _Foresight:
-    """It foresees the target's choices after a chunk of one token and those taken; it stores nothing."""
-
     def __init__(self, target: FakeRunner, chunk: Chunk) -> None:
         self._target = target
         self._chunk = chunk
@@ -159,7 +157,6 @@ class _Foresight:
 
     @property
     def chance(self) -> float:
-        """Return a number in [0, 1), by the ids so far."""
         return mix((self._total ^ _SALT) % _RANGE, self._position) / _RANGE
 
     def take(self, token: int) -> None:

@@ -360,7 +360,6 @@ class PrefixCache:
         return None if num_tokens is None else num_tokens // self.page_size
 
     def _let_go(self, sequence: SequencePages) -> list[PageId]:
-        """Unlock what the sequence holds of the tree, empty its table, return its private pages."""
         if sequence.node is not None:
             self._tree.unlock(sequence.node)
         private = sequence.private_pages

@@ -358,7 +358,6 @@ class RadixTree:
         return self._protected_leaves if node.protected else self._leaves
 
     def _pop_next_leaf(self) -> Node | None:
-        """Return the leaf to evict next; None when every page is locked."""
         plain = self._front(self._leaves)  # It comes first, for this may move entries to the other heap.
         protected = self._front(self._protected_leaves)
         if plain is None or (protected is not None and self._competes(protected, plain)):

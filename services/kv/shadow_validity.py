@@ -3,7 +3,7 @@
 That KV is a shadow: a pool of its own with the same page ids, allocated with the target's pages and by nobody
 else. So a page may have the target's KV, and the draft's of none or some of its tokens:
 
-    page:      lent, lent anew --> 0 tokens --computed, received--> the first ones --> all
+    page:      allocated, or anew --> 0 tokens --computed, received--> the first ones --> all
     drafts:    foreseen --ids come true--> as if computed
                         \\-> others came: computed anew
 
@@ -110,6 +110,5 @@ class ShadowValidity:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading ids are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

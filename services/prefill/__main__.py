@@ -1,4 +1,4 @@
-"""`python -m services.prefill`: a prefill worker, or with --rank-index one rank of it."""
+"""`python -m services.prefill` is a prefill worker, or with --rank-index one rank of it."""
 
 from services.process.signals import ending_at_once
 

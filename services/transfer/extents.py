@@ -17,14 +17,11 @@ _Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankPools:
-    """It has one rank's pools, by group."""
-
     memories: tuple[PoolMemory, ...]
     unit_bytes: tuple[int, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of memory, each once."""
         return tuple(sorted({memory.kind for memory in self.memories}))
 
     def of_peer(self, memories: Sequence[PoolMemory]) -> "RankPools":

@@ -41,7 +41,6 @@ class Hearing:
             self.heard_s = now_s
 
     async def listen(self) -> None:
-        """Look until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

@@ -49,8 +49,6 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """It is one incarnation of a process on one host, and a name for the transport in it."""
-
     name: str
     pid: int
     start_ticks: int  # Counted since boot, they tell the incarnations of a pid apart.

@@ -235,7 +235,6 @@ class NixlTransport:
 
 
 def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[KvPath, ...]:
-    """Return by which paths an agent that `settings` made has written pieces of that size."""
     if settings.backend != UCX:
         return (KvPath(KvPathKind.UNKNOWN, "", settings.backend),)
     return ucx_log().paths(agent, piece_bytes) if settings.writes else ()
@@ -315,7 +314,6 @@ def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) ->
 
 
 def _own_its_log() -> None:
-    """Undo what nixl has set up at its import for all who use it."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()  # NIXL's own handler prints to stdout.
     logger.propagate = True

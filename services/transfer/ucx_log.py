@@ -45,8 +45,6 @@ def quieten() -> None:
 
 
 class UcxLog:
-    """Any thread may call it."""
-
     def __init__(self) -> None:
         self._file = os.memfd_create("ucx-log")  # It is open as long as the process, for UCX writes to it.
         self._read_bytes = 0
@@ -96,5 +94,4 @@ class UcxLog:
 
 @cache
 def ucx_log() -> UcxLog:
-    """Return the process's log."""
     return UcxLog()

@@ -49,8 +49,6 @@ class _LanesRow:
 
 
 class UcxTables:
-    """It has those of every agent of a process."""
-
     def __init__(self) -> None:
         self._agent, self._reach, self._is_write = "", "", False
         self._rows: dict[str, list[_LanesRow]] = {}

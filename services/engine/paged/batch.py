@@ -61,7 +61,6 @@ def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
 
 
 def lacks_slot(seq: Sequence, page_size: int) -> bool:
-    """Return whether its newest token has no place in its pages yet."""
     assert seq.pages is not None
     return len(seq.pages.pages) * page_size < len(seq.ids)
 

@@ -127,7 +127,6 @@ class Carrying:
             self._books.note_border(seq.carried)
 
     def rest(self, seq: Sequence) -> None:
-        """Note that it computes no more and keeps what its transfer may read."""
         assert seq.carried is not None
         self._keep_border(seq)
         self._books.rest(seq.carried)
@@ -165,7 +164,6 @@ class Carrying:
 
 
 def _begins_alike(other: Sequence, seq: Sequence) -> bool:
-    """Return whether `other` computes as well, and the two may share pages."""
     same_salt = other.request.cache_salt == seq.request.cache_salt
     return other is not seq and other.phase is Phase.COMPUTING and same_salt
 

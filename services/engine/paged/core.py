@@ -1,4 +1,4 @@
-"""The engine core: queue, batches, pages and radix tree around a model runner. No thread, no clock.
+"""The engine core puts queue, batches, pages and radix tree around a model runner, without a thread or clock.
 
 A step is: admit what fits -> build a batch of chunks -> run it -> account for it. Everything that
 happened comes back as events, in order, for the shell to hand on.
@@ -146,7 +146,6 @@ class EngineCore:
             self._gate.note_news()
 
     def room_ended(self, seq: Sequence) -> None:
-        """Note, in the prefill role, that the transfer reads the sequence's pages no more."""
         seq.room_open = False
         if seq in self._kept:
             self._kept.remove(seq)

@@ -26,8 +26,6 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """It is one generated token, with `finished` when it is the last."""
-
     token_id: int
     logprobs: TokenLogprobs | None
     finished: FinishReason | None

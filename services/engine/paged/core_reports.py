@@ -15,8 +15,6 @@ from services.values.load import RankLoad
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """It reads the core's parts and, `take_cache_events` apart, changes nothing."""
-
     cache: PrefixCache
     carried: CarriedCache
     gate: Gate
@@ -55,7 +53,6 @@ class Reports:
         )
 
     def take_cache_events(self) -> CacheEvents:
-        """Return what the tree and the checkpoints gained and lost since the last call."""
         events = self.cache.take_events()
         stored, removed = self.carried.points.events.take()
         if not (stored or removed):

@@ -25,7 +25,6 @@ class Scoring:
 
     @property
     def rows(self) -> range:
-        """Return the positions whose logits it takes."""
         return range(self.first - 1, self.first - 1 + len(self.token_ids))
 
 

@@ -1,4 +1,4 @@
-"""One request inside the engine core.
+"""A sequence is one request inside the engine core.
 
     NEW --submitted--> WAITING
     WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED

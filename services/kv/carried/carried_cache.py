@@ -1,6 +1,6 @@
 """This is the one owner of a rank's tails and states: what each sequence holds of them, and the checkpoints.
 
-    unit:      free --take--> a sequence's --save, keep--> a resume point's too --last one drops--> free
+    unit:      free --take--> a sequence's --save, keep--> a checkpoint's too --last one drops--> free
                                    \\--quarantine--> quarantined --end_quarantine--> free
 
     sequence:  resume | receive --> extend, trim, save (any number of times) --> close
@@ -9,7 +9,7 @@
 
 Rule 1: for each open sequence so much of each pool is set aside as it takes to go on by a token, wherever it
         is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
-        gets what it needs: resume points are evicted for it, then what others have saved, never a sequence.
+        gets what it needs: checkpoints are evicted for it, then what others have saved, never a sequence.
         One that rests, or is in quarantine, goes on no more: it has what it holds.
 Rule 2: a page of a tail that a resume point holds lies before the point, whole, and is never written again.
 Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
@@ -68,7 +68,6 @@ class _Pool:
     of_chunks: int  # and so many for the chunks of a step beyond those.
 
     def has_room(self, num_sequences: int, resting_units: int = 0) -> bool:
-        """Return whether so many can go on, beside what others hold that do not."""
         set_aside = num_sequences * self.of_sequence + self.of_chunks
         return set_aside + resting_units <= self.units.num_units
 
@@ -234,7 +233,7 @@ class CarriedCache:
             units[self._recurrent.index] = (seq.slot,)
         return tuple(units)
 
-    # -- resume points ----------------------------------------------------------------------------
+    # -- checkpoints ----------------------------------------------------------------------------
 
     def note_border(self, seq: SequenceCarried) -> None:
         """Keep what is needed to come back to the border it stands on, trimmed; it will go on.
@@ -329,7 +328,6 @@ class CarriedCache:
             self._copy_slot(point.slot, seq.slot)
 
     def _first_page(self, pool: _Pool, position: int) -> int:
-        """Return the first page of the tail at `position`; where that is empty, of what comes next."""
         pages = tail_pages(pool.group, position, self._page_size)
         return pages.start if pages else position // self._page_size
 
@@ -364,10 +362,6 @@ class CarriedCache:
         return sum(len(self._units_of_sequence(pool, seq)) for seq in self._sequences if seq.rests)
 
     def _take(self, pool: _Pool, num_units: int) -> list[PageId]:
-        """Take units of what is set aside for a sequence.
-
-        They are there by Rule 1, or only checkpoints and what sequences have saved hold them.
-        """
         self._make_room(pool, num_units)
         return pool.units.take(num_units)
 

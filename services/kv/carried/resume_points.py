@@ -56,7 +56,6 @@ class _KeptPoint:
         return self.age + self.uses * (self.point.position - above) / self.size_bytes
 
     def put_between(self) -> None:
-        """Become the next one above for those below."""
         for lower in self.below:
             lower.above = self
         if self.above is not None:

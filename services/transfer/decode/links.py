@@ -3,8 +3,8 @@
     link(address) --> connect, Hello, their Hello, checked --> PrefillLink
         send_ticket --> RoomWatch (room_watch.py) <-- Status, AbortAck <-- the stream's reader
     the stream ends --> every watch of it is lost; while somebody awaits such a writer's end, the
-                        endpoint is tried again and again: the same life acknowledges an abort,
-                        another life proves that the first is dead
+                        endpoint is tried again and again: the same incarnation acknowledges an abort,
+                        another proves that the first is dead
 
 All of it runs on one asyncio loop.
 """
@@ -96,7 +96,6 @@ class PrefillLinks:
         return await asyncio.shield(self._connecting[address])
 
     async def close(self) -> None:
-        """End every stream; watches that wait are lost."""
         self._closed = True
         tasks = [*self._seekers.values(), *self._connecting.values()]
         for task in tasks:
@@ -116,7 +115,6 @@ class PrefillLinks:
             attempt.exception()  # Those who asked may all have left.
 
     def _retire(self, link: "PrefillLink") -> None:
-        """Let an old stream go on for the watches that it still has."""
         self._retired = {retired for retired in self._retired if retired.alive}
         self._retired.add(link)
         link.close_when_idle()
@@ -254,7 +252,6 @@ class PrefillLink:
         self._half_close_if_idle()
 
     async def close(self) -> None:
-        """Send what is still to be sent, then end the stream."""
         self._stream.half_close()
         _, late = await asyncio.wait([self._reader], timeout=_CLOSE_TIMEOUT_S)
         if late:
@@ -321,7 +318,6 @@ class _Stream:
         self._call = stub.Connect(self._words())
 
     def send(self, message: _Message) -> None:
-        """Send it; once the stream has ended it goes nowhere."""
         self._outbox.put_nowait(message)
 
     def half_close(self) -> None:

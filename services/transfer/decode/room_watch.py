@@ -2,7 +2,7 @@
 
 services/kv/handshake.py draws its states. This adds to them:
 
-    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, the writer's next life seen
+    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, the writer's next incarnation seen
                       |   ^-- its owner: renew, abort
                       +--> outcome: by the first word, or the loss of the stream; the others change nothing
                       +--> writer_stopped: the quarantine is over, by a word or by fence time
@@ -57,8 +57,6 @@ _Outcome = Landed | Renegotiated | str  # A text says why it failed.
 
 
 class WriterLink(Protocol):
-    """It is the stream to the writer, as far as a watch uses it."""
-
     def send_renewal(self, room: Room, write_until_s: float) -> None: ...
 
     def send_abort(self, room: Room) -> None: ...
@@ -143,7 +141,6 @@ class RoomWatch:
             log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
 
     def is_over(self, fence_s: float) -> bool:
-        """Return whether `writer_stopped` returns."""
         fenced = may_expire(self.state) and self._left_s(fence_s) <= 0
         return fenced or self.state in RESERVATION_OVER
 
@@ -163,7 +160,6 @@ class RoomWatch:
         await self._hear(left_s)
 
     def _ask_again(self) -> None:
-        """Ask again: fence time is over, and the stream stands."""
         if not self._unanswered_told:
             self._unanswered_told = True
             log.warning("kv_abort_unanswered room=%016x writer=%s", self.room, self.writer.id)
@@ -208,7 +204,6 @@ class RoomWatch:
     # ---------------------------------------------------------------------------------------------------
 
     def _hear_outcome(self, event: ReservationEvent, outcome: _Outcome) -> None:
-        """Keep the first outcome that settles the transfer."""
         self._step(event)
         if self._outcome is None:
             self._outcome = outcome

@@ -57,14 +57,12 @@ class Lane:
         return self.next < min(len(sources.of(self.group)), self.end)
 
     def take(self, sources: Sources, most: int) -> Sequence[PageId]:
-        """Take the next ones that are final, `most` of them at most."""
         units = sources.of(self.group)[self.next : min(self.next + most, self.end)]
         self.next += len(units)
         return units
 
 
 def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
-    """Return one for each pool of what both sides have."""
     delta = pages_covering(ticket.decode_prefix_len, ticket.prompt_len, layout.page_size)
     lanes = [Lane(0, delta.start, delta.stop, next=delta.start, pool=0)]
     for target in ticket.targets:
@@ -93,7 +91,6 @@ class DeltaWrite:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of the writes that have landed."""
         return sum(self.group_bytes)
 
     @property
@@ -113,7 +110,6 @@ class DeltaWrite:
 
     @property
     def landed(self) -> bool:
-        """Return whether every page of the delta has landed, and all per-request state."""
         return not self._posted and all(lane.done for lane in self._lanes)
 
     @property
@@ -179,8 +175,6 @@ class DeltaWrite:
 
 
 class DeltaDigests:
-    """`sources` are those of a DeltaWrite."""
-
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
         self._lanes = lanes_of(ticket, layout)
         self._unit_bytes = layout.unit_bytes

@@ -43,7 +43,6 @@ class Peers:
         return sum(delta.writes_in_flight for _, delta in self._stuck)
 
     def reach(self, link: Link) -> None:
-        """Raises PeerFailed where the transport does not reach it."""
         if link.peer is None:
             peer = self._transport.add_peer(link.agent_metadata, link.memories)
             if peer in self._late:
@@ -85,7 +84,6 @@ class Peers:
         return self._landed_s.get(peer, float("-inf"))
 
     def keep_stuck(self, peer: PeerName, delta: DeltaWrite) -> None:
-        """Keep writes that have not ended though their transfer is over."""
         self._stuck.append((peer, delta))
 
     def poll_stuck(self) -> list[PeerName]:
@@ -100,7 +98,6 @@ class Peers:
         return ended
 
     def let_go_of_stuck(self) -> None:
-        """Drop them, as the transport is closed."""
         self._stuck = []
 
     def drop_unused(self, peer: PeerName, rooms: Iterable[PrefillRoom]) -> None:

@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """It is one Handshake stream; `send` is safe from any thread and does not raise."""
+    """`send` is safe from any thread and does not raise."""
 
     decode: RankId
     layout: KvLayout  # It has what both sides have.
@@ -104,13 +104,11 @@ class PrefillRoom:
 
     @property
     def landed(self) -> bool:
-        """Return whether all that its ticket asks for has been done."""
         written = self.delta is not None and self.delta.landed
         return written and (self.digests is None or self.digests.complete)
 
     @property
     def stopped(self) -> bool:
-        """Return whether it was told to write no more, and nothing is waited for."""
         return self.delta is not None and (self.delta.stopped or self.given_up)
 
     @property

@@ -8,7 +8,7 @@ that performs the table's effects. It adds to them:
                                           |     write does, or is given up
     ENDED, ABANDONED <--------------------+--> on_failed(RoomEnd), as soon as that is known
       (kept as tombstones, a bounded      +--> on_end(RoomEnd), once: no source page is read any more; after
-       number, so that a late ticket           an unsettled write no sooner than decode lends its pages again
+       number, so that a late ticket           an unsettled write no sooner than decode reuses its pages
        or request is refused)
 """
 
@@ -137,7 +137,6 @@ class RoomTable:
         self._step(room, RoomEvent.ABORT, "the decode rank aborted the transfer")
 
     def refuse(self, link_id: int, room_id: Room, reason: str) -> None:
-        """Refuse a ticket that could not even be read."""
         if (link := self._links.get(link_id)) is None:
             return
         room = self._find(room_id, link.decode)
@@ -397,7 +396,6 @@ class RoomTable:
         room.began_s = self._clock()
 
     def _finish(self, room: PrefillRoom) -> None:
-        """End the request of a room that is over, and keep a tombstone."""
         request, peer, end = room.request, room.peer, room.end(self._clock())
         room.request, room.delta, room.digests, room.peer, room.sources = None, None, None, None, Sources()
         room.ticket, room.link = None, None  # Messages to a room that is over say where they come from.
@@ -428,7 +426,6 @@ class RoomTable:
 
 
 def _could_post(room: PrefillRoom) -> bool:
-    """Return whether only its lease may stand in the way."""
     return room.delta is not None and room.delta.can_post
 
 

@@ -156,7 +156,6 @@ class KvSender:
         self._post(lambda rooms: rooms.ticket(link_id, ticket))
 
     def refuse(self, link_id: int, room: Room, reason: str) -> None:
-        """Note that a ticket came that could not be read."""
         self._post(lambda rooms: rooms.refuse(link_id, room, reason))
 
     def renew(self, link_id: int, room: Room, write_until_s: float) -> None:
@@ -277,7 +276,6 @@ class KvSender:
             idle_turns = 0 if rooms.turn(self.watch.begins) else idle_turns + 1
 
     def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
-        """Return how long to wait for a command; None is until one comes."""
         if idle_turns == 0:
             return 0.0
         if rooms.writes_in_flight:
@@ -300,7 +298,6 @@ class KvSender:
             return
 
     def _next(self, wait_s: float | None) -> Command:
-        """Raises Empty if none comes in that time."""
         self.watch.rests()
         return self._inbox.get(timeout=wait_s)
 

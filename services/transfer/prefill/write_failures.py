@@ -22,8 +22,6 @@ class _Row:
 
 
 class Failures:
-    """It counts writes that failed in a row, by decode rank."""
-
     def __init__(self) -> None:
         self._rows: dict[RankId, _Row] = {}
 

@@ -45,7 +45,6 @@ class Acceptance:
             self._rank.note(kind, right, tried)
 
     def chance(self, kind: Kind) -> float:
-        """Return the chance of a draft behind right ones to be right."""
         prior = self._rank.chance(kind) if self._rank is not None else _UNKNOWN
         counts = self._counts.get(kind)
         return counts.share(prior, _PRIOR_WEIGHT) if counts is not None else prior

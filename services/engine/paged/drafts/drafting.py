@@ -14,8 +14,6 @@ from services.kv.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A sequence decodes one token in the next step, and may have `most` drafts beside it."""
-
     seq: sequence.Sequence
     most: int
 
@@ -53,7 +51,6 @@ class RoomAhead:
         return self._carrying.most_ahead(seq, batch.most_drafts(seq, self._max_context_tokens))
 
     def chunk_of(self, seq: sequence.Sequence, proposal: Proposal | None) -> Chunk:
-        """Return its newest token, and what is proposed to follow as far as that can be and has pages."""
         if proposal is None:
             self._carrying.chunk_end(seq, len(seq.ids))
             return batch.chunk_of(seq, 1, self._page_size)

@@ -87,7 +87,6 @@ class ModelDrafter:
     def _try_again(
         self, occasion: int, wishes: Sequence[Wish], counts: list[int], max_drafts: int, cost: StepCost
     ) -> None:
-        """Give those a draft that are not worth one, to find out whether that still holds."""
         guessing_s = self._draft.step_s * max(1, *counts)
         for index, wish in enumerate(wishes):
             total, drafted = sum(counts), self._of(wish.seq)

@@ -18,8 +18,6 @@ from heapq import heapify, heappop, heapreplace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """It is the most drafts that a sequence may have, and the chance of one behind right ones."""
-
     most: int
     chance: float
 

@@ -29,7 +29,6 @@ class BatchSlots:
         self._clock = clock
 
     def one_more_runs(self, active: SequenceOf[Sequence]) -> bool:
-        """Return whether one more may run, however many receive."""
         return self._allows(sum(seq.phase in RUNNING for seq in active) + 1, receiving=0)
 
     def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
@@ -97,7 +96,6 @@ class Gate:
     # -- what happens -----------------------------------------------------------------------------
 
     def note_news(self) -> None:
-        """Note that pages were given back, or pages of a prompt published."""
         self._news += 1
 
     def add(self, seq: Sequence) -> None:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """It says how far the order of the queue may be left."""
-
     overtakes: int = 16
     wait_s: float = 10.0
     window: int = 32  # The first so many are weighed and, of those behind, so many that look small.

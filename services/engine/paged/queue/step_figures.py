@@ -44,7 +44,6 @@ class StepFigures:
         return self._chunk_tokens(num_decoding, num_drafts, self.drafting_s)
 
     def prefill_tokens_per_s(self, num_decoding: int) -> float:
-        """Return the rate beside so many that decode without drafts."""
         return self.times.effective_tokens_per_s(num_decoding, self._chunk_tokens(num_decoding, 0, 0.0))
 
     def _chunk_tokens(self, num_decoding: int, num_drafts: int, drafting_s: float) -> int:

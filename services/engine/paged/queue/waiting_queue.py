@@ -86,7 +86,6 @@ class WaitingQueue:
         return next((seq for seq in behind if fits(seq, weigh(seq))), None)
 
     def _behind_window(self, now_s: float) -> Iterator[Sequence]:
-        """Yield those behind the window, but nobody behind one whose patience is at its end."""
         for place, seq in enumerate(self._sequences):
             if place >= self._patience.window:
                 yield seq

@@ -51,8 +51,6 @@ _ANSWER_PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WriteLease:
-    """It says how long a prefill rank may write into our pages."""
-
     write_lease_s: float = 10.0  # It is renewed while the request waits.
     # It covers the longest posts in flight, and the drift of two monotonic clocks.
     fence_margin_s: float = 5.0
@@ -249,8 +247,6 @@ class PagedDecodeEngine(PagedEngine):
 
 
 class _Delta:
-    """It is one request's delta, from the first ticket to the last word."""
-
     def __init__(
         self,
         engine: PagedDecodeEngine,
@@ -289,7 +285,6 @@ class _Delta:
         self._watch = self._link.send_ticket(ticket)
 
     async def landed(self) -> Landed:
-        """Wait until the whole delta is in our pages; if it must start earlier, send another ticket."""
         while True:
             assert self._watch is not None
             outcome = await self._watch.outcome()

@@ -54,8 +54,6 @@ class ThreadHangs(Exception):
 
 
 class EngineHangs(ThreadHangs):
-    """A step of the engine has not ended."""
-
     event = "engine_hangs"
 
 
@@ -99,7 +97,6 @@ class Mailbox:
         return event
 
     def take_tokens(self) -> list[Token]:
-        """Return the tokens that are here, up to whatever else is."""
         tokens: list[Token] = []
         while self._events and isinstance(event := self._events[0], Token):
             tokens.append(event)

@@ -88,8 +88,6 @@ class StepReport:
 
 
 class EngineThread:
-    """It runs a core built by `build` on the thread itself, for that loads the model."""
-
     def __init__(
         self,
         build: Callable[[], EngineCore],
@@ -191,7 +189,6 @@ class EngineThread:
             return True
 
     def _next_command(self, wait: bool) -> Command:
-        """Raises Empty if there is none and it is not to wait for one."""
         if not wait:
             return self._inbox.get_nowait()
         self.watch.rests()

@@ -1,1 +1,1 @@
-"""Sources find texts in which what follows may have stood before: a sequence's own, its salt's, the tree's."""
+"""Sources find texts in which what follows may have stood before: the sequence's, its salt's, the tree's."""

@@ -63,7 +63,6 @@ class NgramChains:
         self.end += len(ids)
 
     def walk(self, a: int, b: int, c: int) -> Iterator[int]:
-        """Yield the positions before which these three may stand, latest first."""
         position = self._heads[_slot(a, b, c) & self._head_mask] - 1
         oldest, mask = 0, -1
         if self._num_kept is not None:
@@ -132,7 +131,6 @@ class OwnNgrams:
         return count
 
     def match(self, most: int) -> Continuation | None:
-        """Return `most` ids that followed where the longest part of its end stood, the last time."""
         end = len(self._ids)
         if end <= NGRAM:
             return None

@@ -1,7 +1,7 @@
-"""The latest texts of one salt, found by their n-grams.
+"""A ring holds the latest texts of one salt, found by their n-grams.
 
-They stand in a ring, one after the other, each closed by NO_ID. The ring begins small and doubles; then the
-oldest are overwritten.
+They stand in it one after the other, each closed by NO_ID. The ring begins small and doubles; then the oldest
+are overwritten.
 """
 
 from array import array
@@ -53,7 +53,6 @@ class TextRing:
         return len(self._ids) - 1
 
     def _grow(self) -> None:
-        """Nothing was overwritten so far, so all stays where it is."""
         self._ids += array("i", [NO_ID]) * len(self._ids)
         self._chains.double()
 
