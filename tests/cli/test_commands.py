@@ -32,9 +32,28 @@ def isthmus_command(monkeypatch, capsys):
     return command
 
 
-@pytest.mark.parametrize(
-    "arguments,code,sentence",
-    [
+def test_outcomes_are_exit_codes(subtests, isthmus_command, monkeypatch):
+    for outcome, code in [
+        (0, 0),
+        (1, 1),
+        (ConfigError("no"), 78),
+        (Unavailable("no"), 1),
+        (KeyboardInterrupt(), 130),
+    ]:
+        with subtests.test(outcome=outcome, code=code), monkeypatch.context() as patch:
+
+            def run(name, arguments, outcome=outcome):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                return outcome
+
+            patch.setattr(isthmus, "_run", run)
+            said = "isthmus size: no\n" if isinstance(outcome, Exception) else ""
+            assert isthmus_command("size") == (code, "", said)
+
+
+def test_what_cannot_work_is_one_sentence(subtests, isthmus_command, monkeypatch):
+    for arguments, code, sentence in [
         (("generate", "--seed=-1", "--prompt=x", NOWHERE), 2, "--seed"),
         (("generate", "--max-tokens=9999999999", "--prompt=x", NOWHERE), 2, "--max-tokens"),
         (("generate", "--prompt=\udcff", NOWHERE), 2, "--prompt"),  # as Python passes a byte 0xff
@@ -55,78 +74,57 @@ def isthmus_command(monkeypatch, capsys):
         (("generate", "--chat", "x", "--promt=y"), 2, "there is no flag --promt; did you mean --prompt?"),
         (("generate", "--max_token", "7"), 2, "there is no flag --max_token; did you mean --max-tokens?"),
         (("explain", "--zzz"), 2, "there is no flag --zzz ("),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(isthmus_command, arguments, code, sentence):
-    ended, _, said = isthmus_command(*arguments)
-    assert ended == code, said
-    assert said.startswith(f"isthmus {arguments[0]}: {sentence}")
-    assert said.count("\n") == 1
-
-
-def test_a_prompt_on_standard_input_must_be_text(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
-    with pytest.raises(InvalidRequest, match="UTF-8"):
-        client.given_prompt("")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("für".encode()), encoding="utf-8"))
-    assert client.given_prompt("") == "für"
-
-
-@pytest.mark.parametrize(
-    "outcome,code",
-    [(0, 0), (1, 1), (ConfigError("no"), 78), (Unavailable("no"), 1), (KeyboardInterrupt(), 130)],
-)
-def test_outcomes_are_exit_codes(isthmus_command, monkeypatch, outcome, code):
-    def run(name, arguments):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(isthmus, "_run", run)
-    said = "isthmus size: no\n" if isinstance(outcome, Exception) else ""
-    assert isthmus_command("size") == (code, "", said)
-
-
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("help",)])
-def test_the_commands_are_listed_by_groups(isthmus_command, arguments):
-    code, shown, said = isthmus_command(*arguments)
-    assert (code, said) == (0, "")
-    sections = {part.splitlines()[0]: part for part in shown.split("\n\n")[2:]}
-    assert len(sections) > 3
-    for name, command in commands.COMMANDS.items():
-        assert f"\n  {name} " in sections[command.group]
-    assert max(map(len, shown.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    "name,sentence",
-    [
+    ]:
+        with subtests.test(
+            "what cannot work is one sentence", arguments=arguments, code=code, sentence=sentence
+        ):
+            ended, _, said = isthmus_command(*arguments)
+            assert ended == code, said
+            assert said.startswith(f"isthmus {arguments[0]}: {sentence}")
+            assert said.count("\n") == 1
+    for name, sentence in [
         ("gnerate", "there is no command 'gnerate'; did you mean generate? (isthmus help lists them)"),
         ("zzz", "there is no command 'zzz' (isthmus help lists them)"),
-    ],
-)
-def test_a_command_that_does_not_exist_has_its_nearest_named(isthmus_command, name, sentence):
-    assert isthmus_command(name, "x") == (2, "", f"isthmus: {sentence}\n")
+    ]:
+        with subtests.test(
+            "a command that does not exist has its nearest named", name=name, sentence=sentence
+        ):
+            assert isthmus_command(name, "x") == (2, "", f"isthmus: {sentence}\n")
+    with subtests.test("a prompt on standard input must be text"), monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+        with pytest.raises(InvalidRequest, match="UTF-8"):
+            client.given_prompt("")
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("für".encode()), encoding="utf-8"))
+        assert client.given_prompt("") == "für"
 
 
-@pytest.mark.parametrize("arguments", [("help", "explain"), ("explain", "--help")])
-def test_help_of_a_command(isthmus_command, arguments):
-    code, shown, _ = isthmus_command(*arguments)
-    assert code == 0 and shown.startswith("usage: isthmus explain") and "standard input\n" in shown
+def test_a_reader_that_has_gone_is_no_bug(subtests):
+    for argument in ["--help", "--version"]:
+        with subtests.test(argument=argument):
+            reading, writing = os.pipe()
+            os.close(reading)
+            command = [sys.executable, "-m", "services.cli", argument]
+            ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+            os.close(writing)
+            assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_a_reader_that_has_gone_is_no_bug(argument):
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "services.cli", argument]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
-    os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, b"")
-
-
-def test_the_version_is_the_one_that_is_installed(isthmus_command):
-    assert isthmus_command("--version") == (0, f"isthmus {metadata.version('isthmus')}\n", "")
+def test_help(subtests, isthmus_command):
+    for arguments in [(), ("--help",), ("help",)]:
+        with subtests.test("the commands are listed by groups", arguments=arguments):
+            code, shown, said = isthmus_command(*arguments)
+            assert (code, said) == (0, "")
+            sections = {part.splitlines()[0]: part for part in shown.split("\n\n")[2:]}
+            assert len(sections) > 3
+            for name, command in commands.COMMANDS.items():
+                assert f"\n  {name} " in sections[command.group]
+            assert max(map(len, shown.splitlines())) <= 80
+    for arguments in [("help", "explain"), ("explain", "--help")]:
+        with subtests.test("help of a command", arguments=arguments):
+            code, shown, _ = isthmus_command(*arguments)
+            assert code == 0 and shown.startswith("usage: isthmus explain") and "standard input\n" in shown
+    with subtests.test("the version is the one that is installed"):
+        assert isthmus_command("--version") == (0, f"isthmus {metadata.version('isthmus')}\n", "")
 
 
 def plan_of(*flags):
@@ -135,18 +133,19 @@ def plan_of(*flags):
     return {name: flags for name, _, flags in cluster._plan()}
 
 
-def test_a_flag_that_is_passed_on_may_hold_commas():
-    plan = plan_of(
-        "--router-flag=plans=remote,local", "--rank-flag=engine-arg=--x=1,2", "--flag=etcd-user=a,b"
-    )
-    assert plan["router"][-1] == "--plans=remote,local"
-    assert plan["decode"][-1] == "--engine-arg=--x=1,2"
-    assert "--etcd-user=a,b" in plan["prefill"]
-
-
-def test_ranks_that_listen_everywhere_are_called_on_this_machine():
-    flag = "--advertise-host=127.0.0.1"
-    plan = plan_of("--host=0.0.0.0")
-    assert flag in plan["decode"] and flag in plan["prefill"] and flag not in plan["router"]
-    assert flag not in plan_of()["decode"]
-    assert plan_of("--host=0.0.0.0", "--rank-flag=advertise-host=10.0.0.1")["decode"][-1].endswith("10.0.0.1")
+def test_flags_that_are_passed_on(subtests):
+    with subtests.test("a flag that is passed on may hold commas"):
+        plan = plan_of(
+            "--router-flag=plans=remote,local", "--rank-flag=engine-arg=--x=1,2", "--flag=etcd-user=a,b"
+        )
+        assert plan["router"][-1] == "--plans=remote,local"
+        assert plan["decode"][-1] == "--engine-arg=--x=1,2"
+        assert "--etcd-user=a,b" in plan["prefill"]
+    with subtests.test("ranks that listen everywhere are called on this machine"):
+        flag = "--advertise-host=127.0.0.1"
+        plan = plan_of("--host=0.0.0.0")
+        assert flag in plan["decode"] and flag in plan["prefill"] and flag not in plan["router"]
+        assert flag not in plan_of()["decode"]
+        assert plan_of("--host=0.0.0.0", "--rank-flag=advertise-host=10.0.0.1")["decode"][-1].endswith(
+            "10.0.0.1"
+        )

@@ -1,6 +1,5 @@
 """Tables that fit where they are shown."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,22 +30,6 @@ turn  decode rank
      KV moved 40.0 KiB  note pinned"""
 
 
-@pytest.mark.parametrize(
-    "width,table", [(None, ONE_LINE), (54, ONE_LINE), (53, BROKEN), (41, BROKEN), (40, FOLDED)]
-)
-def test_a_table_is_as_wide_as_there_is_room(width, table):
-    said = format_table(HEADINGS, ROWS, width)
-    assert said.splitlines() == table.splitlines()
-
-
-def test_what_stands_side_by_side_can_be_chosen():
-    said = format_table(HEADINGS, ROWS[1:], 40, lead=("turn", "note")).splitlines()
-    assert said == [
-        *("turn  note", "----  ------", "   2  pinned"),
-        *("     decode rank decode/0", "     decode_prefix_len 208", "     KV moved 40.0 KiB"),
-    ]
-
-
 cells = st.text(st.characters(min_codepoint=48, max_codepoint=122), max_size=30)
 tables = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
@@ -64,7 +47,18 @@ def test_no_line_is_too_wide_and_nothing_is_lost(table, width):
     assert all(cell in said for row in rows for cell in row)
 
 
-def test_a_sentence_is_folded_between_words():
-    assert fold("a page   64 tokens", 20, indent=9) == "a page   64 tokens"
-    assert fold("a page   64 tokens, 128 KiB", 20, indent=9) == "a page   64 tokens,\n         128 KiB"
-    assert fold("a page   64 tokens, 128 KiB", None) == "a page   64 tokens, 128 KiB"
+def test_a_table_is_as_wide_as_there_is_room(subtests):
+    for width, table in [(None, ONE_LINE), (54, ONE_LINE), (53, BROKEN), (41, BROKEN), (40, FOLDED)]:
+        with subtests.test("a table is as wide as there is room", width=width, table=table):
+            said = format_table(HEADINGS, ROWS, width)
+            assert said.splitlines() == table.splitlines()
+    with subtests.test("what stands side by side can be chosen"):
+        said = format_table(HEADINGS, ROWS[1:], 40, lead=("turn", "note")).splitlines()
+        assert said == [
+            *("turn  note", "----  ------", "   2  pinned"),
+            *("     decode rank decode/0", "     decode_prefix_len 208", "     KV moved 40.0 KiB"),
+        ]
+    with subtests.test("a sentence is folded between words"):
+        assert fold("a page   64 tokens", 20, indent=9) == "a page   64 tokens"
+        assert fold("a page   64 tokens, 128 KiB", 20, indent=9) == "a page   64 tokens,\n         128 KiB"
+        assert fold("a page   64 tokens, 128 KiB", None) == "a page   64 tokens, 128 KiB"

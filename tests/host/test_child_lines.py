@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +23,9 @@ def test_lines_are_those_of_the_whole(chunks):
     assert asyncio.run(lines_of(*chunks)) == (expected if whole else [])
 
 
-@pytest.mark.parametrize("length", [2**16 - 1, 2**16, 2**21 + 3])
-async def test_a_line_of_any_length_is_passed_on_and_so_is_the_next(length):
-    lines = await lines_of(b"x" * length + b"\n", b"y\n")
-    assert "".join(lines) == "x" * length + "y"
-    assert lines[-1] == "y"
+async def test_a_line_of_any_length_is_passed_on_and_so_is_the_next(subtests):
+    for length in [2**16 - 1, 2**16, 2**21 + 3]:
+        with subtests.test(length=length):
+            lines = await lines_of(b"x" * length + b"\n", b"y\n")
+            assert "".join(lines) == "x" * length + "y"
+            assert lines[-1] == "y"

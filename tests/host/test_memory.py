@@ -11,31 +11,30 @@ def machine(folder, available="MemTotal: 99 kB\nMemAvailable:  64 kB\n", limit=N
     return available_bytes(folder / "meminfo", folder, folder / "own")
 
 
-def test_the_machine_s(tmp_path):
-    assert machine(tmp_path) == 64 << 10
-
-
-def test_the_container_s_where_that_is_less(tmp_path):
-    assert machine(tmp_path, limit="max") == 64 << 10
-    stat = "anon 7\nactive_file 1000\ninactive_file 200"
-    assert machine(tmp_path, limit=30_000, current=20_000, stat=stat) == 11_200
-    assert machine(tmp_path, limit=1 << 40, stat=stat) == 64 << 10
-
-
-def test_nobody_tells(tmp_path):
-    nowhere = (tmp_path / "no",) * 3
-    assert available_bytes(*nowhere) is None and total_bytes(*nowhere) is None
-    assert machine(tmp_path, available="MemTotal: 99 kB\n") is None
-
-
-def test_a_limit_may_lie_on_the_way_to_our_own_group(tmp_path):
-    """As of systemd's slices: the root has none, and neither has the innermost."""
-    (tmp_path / "own").write_text("1:name=systemd:/x\n0::/slice/unit\n")
-    slice = tmp_path / "slice"
-    (slice / "unit").mkdir(parents=True)
-    for name, text in (("max", "40000"), ("current", "10000"), ("stat", "")):
-        (slice / f"memory.{name}").write_text(text)
-    (slice / "unit" / "memory.max").write_text("max")
-    assert machine(tmp_path) == 30_000
-    assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 40_000
-    assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "no") == 99 << 10
+def test_what_is_left(subtests, tmp_path_factory):
+    with subtests.test("the machine s"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        assert machine(tmp_path) == 64 << 10
+    with subtests.test("the container s where that is less"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        assert machine(tmp_path, limit="max") == 64 << 10
+        stat = "anon 7\nactive_file 1000\ninactive_file 200"
+        assert machine(tmp_path, limit=30_000, current=20_000, stat=stat) == 11_200
+        assert machine(tmp_path, limit=1 << 40, stat=stat) == 64 << 10
+    with subtests.test("nobody tells"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        nowhere = (tmp_path / "no",) * 3
+        assert available_bytes(*nowhere) is None and total_bytes(*nowhere) is None
+        assert machine(tmp_path, available="MemTotal: 99 kB\n") is None
+    # As of systemd's slices: the root has none, and neither has the innermost.
+    with subtests.test("a limit may lie on the way to our own group"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "own").write_text("1:name=systemd:/x\n0::/slice/unit\n")
+        slice = tmp_path / "slice"
+        (slice / "unit").mkdir(parents=True)
+        for name, text in (("max", "40000"), ("current", "10000"), ("stat", "")):
+            (slice / f"memory.{name}").write_text(text)
+        (slice / "unit" / "memory.max").write_text("max")
+        assert machine(tmp_path) == 30_000
+        assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 40_000
+        assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "no") == 99 << 10

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from services.host.parent_death import dying_with_us
 
 _PARENT = """
@@ -39,19 +37,20 @@ def test_a_child_of_someone_who_has_ended_is_not_started():
     assert subprocess.run(command, capture_output=True, timeout=60, check=True).stdout == b""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_it_dies_with_a_parent_however_that_ends(number):
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PARENT, stdout=asyncio.subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    async with asyncio.timeout(60):
-        lines = {(await parent.stdout.readline()).strip() for _ in range(2)}
-        (pid,) = lines - {b"up"}
-        parent.send_signal(number)
-        await parent.wait()
-        while _runs(int(pid)):
-            await asyncio.sleep(0.01)
+async def test_it_dies_with_a_parent_however_that_ends(subtests):
+    for number in [signal.SIGKILL, signal.SIGTERM]:
+        with subtests.test(number=number):
+            parent = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _PARENT, stdout=asyncio.subprocess.PIPE
+            )
+            assert parent.stdout is not None
+            async with asyncio.timeout(60):
+                lines = {(await parent.stdout.readline()).strip() for _ in range(2)}
+                (pid,) = lines - {b"up"}
+                parent.send_signal(number)
+                await parent.wait()
+                while _runs(int(pid)):
+                    await asyncio.sleep(0.01)
 
 
 def _runs(pid: int) -> bool:

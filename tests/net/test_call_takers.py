@@ -8,7 +8,6 @@ import weakref
 from contextlib import asynccontextmanager
 
 import grpc
-import pytest
 
 from net.echo import NAMES, stub_of
 from services.net import call_takers, channels, grpc_errors, servers
@@ -117,91 +116,84 @@ async def turns_until_all_run(service, port):
     return turns
 
 
-async def test_a_busy_loop_takes_up_several_calls_a_turn():
-    service = Generation()
-    async with serving(service) as (server, _):
-        assert await turns_until_all_run(service, server.port) < MANY
+async def test_a_busy_loop(subtests):
+    with subtests.test("a busy loop takes up several calls a turn"):
+        service = Generation()
+        async with serving(service) as (server, _):
+            assert await turns_until_all_run(service, server.port) < MANY
+    # Which is why: should this fail, gRPC has learned it, and takers can go.
+    with subtests.test("one by one it takes turns for each"):
+        service = Generation()
+        async with serving(service, busy=False) as (server, _):
+            assert await turns_until_all_run(service, server.port) > MANY
 
 
-async def test_one_by_one_it_takes_turns_for_each():
-    """Which is why: should this fail, gRPC has learned it, and takers can go."""
-    service = Generation()
-    async with serving(service, busy=False) as (server, _):
-        assert await turns_until_all_run(service, server.port) > MANY
-
-
-async def test_all_go_through_the_door_and_are_answered():
-    service, door = Generation(), Door()
-    service.release.set()
-    async with serving(service, door) as (_, channel):
-        texts = [f"text {number}" for number in range(MANY)]
-        assert await asyncio.gather(*(answer(channel, text) for text in texts)) == [[t] for t in texts]
-        assert door.seen == service.ended == MANY
-
-
-async def test_what_a_handler_raises_is_its_callers():
-    service = Generation(NoCapacity("full", 2.0))
-    service.release.set()
-    async with serving(service) as (_, channel):
-        told = await asyncio.gather(*(answer(channel) for _ in range(MANY)), return_exceptions=True)
-        assert [(type(error), str(error)) for error in told] == [(NoCapacity, "full")] * MANY
-
-
-async def test_who_leaves_cancels_its_handler():
-    service = Generation()
-    async with serving(service) as (_, channel):
-        stub = stub_of(channel)
-        calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(MANY)]
-        await until(lambda: service.running == MANY)
-        for call in calls:
-            call.cancel()
-        await until(lambda: service.running == 0)
-        assert service.ended == MANY
-
-
-async def test_takers_end_with_their_server_and_leave_nothing():
-    before, service = asyncio.all_tasks(), Generation()
-    async with serving(service) as (server, channel):
-        answers = [asyncio.ensure_future(answer(channel)) for _ in range(MANY)]
-        await until(lambda: service.running == MANY)
-        stopping = asyncio.create_task(server.stop(20.0))
-        await asyncio.sleep(0.05)
+async def test_handlers(subtests):
+    with subtests.test("all go through the door and are answered"):
+        service, door = Generation(), Door()
         service.release.set()
-        assert await asyncio.gather(*answers) == [["hello"]] * MANY
-        await asyncio.wait_for(stopping, 10)
-        takers = [task for each in server._takers for task in each._takers]
-        assert takers and all(task.done() for task in takers)
-        assert not any(each._calls for each in server._takers)
-    await until(lambda: asyncio.all_tasks() <= before)
+        async with serving(service, door) as (_, channel):
+            texts = [f"text {number}" for number in range(MANY)]
+            assert await asyncio.gather(*(answer(channel, text) for text in texts)) == [[t] for t in texts]
+            assert door.seen == service.ended == MANY
+    with subtests.test("what a handler raises is its callers"):
+        service = Generation(NoCapacity("full", 2.0))
+        service.release.set()
+        async with serving(service) as (_, channel):
+            told = await asyncio.gather(*(answer(channel) for _ in range(MANY)), return_exceptions=True)
+            assert [(type(error), str(error)) for error in told] == [(NoCapacity, "full")] * MANY
+    with subtests.test("who leaves cancels its handler"):
+        service = Generation()
+        async with serving(service) as (_, channel):
+            stub = stub_of(channel)
+            calls = [stub.Generate(generation_pb2.GenerateRequest()) for _ in range(MANY)]
+            await until(lambda: service.running == MANY)
+            for call in calls:
+                call.cancel()
+            await until(lambda: service.running == 0)
+            assert service.ended == MANY
 
 
-async def test_what_still_runs_when_the_grace_is_over_is_cancelled():
-    service = Generation()
-    async with serving(service) as (server, channel):
-        answers = [asyncio.ensure_future(answer(channel)) for _ in range(MANY)]
-        await until(lambda: service.running == MANY)
-        await asyncio.wait_for(server.stop(0.05), 10)
-        told = await asyncio.gather(*answers, return_exceptions=True)
-        assert all(isinstance(error, Exception) for error in told)
-        assert service.running == 0
+async def test_takers_end_with_their_server(subtests):
+    with subtests.test("takers end with their server and leave nothing"):
+        before, service = asyncio.all_tasks(), Generation()
+        async with serving(service) as (server, channel):
+            answers = [asyncio.ensure_future(answer(channel)) for _ in range(MANY)]
+            await until(lambda: service.running == MANY)
+            stopping = asyncio.create_task(server.stop(20.0))
+            await asyncio.sleep(0.05)
+            service.release.set()
+            assert await asyncio.gather(*answers) == [["hello"]] * MANY
+            await asyncio.wait_for(stopping, 10)
+            takers = [task for each in server._takers for task in each._takers]
+            assert takers and all(task.done() for task in takers)
+            assert not any(each._calls for each in server._takers)
+        await until(lambda: asyncio.all_tasks() <= before)
+    with subtests.test("what still runs when the grace is over is cancelled"):
+        service = Generation()
+        async with serving(service) as (server, channel):
+            answers = [asyncio.ensure_future(answer(channel)) for _ in range(MANY)]
+            await until(lambda: service.running == MANY)
+            await asyncio.wait_for(server.stop(0.05), 10)
+            told = await asyncio.gather(*answers, return_exceptions=True)
+            assert all(isinstance(error, Exception) for error in told)
+            assert service.running == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
+async def test_another_grpcio_serves_one_by_one_and_says_so(subtests, monkeypatch, caplog):
+    for name, other in [
         ("_NAMES", ("no_such_name",)),
         ("_ARGUMENTS", {"_handle_rpc": ("another",)}),
         ("_ARGUMENTS", {"no_such_name": ("one",)}),
-    ],
-)
-async def test_another_grpcio_serves_one_by_one_and_says_so(monkeypatch, caplog, name, other):
-    monkeypatch.setattr(call_takers, name, other)
-    service = Generation()
-    service.release.set()
-    async with serving(service) as (server, channel):
-        assert server._takers == []
-        assert await answer(channel) == ["hello"]
-    assert "grpcio_unknown" in caplog.text
+    ]:
+        with subtests.test(name=name, other=other), monkeypatch.context() as patch:
+            patch.setattr(call_takers, name, other)
+            service = Generation()
+            service.release.set()
+            async with serving(service) as (server, channel):
+                assert server._takers == []
+                assert await answer(channel) == ["hello"]
+            assert "grpcio_unknown" in caplog.text
 
 
 class Broken:
@@ -223,16 +215,17 @@ async def takers_of(server, count=1):
     await asyncio.wait_for(takers.ended(), 10)
 
 
-async def test_a_call_that_never_comes_is_asked_for_again():
-    missed = call_takers.cygrpc._RequestCallError
-    server = Broken(missed(), missed(), missed())
-    await takers_of(server)
-    assert not server.is_running()
-
-
-async def test_a_taker_that_fails_says_so_and_leaves_the_others_and_the_stop_alone(caplog):
-    await takers_of(Broken(ZeroDivisionError("of the core"), call_takers.cygrpc._RequestCallError()), count=2)
-    assert caplog.text.count("call_taker_failed") == 1 and "of the core" in caplog.text
+async def test_takers_that_fail_or_wait(subtests, caplog):
+    with subtests.test("a call that never comes is asked for again"):
+        missed = call_takers.cygrpc._RequestCallError
+        server = Broken(missed(), missed(), missed())
+        await takers_of(server)
+        assert not server.is_running()
+    with subtests.test("a taker that fails says so and leaves the others and the stop alone"):
+        await takers_of(
+            Broken(ZeroDivisionError("of the core"), call_takers.cygrpc._RequestCallError()), count=2
+        )
+        assert caplog.text.count("call_taker_failed") == 1 and "of the core" in caplog.text
 
 
 async def test_a_taker_that_waits_keeps_no_call_that_is_over():

@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import threading
+from itertools import product
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -29,9 +30,14 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def files(made, tmp_path):
-    """Copies that may be written to."""
-    return shutil.copytree(made / "first", tmp_path / "files")
+def new_files(made, tmp_path_factory):
+    """Return a function that makes copies that may be written to."""
+    return lambda: shutil.copytree(made / "first", tmp_path_factory.mktemp("copy") / "files")
+
+
+@pytest.fixture
+def files(new_files):
+    return new_files()
 
 
 def certificates_in(folder):
@@ -82,26 +88,30 @@ def test_files_written_one_after_the_other_change_nothing_until_they_fit(made, f
     assert events(caplog)[1:] == [(logging.INFO, "tls_files_reloaded")]
 
 
-@pytest.mark.parametrize("name", Mounted.FILES)
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.95])
-def test_a_half_written_file_changes_nothing(made, files, name, share):
-    certificates = certificates_in(files)
-    held = certificates.look()
-    whole = (made / "second" / name).read_bytes() if name != "ca.pem" else (files / name).read_bytes()
-    (files / name).write_bytes(whole[: int(share * len(whole))])
-    assert certificates.look() is held
+def test_a_half_written_file_changes_nothing(subtests, made, new_files):
+    for name, share in product(Mounted.FILES, (0.0, 0.5, 0.95)):
+        with subtests.test(name, share=share):
+            files = new_files()
+            certificates = certificates_in(files)
+            held = certificates.look()
+            whole = (made / "second" / name).read_bytes() if name != "ca.pem" else (files / name).read_bytes()
+            (files / name).write_bytes(whole[: int(share * len(whole))])
+            assert certificates.look() is held
 
 
-@pytest.mark.parametrize("name", Mounted.FILES)
-def test_a_file_that_is_away_for_a_while(files, name, caplog):
-    certificates = certificates_in(files)
-    held = certificates.look()
-    content = (files / name).read_bytes()
-    (files / name).unlink()
-    assert certificates.look() is held and "No such file" in caplog.text
-    (files / name).write_bytes(content)
-    assert certificates.look() is held
-    assert events(caplog) == [(logging.WARNING, "tls_files_kept")]
+def test_a_file_that_is_away_for_a_while(subtests, new_files, caplog):
+    for name in Mounted.FILES:
+        with subtests.test(name):
+            files = new_files()
+            caplog.clear()
+            certificates = certificates_in(files)
+            held = certificates.look()
+            content = (files / name).read_bytes()
+            (files / name).unlink()
+            assert certificates.look() is held and "No such file" in caplog.text
+            (files / name).write_bytes(content)
+            assert certificates.look() is held
+            assert events(caplog) == [(logging.WARNING, "tls_files_kept")]
 
 
 def test_what_failed_is_read_again_though_the_file_looks_the_same(made, files):
@@ -119,27 +129,37 @@ def test_what_failed_is_read_again_though_the_file_looks_the_same(made, files):
     assert certificates.look() is not held
 
 
-@pytest.mark.parametrize("name", Mounted.FILES)
-@pytest.mark.parametrize("content", [b"", b"nothing", None], ids=["empty", "no PEM", "missing"])
-def test_bad_files_are_refused_at_the_start(files, name, content):
-    (files / name).unlink()
-    if content is not None:
-        (files / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
-        certificates_in(files)
+def test_bad_files_are_refused_at_the_start(subtests, new_files):
+    for name, content in product(Mounted.FILES, (b"", b"nothing", None)):
+        with subtests.test(name, content=content):
+            files = new_files()
+            (files / name).unlink()
+            if content is not None:
+                (files / name).write_bytes(content)
+            with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+                certificates_in(files)
 
 
-def test_a_key_of_another_certificate_is_refused_at_the_start(made, files):
-    copy(made / "second", files, "key.pem")
-    with pytest.raises(ConfigError, match=r"(?i)mismatch"):
-        certificates_in(files)
-
-
-def test_an_encrypted_key_is_refused_and_nobody_is_asked(files):
-    words = ("openssl", "pkcs8", "-topk8", "-in", "key.pem", "-out", "locked.pem", "-passout", "pass:secret")
-    subprocess.run(words, cwd=files, check=True, capture_output=True)
-    with pytest.raises(ConfigError):
-        Certificates(files / "ca.pem", files / "cert.pem", files / "locked.pem")
+def test_a_pair_that_cannot_be_used_is_refused_at_the_start(subtests, made, files):
+    with subtests.test("a key of another certificate is refused at the start"):
+        copy(made / "second", files, "key.pem")
+        with pytest.raises(ConfigError, match=r"(?i)mismatch"):
+            certificates_in(files)
+    with subtests.test("an encrypted key is refused and nobody is asked"):
+        words = (
+            "openssl",
+            "pkcs8",
+            "-topk8",
+            "-in",
+            "key.pem",
+            "-out",
+            "locked.pem",
+            "-passout",
+            "pass:secret",
+        )
+        subprocess.run(words, cwd=files, check=True, capture_output=True)
+        with pytest.raises(ConfigError):
+            Certificates(files / "ca.pem", files / "cert.pem", files / "locked.pem")
 
 
 def test_threads_that_look_at_once_see_one_change(made, tmp_path, caplog):
@@ -171,16 +191,15 @@ def test_nothing_is_ready_behind_a_certificate_that_has_ended(made, tmp_path, ca
     assert certificate_health(certificates).ready == ""
 
 
-def test_files_that_cannot_be_used_matter_once_the_old_ones_have_ended(files):
-    certificates = certificates_in(files)
-    (files / "cert.pem").write_bytes(b"")
-    assert certificate_health(certificates).ready == ""
-    assert certificate_health(certificates, clock=lambda: certificates.ends + 1).ready
-
-
-def test_without_a_certificate_of_ones_own_there_is_nothing_to_end(files):
-    certificates = Certificates(files / "ca.pem", None, None)
-    assert certificate_health(certificates, clock=lambda: certificates.ends + 1).ready == ""
+def test_certificates_that_have_ended(subtests, files):
+    with subtests.test("files that cannot be used matter once the old ones have ended"):
+        certificates = certificates_in(files)
+        (files / "cert.pem").write_bytes(b"")
+        assert certificate_health(certificates).ready == ""
+        assert certificate_health(certificates, clock=lambda: certificates.ends + 1).ready
+    with subtests.test("without a certificate of ones own there is nothing to end"):
+        certificates = Certificates(files / "ca.pem", None, None)
+        assert certificate_health(certificates, clock=lambda: certificates.ends + 1).ready == ""
 
 
 def test_metrics_say_when_what_is_in_use_begins_and_ends(made, tmp_path):

@@ -54,29 +54,28 @@ async def clients(proxy):
     return made
 
 
-async def test_a_cut_service_is_reset_and_the_others_go_on():
-    async with proxied() as proxy:
-        handshake, prefill = await clients(proxy)
-        proxy.cut("Handshake")
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await handshake.is_echoed(b"still there?")
-        assert await prefill.is_echoed(b"still there?")
-        again = await Client(PATHS[0]).connect(proxy)
-        assert await again.is_echoed(b"hello ")
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await again.is_echoed(PATHS[0])
-        proxy.heal()
-        assert await (await Client(PATHS[0]).connect(proxy)).is_echoed(PATHS[0])
-
-
-async def test_what_is_stalled_goes_on_when_it_is_healed():
-    async with proxied() as proxy:
-        handshake, prefill = await clients(proxy)
-        proxy.stall("Handshake")
-        handshake.say(b"late")
-        assert await prefill.is_echoed(b"in time")
-        hears = asyncio.create_task(handshake.hears(b"late"))
-        assert await prefill.is_echoed(b"and again")
-        assert not hears.done()
-        proxy.heal()
-        assert await hears
+async def test_cut_and_stalled_connections(subtests):
+    with subtests.test("a cut service is reset and the others go on"):
+        async with proxied() as proxy:
+            handshake, prefill = await clients(proxy)
+            proxy.cut("Handshake")
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await handshake.is_echoed(b"still there?")
+            assert await prefill.is_echoed(b"still there?")
+            again = await Client(PATHS[0]).connect(proxy)
+            assert await again.is_echoed(b"hello ")
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await again.is_echoed(PATHS[0])
+            proxy.heal()
+            assert await (await Client(PATHS[0]).connect(proxy)).is_echoed(PATHS[0])
+    with subtests.test("what is stalled goes on when it is healed"):
+        async with proxied() as proxy:
+            handshake, prefill = await clients(proxy)
+            proxy.stall("Handshake")
+            handshake.say(b"late")
+            assert await prefill.is_echoed(b"in time")
+            hears = asyncio.create_task(handshake.hears(b"late"))
+            assert await prefill.is_echoed(b"and again")
+            assert not hears.done()
+            proxy.heal()
+            assert await hears

@@ -22,13 +22,16 @@ from services.wire.isthmus.v1 import (
 )
 
 
-@pytest.mark.parametrize(("method", "kind"), [("Abort", "unary_unary"), ("Generate", "unary_stream")])
-async def test_a_message_that_cannot_be_read_is_the_callers_mistake(method, kind, caplog):
-    async with serving(Service()) as (_, channel):
-        answer = getattr(channel, kind)(f"/isthmus.v1.Generation/{method}")(b"\x0a\x01\xff")  # is no UTF-8
-        assert await answer.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "the message cannot be read" in await answer.details()
-    assert not told(caplog)
+async def test_a_message_that_cannot_be_read_is_the_callers_mistake(subtests, caplog):
+    for method, kind in [("Abort", "unary_unary"), ("Generate", "unary_stream")]:
+        with subtests.test(method=method, kind=kind):
+            async with serving(Service()) as (_, channel):
+                answer = getattr(channel, kind)(f"/isthmus.v1.Generation/{method}")(
+                    b"\x0a\x01\xff"
+                )  # is no UTF-8
+                assert await answer.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "the message cannot be read" in await answer.details()
+            assert not told(caplog)
 
 
 TAKE_ONE_MESSAGE = [
@@ -45,92 +48,84 @@ TAKE_ONE_MESSAGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("module", "service", "method"), TAKE_ONE_MESSAGE, ids=lambda value: getattr(value, "name", "")
-)
-async def test_a_call_that_ends_without_a_message_is_answered(module, service, method, caplog):
+async def test_a_call_that_ends_without_a_message_is_answered(subtests, caplog):
     """grpc.aio lets a handler of one message wait for ever then: neither it nor the client hears anything."""
+    for module, service, method in TAKE_ONE_MESSAGE:
+        with subtests.test(module=module, service=service, method=method):
 
-    def register(server):
-        if service.name != "Health":  # every server has it
-            servicer = getattr(module, f"{service.name}Servicer")()
-            getattr(module, f"add_{service.name}Servicer_to_server")(servicer, server)
+            def register(server, module=module, service=service):
+                if service.name != "Health":  # every server has it
+                    servicer = getattr(module, f"{service.name}Servicer")()
+                    getattr(module, f"add_{service.name}Servicer_to_server")(servicer, server)
 
-    server = await servers.open_server("localhost:0", register, [])
-    try:
-        async with channels.open_channel(f"localhost:{server.port}") as channel:
-            call = channel.stream_stream(f"/{service.full_name}/{method.name}")(timeout=20)
-            await call.done_writing()
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "without a message" in await call.details()
-    finally:
-        await server.stop()
-    assert not told(caplog)
-
-
-async def test_a_client_that_leaves_before_its_message_leaves_nothing_behind(caplog):
-    async with serving(Service()) as (_, channel):
-        for method in ("Abort", "Generate"):
-            call = channel.stream_stream(f"/isthmus.v1.Generation/{method}")()
-            await asyncio.sleep(0.05)  # until the server has it
-            call.cancel()
-        assert (await stub_of(channel).Abort(generation_pb2.AbortRequest(), timeout=10)).found
-    assert not told(caplog)
+            server = await servers.open_server("localhost:0", register, [])
+            try:
+                async with channels.open_channel(f"localhost:{server.port}") as channel:
+                    call = channel.stream_stream(f"/{service.full_name}/{method.name}")(timeout=20)
+                    await call.done_writing()
+                    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    assert "without a message" in await call.details()
+            finally:
+                await server.stop()
+            assert not told(caplog)
 
 
-async def test_an_unexpected_exception_is_logged_and_says_nothing_outside(caplog):
-    async with serving(Service(KeyError("the secret"))) as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub_of(channel).Abort(generation_pb2.AbortRequest())
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "secret" not in caught.value.details()
-    [record] = [record for record in caplog.records if record.name == "services.net.guard"]
-    assert record.levelno == logging.ERROR
-    assert "the secret" in caplog.text
-    assert "/isthmus.v1.Generation/Abort" in record.getMessage()
+async def test_how_a_handler_ends(subtests, caplog):
+    with subtests.test("an unexpected exception is logged and says nothing outside"):
+        async with serving(Service(KeyError("the secret"))) as (_, channel):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub_of(channel).Abort(generation_pb2.AbortRequest())
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in caught.value.details()
+        [record] = [record for record in caplog.records if record.name == "services.net.guard"]
+        assert record.levelno == logging.ERROR
+        assert "the secret" in caplog.text
+        assert "/isthmus.v1.Generation/Abort" in record.getMessage()
+    with subtests.test("a handler may abort by itself"):
+        async with serving(Service()) as (_, channel):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub_of(channel).ListModels(generation_pb2.ListModelsRequest())
+        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    with subtests.test("a timeout in a handler is a deadline"):
+        async with serving(Service()) as (_, channel):
+            with pytest.raises(errors.DeadlineExceeded), grpc_errors.renaming():
+                await stub_of(channel).Explain(generation_pb2.ExplainRequest())
+    with subtests.test("a client that goes away closes the handler stream"):
+        service = Service()
+        async with serving(service) as (_, channel):
+            stream = stub_of(channel).Generate(generation_pb2.GenerateRequest())
+            await asyncio.wait_for(service.running.wait(), 10)
+            stream.cancel()
+            await asyncio.wait_for(service.stream_closed.wait(), 10)
+    with subtests.test("an answer to a call that has ended is no error of ours"):
+
+        class Ended:
+            async def abort(self, *status):
+                raise grpc.aio.InternalError("the call has ended")
+
+        with pytest.raises(asyncio.CancelledError):
+            await guard._answer(Ended(), "/m", errors.DeadlineExceeded("the deadline has passed"))
 
 
-async def test_a_handler_may_abort_by_itself():
-    async with serving(Service()) as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub_of(channel).ListModels(generation_pb2.ListModelsRequest())
-    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-
-
-async def test_a_timeout_in_a_handler_is_a_deadline():
-    async with serving(Service()) as (_, channel):
-        with pytest.raises(errors.DeadlineExceeded), grpc_errors.renaming():
-            await stub_of(channel).Explain(generation_pb2.ExplainRequest())
-
-
-async def test_a_client_that_goes_away_closes_the_handler_stream():
-    service = Service()
-    async with serving(service) as (_, channel):
-        stream = stub_of(channel).Generate(generation_pb2.GenerateRequest())
-        await asyncio.wait_for(service.running.wait(), 10)
-        stream.cancel()
-        await asyncio.wait_for(service.stream_closed.wait(), 10)
-
-
-async def test_an_answer_to_a_call_that_has_ended_is_no_error_of_ours():
-    class Ended:
-        async def abort(self, *status):
-            raise grpc.aio.InternalError("the call has ended")
-
-    with pytest.raises(asyncio.CancelledError):
-        await guard._answer(Ended(), "/m", errors.DeadlineExceeded("the deadline has passed"))
-
-
-def test_what_grpc_could_not_send_to_a_call_that_has_ended_is_not_logged_as_a_bug(caplog):
-    logger = logging.getLogger("grpc._cython.cygrpc")
-    for error in (cygrpc.ExecuteBatchError("execute_batch"), cygrpc.InternalError("another")):
-        try:
-            raise error
-        except cygrpc.BaseError:
-            logger.exception("%s raised in core by servicer method", type(error).__name__)
-    logger.error("without an exception")
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["InternalError raised in core by servicer method", "without an exception"]
+async def test_clients_that_have_left(subtests, caplog):
+    with subtests.test("a client that leaves before its message leaves nothing behind"):
+        async with serving(Service()) as (_, channel):
+            for method in ("Abort", "Generate"):
+                call = channel.stream_stream(f"/isthmus.v1.Generation/{method}")()
+                await asyncio.sleep(0.05)  # until the server has it
+                call.cancel()
+            assert (await stub_of(channel).Abort(generation_pb2.AbortRequest(), timeout=10)).found
+        assert not told(caplog)
+    with subtests.test("what grpc could not send to a call that has ended is not logged as a bug"):
+        logger = logging.getLogger("grpc._cython.cygrpc")
+        for error in (cygrpc.ExecuteBatchError("execute_batch"), cygrpc.InternalError("another")):
+            try:
+                raise error
+            except cygrpc.BaseError:
+                logger.exception("%s raised in core by servicer method", type(error).__name__)
+        logger.error("without an exception")
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["InternalError raised in core by servicer method", "without an exception"]
 
 
 async def test_what_stands_around_a_handler_is_made_once():

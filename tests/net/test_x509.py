@@ -48,19 +48,13 @@ UTC_50, UTC_49 = der(0x17, b"500101000000Z"), der(0x17, b"491231235959Z")
 NEVER = der(0x18, b"99991231235959Z")
 
 
-@pytest.mark.parametrize("version", [b"", der(0xA0, der(2, b"\2"))], ids=["v1", "v3"])
-@pytest.mark.parametrize("issuer_bytes", [0, 200, 70_000])
-def test_both_forms_of_time_in_certificates_of_every_length(version, issuer_bytes):
-    made = certificate(UTC_50, NEVER, version, b"\0" * issuer_bytes)
-    assert validities(pem_of(made)) == [Validity(-631152000.0, 253402300799.0)]
-    assert validities(pem_of(certificate(UTC_50, UTC_49, version)))[0].not_after == 2524607999.0
-
-
-def test_a_file_is_read_in_its_order_and_what_stands_between_is_passed_over():
-    first, second = certificate(UTC_50, UTC_49), certificate(UTC_50, NEVER)
-    text = "subject=Zoë\n".encode() + pem_of(first) + b"\n-----BEGIN PRIVATE KEY-----\n" + pem_of(second)
-    assert [each.not_after for each in validities(text)] == [2524607999.0, 253402300799.0]
-    assert validities(b"nothing") == []
+def test_both_forms_of_time_in_certificates_of_every_length(subtests):
+    for version in [b"", der(0xA0, der(2, b"\2"))]:
+        for issuer_bytes in [0, 200, 70_000]:
+            with subtests.test(version=version, issuer_bytes=issuer_bytes):
+                made = certificate(UTC_50, NEVER, version, b"\0" * issuer_bytes)
+                assert validities(pem_of(made)) == [Validity(-631152000.0, 253402300799.0)]
+                assert validities(pem_of(certificate(UTC_50, UTC_49, version)))[0].not_after == 2524607999.0
 
 
 @given(st.data())
@@ -78,6 +72,11 @@ def test_damaged_bytes_are_refused_and_nothing_else_happens(data):
         assert len(found) == 1
 
 
-def test_what_is_no_base64_is_refused():
-    with pytest.raises(ValueError, match="base64"):
+def test_files_are_read_in_their_order(subtests):
+    with subtests.test("a file is read in its order and what stands between is passed over"):
+        first, second = certificate(UTC_50, UTC_49), certificate(UTC_50, NEVER)
+        text = "subject=Zoë\n".encode() + pem_of(first) + b"\n-----BEGIN PRIVATE KEY-----\n" + pem_of(second)
+        assert [each.not_after for each in validities(text)] == [2524607999.0, 253402300799.0]
+        assert validities(b"nothing") == []
+    with subtests.test("what is no base64 is refused"), pytest.raises(ValueError, match="base64"):
         validities(b"-----BEGIN CERTIFICATE-----\n!!\n-----END CERTIFICATE-----")

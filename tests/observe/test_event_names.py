@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 SERVICES = Path(__file__).parents[2] / "services"
 METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log", "event")
 NAME = re.compile(r"[a-z]+(_[a-z]+)*")
@@ -34,15 +32,12 @@ def events(source):
 EVENTS = {path: events(path.read_text()) for path in SERVICES.rglob("*.py") if "wire" not in path.parts}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path, names in EVENTS.items() if names], ids=lambda path: path.name
-)
-def test_an_events_name_is_of_words_with_underscores(path):
-    assert [n for n in EVENTS[path] if n not in OTHERS_WORDS and not NAME.fullmatch(n)] == []
-
-
-def test_all_kinds_of_calls_are_looked_at():
-    assert {"rank_ready", "lease_lost", "rank_exited", "kv_link_up"} <= {
-        n for names in EVENTS.values() for n in names
-    }
-    assert events('logger.warning("publisher.retry rank=%s", rank)') == ["publisher.retry"]
+def test_an_events_name_is_of_words_with_underscores(subtests):
+    for path in [path for path, names in EVENTS.items() if names]:
+        with subtests.test("an events name is of words with underscores", path=path):
+            assert [n for n in EVENTS[path] if n not in OTHERS_WORDS and not NAME.fullmatch(n)] == []
+    with subtests.test("all kinds of calls are looked at"):
+        assert {"rank_ready", "lease_lost", "rank_exited", "kv_link_up"} <= {
+            n for names in EVENTS.values() for n in names
+        }
+        assert events('logger.warning("publisher.retry rank=%s", rank)') == ["publisher.retry"]

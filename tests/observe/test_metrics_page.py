@@ -42,14 +42,15 @@ def test_metrics_are_served_until_stopped():
 
 
 @needs_ipv6
-@pytest.mark.parametrize(("host", "heard"), [("::", LOOPBACKS), ("::1", LOOPBACKS[1:])])
-def test_metrics_are_served_over_ipv6_too(host, heard):
-    port, stop = metrics_page.serve_metrics(host, 0, prometheus_client.CollectorRegistry(), {})
-    for address in heard:
-        assert page_at(f"http://{address}:{port}/metrics", "text/plain") == ""
-    stop()
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10)
+def test_metrics_are_served_over_ipv6_too(subtests):
+    for host, heard in [("::", LOOPBACKS), ("::1", LOOPBACKS[1:])]:
+        with subtests.test(host=host, heard=heard):
+            port, stop = metrics_page.serve_metrics(host, 0, prometheus_client.CollectorRegistry(), {})
+            for address in heard:
+                assert page_at(f"http://{address}:{port}/metrics", "text/plain") == ""
+            stop()
+            with pytest.raises(OSError):
+                urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10)
 
 
 async def test_what_a_loop_owns_is_collected_on_that_loop():

@@ -17,21 +17,14 @@ ROUTER = traces.Process("router", "router-0", "default")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_without_an_endpoint_nothing_is_recorded_but_the_trace_goes_on():
-    shutdown = traces.setup_tracing(ROUTER, None)
-    with traces.span("route", PARENT) as span:
-        assert not span.is_recording()
-        assert traces.traceparent(span) == PARENT
-        assert not trace.get_current_span().get_span_context().is_valid
-    shutdown()
-
-
-@pytest.mark.parametrize("text", ["", "nonsense", "00-0-0-0"])
-def test_a_malformed_traceparent_begins_a_new_trace(text, spans):
-    with traces.span("route", text) as span:
-        assert traces.traceparent(span).startswith("00-")
-    (recorded,) = spans.get_finished_spans()
-    assert recorded.parent is None
+def test_a_malformed_traceparent_begins_a_new_trace(subtests, spans):
+    for text in ["", "nonsense", "00-0-0-0"]:
+        with subtests.test(text=text):
+            spans.clear()
+            with traces.span("route", text) as span:
+                assert traces.traceparent(span).startswith("00-")
+            (recorded,) = spans.get_finished_spans()
+            assert recorded.parent is None
 
 
 @pytest.mark.parametrize(
@@ -67,17 +60,22 @@ async def test_a_span_outlives_the_yields_of_a_generator_that_another_task_close
     assert recorded.attributes["outcome"] == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [
+def test_traceparents(subtests):
+    with subtests.test("without an endpoint nothing is recorded but the trace goes on"):
+        shutdown = traces.setup_tracing(ROUTER, None)
+        with traces.span("route", PARENT) as span:
+            assert not span.is_recording()
+            assert traces.traceparent(span) == PARENT
+            assert not trace.get_current_span().get_span_context().is_valid
+        shutdown()
+    for given, expected in [
         ((("user-agent", "x"), ("traceparent", PARENT)), PARENT),
         ((("traceparent", b"bytes"),), ""),
         ((), ""),
         (None, ""),
-    ],
-)
-def test_the_traceparent_of_a_call(metadata, expected):
-    assert traces.traceparent_in(metadata) == expected
+    ]:
+        with subtests.test("the traceparent of a call", given=given, expected=expected):
+            assert traces.traceparent_in(given) == expected
 
 
 @pytest.fixture

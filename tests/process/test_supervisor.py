@@ -27,45 +27,40 @@ def test_delays_grow_and_are_bounded(code, lived_s, failures):
     assert decision.failures == failures + 1
 
 
-def test_the_first_delays():
-    delays, failures = [], 0
-    for _ in range(7):
-        decision = on_exit(1, 0.1, failures, has_served=False)
-        failures = decision.failures
-        delays.append(decision.delay_s)
-    assert delays == [0.5, 1, 2, 4, 8, 10, 10]
-
-
-def test_a_healthy_life_forgives():
-    assert on_exit(-9, 60.0, 5, has_served=True) == Restart(0.5, 1)
-
-
-@pytest.mark.parametrize("code", [78, 2])
-def test_a_refusal_stops_all_unless_the_rank_has_served(code):
-    assert on_exit(code, 1.0, 0, has_served=False) == StopAll(78)
-    assert on_exit(code, 1.0, 0, has_served=True) == Restart(0.5, 1)
-
-
 @given(st.integers(-64, 255).filter(lambda code: code not in (2, 78)))
 def test_any_other_failure_stops_nobody_else(code):
     """Of a first start too: 75 says that another one may do."""
     assert on_exit(code, 1.0, 0, has_served=False) == Restart(0.5, 1)
 
 
-def test_ports_count_up_from_the_base():
-    with supervisor.chosen_ports("127.0.0.1", 7000, 3) as ports:
+def test_how_restarts_are_decided(subtests):
+    with subtests.test("the first delays"):
+        delays, failures = [], 0
+        for _ in range(7):
+            decision = on_exit(1, 0.1, failures, has_served=False)
+            failures = decision.failures
+            delays.append(decision.delay_s)
+        assert delays == [0.5, 1, 2, 4, 8, 10, 10]
+    with subtests.test("a healthy life forgives"):
+        assert on_exit(-9, 60.0, 5, has_served=True) == Restart(0.5, 1)
+    for code in [78, 2]:
+        with subtests.test("a refusal stops all unless the rank has served", code=code):
+            assert on_exit(code, 1.0, 0, has_served=False) == StopAll(78)
+            assert on_exit(code, 1.0, 0, has_served=True) == Restart(0.5, 1)
+    with (
+        subtests.test("ports count up from the base"),
+        supervisor.chosen_ports("127.0.0.1", 7000, 3) as ports,
+    ):
         assert ports == (7000, 7001, 7002)
-
-
-def test_each_rank_gets_its_own_flags():
-    commands = supervisor.rank_commands(
-        "services.decode", ["--model=m"], {"port": (7, 8), "metrics-port": (17, 18)}
-    )
-    head = [sys.executable, "-m", "services.decode", "--model=m"]
-    assert commands == [
-        [*head, "--rank-index=0", "--port=7", "--metrics-port=17"],
-        [*head, "--rank-index=1", "--port=8", "--metrics-port=18"],
-    ]
+    with subtests.test("each rank gets its own flags"):
+        commands = supervisor.rank_commands(
+            "services.decode", ["--model=m"], {"port": (7, 8), "metrics-port": (17, 18)}
+        )
+        head = [sys.executable, "-m", "services.decode", "--model=m"]
+        assert commands == [
+            [*head, "--rank-index=0", "--port=7", "--metrics-port=17"],
+            [*head, "--rank-index=1", "--port=8", "--metrics-port=18"],
+        ]
 
 
 async def until(condition):

@@ -51,41 +51,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().err
 
 
-def test_defaults_are_the_dataclass_own():
-    assert read() == Settings(model=Path("m"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "name", "value"),
-    [
-        (["--page-size=16"], "page_size", 16),
-        (["--page-size", "16"], "page_size", 16),
-        (["--page-size=16", "--page-size=32"], "page_size", 32),
-        (["--rate=-2e3"], "rate", -2000.0),
-        (["--tls=true"], "tls", True),
-        (["--tls"], "tls", True),
-        (["--tls", "true"], "tls", True),
-        (["--tls", "--tls=false"], "tls", False),
-        (["--tls", "--rate=2"], "rate", 2.0),
-        (["--engine=torch"], "engine", "torch"),
-        (["--mood=keen"], "mood", Mood.KEEN),
-        (["--name="], "name", ""),
-        (["--name=--"], "name", "--"),
-        (["--name=--tls"], "name", "--tls"),
-        (["--timeout-s="], "timeout_s", None),
-        (["--ca=/ca.pem"], "ca", Path("/ca.pem")),
-        (["--peers=b:1,c:2", "--peers=d:3"], "peers", ("b:1", "c:2", "d:3")),
-        (["--peers="], "peers", ()),
-        (["--sizes=1,2"], "sizes", (1, 2)),
-    ],
-)
-def test_a_flag_sets_its_field(flags, name, value):
-    assert getattr(read(*flags), name) == value
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
+def test_a_bad_flag_is_named_in_one_sentence(subtests, capsys):
+    for flag, words in [
         ("--page-size=many", ["--page-size", "whole number", "'many'"]),
         ("--rate=nan", ["--rate", "finite number"]),
         ("--rate=inf", ["--rate", "finite number"]),
@@ -97,21 +64,18 @@ def test_a_flag_sets_its_field(flags, name, value):
         ("--page-size=0", ["--page-size must be positive"]),
         ("--page-siz=1", ["--page-siz"]),
         ("--unknown=1", ["--unknown"]),
-    ],
-)
-def test_a_bad_flag_is_named_in_one_sentence(capsys, flag, words):
-    sentence = refusal(capsys, flag)
-    assert sentence.count("\n") == 1
-    assert sentence.startswith("isthmus-test: ")
-    for word in words:
-        assert word in sentence
-
-
-def test_a_missing_flag_is_named(capsys):
-    with pytest.raises(SystemExit) as stop:
-        load(Settings, [], prog="isthmus-test")
-    assert stop.value.code == 2
-    assert "--model" in capsys.readouterr().err
+    ]:
+        with subtests.test("a bad flag is named in one sentence", flag=flag, words=words):
+            sentence = refusal(capsys, flag)
+            assert sentence.count("\n") == 1
+            assert sentence.startswith("isthmus-test: ")
+            for word in words:
+                assert word in sentence
+    with subtests.test("a missing flag is named"):
+        with pytest.raises(SystemExit) as stop:
+            load(Settings, [], prog="isthmus-test")
+        assert stop.value.code == 2
+        assert "--model" in capsys.readouterr().err
 
 
 def test_help_lists_every_flag_with_its_sentence_and_default(capsys):
@@ -134,25 +98,6 @@ class Errand:
     fast: bool = setting(False)
 
 
-@pytest.mark.parametrize(
-    "argv", [["here", "a", "b,c"], ["--fast=false", "here", "a", "b", "c"], ["here", "a,b,c", "--fast=false"]]
-)
-def test_what_a_command_is_about_stands_by_itself(argv):
-    assert load(Errand, argv) == Errand("here", ("a", "b", "c"))
-    assert load(Errand, [*argv, "--fast"]) == Errand("here", ("a", "b", "c"), fast=True)
-
-
-def test_what_a_command_is_about_is_required_and_described(capsys):
-    with pytest.raises(SystemExit) as stop:
-        load(Errand, ["here"], prog="isthmus-test")
-    assert stop.value.code == 2
-    assert "THINGS" in capsys.readouterr().err
-    place, things, fast = describe(Errand)
-    assert (place.name, place.positional, place.default) == ("PLACE", True, None)
-    assert (things.name, things.repeated, fast.positional) == ("THINGS", True, False)
-    assert to_flags(Errand("here", ("a", "b"), fast=True)) == ["here", "a", "b", "--fast=true"]
-
-
 @dataclass(frozen=True)
 class Question:
     """A command that is asked something."""
@@ -161,9 +106,25 @@ class Question:
     fast: bool = setting(False)
 
 
-@pytest.mark.parametrize(
-    "argv,question",
-    [
+def test_what_a_command_is_about(subtests, capsys):
+    for argv in [
+        ["here", "a", "b,c"],
+        ["--fast=false", "here", "a", "b", "c"],
+        ["here", "a,b,c", "--fast=false"],
+    ]:
+        with subtests.test("what a command is about stands by itself", argv=argv):
+            assert load(Errand, argv) == Errand("here", ("a", "b", "c"))
+            assert load(Errand, [*argv, "--fast"]) == Errand("here", ("a", "b", "c"), fast=True)
+    with subtests.test("what a command is about is required and described"):
+        with pytest.raises(SystemExit) as stop:
+            load(Errand, ["here"], prog="isthmus-test")
+        assert stop.value.code == 2
+        assert "THINGS" in capsys.readouterr().err
+        place, things, fast = describe(Errand)
+        assert (place.name, place.positional, place.default) == ("PLACE", True, None)
+        assert (things.name, things.repeated, fast.positional) == ("THINGS", True, False)
+        assert to_flags(Errand("here", ("a", "b"), fast=True)) == ["here", "a", "b", "--fast=true"]
+    for argv, question in [
         ([], Question()),
         (["why"], Question("why")),
         ([""], Question("")),
@@ -173,11 +134,10 @@ class Question:
         (["why", "--fast"], Question("why", True)),
         (["--fast", "--", "-5"], Question("-5", True)),
         (["--", "--fast"], Question("--fast")),
-    ],
-)
-def test_a_bare_setting_needs_no_name(argv, question):
-    assert load(Question, argv) == question
-    assert load(Question, to_flags(question)) == question
+    ]:
+        with subtests.test("a bare setting needs no name", argv=argv, question=question):
+            assert load(Question, argv) == question
+            assert load(Question, to_flags(question)) == question
 
 
 def test_a_setting_of_an_unknown_type_is_our_own_mistake():
@@ -212,21 +172,48 @@ def test_flags_round_trip(settings):
     assert load(Settings, to_flags(settings)) == settings
 
 
-def test_a_default_is_not_repeated_as_a_flag():
-    assert to_flags(Settings(model=Path("m"), timeout_s=None)) == ["--model=m", "--timeout-s="]
+def test_a_flag_sets_its_field(subtests):
+    with subtests.test("defaults are the dataclass own"):
+        assert read() == Settings(model=Path("m"))
+    for flags, name, value in [
+        (["--page-size=16"], "page_size", 16),
+        (["--page-size", "16"], "page_size", 16),
+        (["--page-size=16", "--page-size=32"], "page_size", 32),
+        (["--rate=-2e3"], "rate", -2000.0),
+        (["--tls=true"], "tls", True),
+        (["--tls"], "tls", True),
+        (["--tls", "true"], "tls", True),
+        (["--tls", "--tls=false"], "tls", False),
+        (["--tls", "--rate=2"], "rate", 2.0),
+        (["--engine=torch"], "engine", "torch"),
+        (["--mood=keen"], "mood", Mood.KEEN),
+        (["--name="], "name", ""),
+        (["--name=--"], "name", "--"),
+        (["--name=--tls"], "name", "--tls"),
+        (["--timeout-s="], "timeout_s", None),
+        (["--ca=/ca.pem"], "ca", Path("/ca.pem")),
+        (["--peers=b:1,c:2", "--peers=d:3"], "peers", ("b:1", "c:2", "d:3")),
+        (["--peers="], "peers", ()),
+        (["--sizes=1,2"], "sizes", (1, 2)),
+    ]:
+        with subtests.test("a flag sets its field", flags=flags, name=name, value=value):
+            assert getattr(read(*flags), name) == value
+    with subtests.test("a default is not repeated as a flag"):
+        assert to_flags(Settings(model=Path("m"), timeout_s=None)) == ["--model=m", "--timeout-s="]
+    for peers in [("a,b",), ("",)]:
+        with (
+            subtests.test("what flags cannot say is refused", peers=peers),
+            pytest.raises(ConfigError, match="--peers"),
+        ):
+            to_flags(Settings(model=Path("m"), peers=peers))
 
 
-@pytest.mark.parametrize("peers", [("a,b",), ("",)])
-def test_what_flags_cannot_say_is_refused(peers):
-    with pytest.raises(ConfigError, match="--peers"):
-        to_flags(Settings(model=Path("m"), peers=peers))
-
-
-@pytest.mark.parametrize(("error", "code"), [(ConfigError, 78), (Unavailable, 75)])
-def test_refusing_says_why_and_whether_another_start_may_do(error, code, capsys):
-    told = []
-    with pytest.raises(SystemExit) as stop, refusing("isthmus-decode", told.append):
-        raise error("the checkpoint has no config.json")
-    assert stop.value.code == code
-    assert capsys.readouterr().err == "isthmus-decode: the checkpoint has no config.json\n"
-    assert told == ["the checkpoint has no config.json"]
+def test_refusing_says_why_and_whether_another_start_may_do(subtests, capsys):
+    for error, code in [(ConfigError, 78), (Unavailable, 75)]:
+        with subtests.test(error=error, code=code):
+            told = []
+            with pytest.raises(SystemExit) as stop, refusing("isthmus-decode", told.append):
+                raise error("the checkpoint has no config.json")
+            assert stop.value.code == code
+            assert capsys.readouterr().err == "isthmus-decode: the checkpoint has no config.json\n"
+            assert told == ["the checkpoint has no config.json"]

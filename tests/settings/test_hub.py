@@ -48,17 +48,15 @@ def cache(tmp_path, monkeypatch):
     return put
 
 
-@pytest.mark.parametrize(
-    "text,name",
-    [
+def test_a_name_is_told_from_a_path(subtests):
+    for text, name in [
         ("org/name", HubName("org/name", None)),
         ("Qwen/Qwen3-0.6B@main", HubName("Qwen/Qwen3-0.6B", "main")),
         ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1")),
         *((path, None) for path in ("/org/name", "./name", "../name", "name", "a/b/c", "~/name", "org/", "")),
-    ],
-)
-def test_a_name_is_told_from_a_path(text, name):
-    assert hub_name(text) == name
+    ]:
+        with subtests.test(text=text, name=name):
+            assert hub_name(text) == name
 
 
 def test_a_directory_of_that_name_comes_first(cache, tmp_path):
@@ -83,17 +81,16 @@ def test_a_revision_is_another_snapshot(cache):
         resolved(Config("org/name"), weights=True)
 
 
-@pytest.mark.parametrize(
-    "files", [{"config.json": "{}"}, {**WHOLE, hub._INDEX: INDEX, "one.safetensors": ""}]
-)
-def test_half_a_download_is_enough_for_who_needs_no_weights(cache, files, monkeypatch):
-    directory = cache(files)
-    assert resolved(Config("org/name"), weights=False).model == directory
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"--model: org/name is in the cache in part only .* HF_HUB_OFFLINE is set"
-    ):
-        resolved(Config("org/name"), weights=True)
+def test_half_a_download_is_enough_for_who_needs_no_weights(subtests, cache, monkeypatch):
+    for files in [{"config.json": "{}"}, {**WHOLE, hub._INDEX: INDEX, "one.safetensors": ""}]:
+        with subtests.test(files=files), monkeypatch.context() as patch:
+            directory = cache(files)
+            assert resolved(Config("org/name"), weights=False).model == directory
+            patch.setattr(constants, "HF_HUB_OFFLINE", True)
+            with pytest.raises(
+                ConfigError, match=r"--model: org/name is in the cache in part only .* HF_HUB_OFFLINE is set"
+            ):
+                resolved(Config("org/name"), weights=True)
 
 
 def test_what_is_nowhere_is_told(cache, monkeypatch):
@@ -107,9 +104,7 @@ def test_what_is_nowhere_is_told(cache, monkeypatch):
         resolved(Config("/m", draft_model="org/name"), weights=True)
 
 
-@pytest.mark.parametrize(
-    "path", ["models/my--model", "models/a..b", "out/tiny.git", "out-/tiny", "o/" + "n" * 120]
-)
-def test_what_the_hub_would_not_take_is_told_of_as_a_path(cache, path):
-    with pytest.raises(ConfigError, match="--model: there is no directory"):
-        resolved(Config(path), weights=True)
+def test_what_the_hub_would_not_take_is_told_of_as_a_path(subtests, cache):
+    for path in ["models/my--model", "models/a..b", "out/tiny.git", "out-/tiny", "o/" + "n" * 120]:
+        with subtests.test(path=path), pytest.raises(ConfigError, match="--model: there is no directory"):
+            resolved(Config(path), weights=True)

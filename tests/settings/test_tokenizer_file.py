@@ -45,31 +45,28 @@ def save(directory: Path, backend: Tokenizer, model_type: str, tokenizer_class: 
     return directory
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tokenizer_class"),
-    [
+def test_ids_and_text_are_those_of_the_file(subtests, tmp_path_factory):
+    """Which class does so differs between releases of transformers; what the file says does not."""
+    for model_type, tokenizer_class in [
         ("llama", "LlamaTokenizer"),
         ("llama", "LlamaTokenizerFast"),
         ("qwen2", "PreTrainedTokenizerFast"),
         ("qwen2", "LlamaTokenizer"),
         ("llama", "GPT2Tokenizer"),
         ("llama", None),
-    ],
-)
-def test_ids_and_text_are_those_of_the_file(
-    tmp_path: Path, model_type: str, tokenizer_class: str | None
-) -> None:
-    """Which class does so differs between releases of transformers; what the file says does not."""
-    file = byte_level(digits=3)
-    directory = save(tmp_path, file, model_type, tokenizer_class)
-    tokenizer = tokenizer_of_file(AutoTokenizer.from_pretrained(str(directory)), directory)
-    for text in TEXTS:
-        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        assert ids == file.encode(text, add_special_tokens=False).ids
-        assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert tokenizer.eos_token_id == file.token_to_id("<|end|>")
-    said = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(said, tokenize=False) == "Hi<|end|>"
+    ]:
+        with subtests.test(model_type=model_type, tokenizer_class=tokenizer_class):
+            tmp_path = tmp_path_factory.mktemp("case")
+            file = byte_level(digits=3)
+            directory = save(tmp_path, file, model_type, tokenizer_class)
+            tokenizer = tokenizer_of_file(AutoTokenizer.from_pretrained(str(directory)), directory)
+            for text in TEXTS:
+                ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+                assert ids == file.encode(text, add_special_tokens=False).ids
+                assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == text
+            assert tokenizer.eos_token_id == file.token_to_id("<|end|>")
+            said = [{"role": "user", "content": "Hi"}]
+            assert tokenizer.apply_chat_template(said, tokenize=False) == "Hi<|end|>"
 
 
 def test_a_class_that_does_otherwise_is_left_with_a_word(

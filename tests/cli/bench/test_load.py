@@ -42,87 +42,81 @@ def sessions(count, *turns, at_s=lambda number: None):
         yield Session(f"{number}", [Turn([number, turn], 2) for turn in turns or (0,)], at_s(number))
 
 
-async def test_a_closed_loop_keeps_so_many_busy():
-    side, meter = ScriptedSide(), Meter(Pauses().clock)
-    await closed_loop(side, sessions(10), 3, meter)
-    assert meter.completed == 10 and side.most == meter.most_running == 3 and meter.running == 0
-    assert sorted(asked.token_ids[0] for asked in side.asked) == list(range(10))
+async def test_an_open_loop(subtests):
+    with subtests.test("an open loop sends at its times"):
+        time = Pauses()
+        side, meter = ScriptedSide(), Meter(time.clock)
+        sent_s = []
+
+        async def sleep(seconds):
+            time.sleep(seconds)
+            sent_s.append(time.now - 100.0)
+            await asyncio.sleep(0)
+
+        await open_loop(side, sessions(4, at_s=lambda number: 0.5 * number), None, meter, time.clock, sleep)
+        assert sent_s == [0.0, 0.5, 1.0, 1.5] and meter.completed == 4
+    with subtests.test("one that is late does not wait again"):
+        time = Pauses()
+        side, meter = ScriptedSide(turns=20), Meter(time.clock)
+
+        async def sleep(seconds):
+            time.sleep(seconds)
+            time.now += 3.0  # the loop was busy
+            await asyncio.sleep(0)
+
+        await open_loop(side, sessions(3, at_s=lambda number: 1.0 * number), 2, meter, time.clock, sleep)
+        assert time.slept == [0.0, 0.0, 0.0] and side.most == 2
 
 
-async def test_a_conversation_goes_on_with_what_was_answered():
-    side, meter = ScriptedSide(), Meter(Pauses().clock)
-    await closed_loop(side, sessions(1, 7, 8), 1, meter)
-    first, second = side.asked
-    assert (first.token_ids, second.token_ids) == ([0, 7], [0, 7, 901, 901, 0, 8])
-    assert first.conversation == second.conversation == "0"
-    assert meter.counts.prompt_tokens == 8
-    side = ScriptedSide()
-    await closed_loop(side, sessions(1), 1, meter)
-    assert side.asked[0].conversation == ""
+async def test_a_closed_loop(subtests):
+    with subtests.test("a closed loop keeps so many busy"):
+        side, meter = ScriptedSide(), Meter(Pauses().clock)
+        await closed_loop(side, sessions(10), 3, meter)
+        assert meter.completed == 10 and side.most == meter.most_running == 3 and meter.running == 0
+        assert sorted(asked.token_ids[0] for asked in side.asked) == list(range(10))
+    with subtests.test("a conversation goes on with what was answered"):
+        side, meter = ScriptedSide(), Meter(Pauses().clock)
+        await closed_loop(side, sessions(1, 7, 8), 1, meter)
+        first, second = side.asked
+        assert (first.token_ids, second.token_ids) == ([0, 7], [0, 7, 901, 901, 0, 8])
+        assert first.conversation == second.conversation == "0"
+        assert meter.counts.prompt_tokens == 8
+        side = ScriptedSide()
+        await closed_loop(side, sessions(1), 1, meter)
+        assert side.asked[0].conversation == ""
+    with subtests.test("a turn that fails ends its conversation alone"):
+        side, meter = ScriptedSide(failing=(1,)), Meter(Pauses().clock)
+        await closed_loop(side, sessions(2, 0, 1), 1, meter)
+        assert meter.errors == {"NoCapacity": 1} and meter.first_errors == {"NoCapacity": "full"}
+        assert meter.completed == 2 and len(side.asked) == 3
+    with subtests.test("a conversation wants the answers ids"):
+        side, meter = ScriptedSide(tells_ids=False), Meter(Pauses().clock)
+        await closed_loop(side, sessions(1), 1, meter)
+        assert meter.completed == 1
+        with pytest.raises(ExceptionGroup) as raised:
+            await closed_loop(side, sessions(1, 0, 1), 1, meter)
+        assert raised.group_contains(PeerFailed, match="token ids")
+    with subtests.test("a run that is stopped tells what was cut"):
+        side, meter = ScriptedSide(turns=10**6), Meter(Pauses().clock)
+        running = asyncio.create_task(closed_loop(side, sessions(9), 2, meter))
+        while side.running < 2:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert meter.cut_off == 2 and meter.running == side.running == 0 and not meter.errors
 
 
-async def test_a_turn_that_fails_ends_its_conversation_alone():
-    side, meter = ScriptedSide(failing=(1,)), Meter(Pauses().clock)
-    await closed_loop(side, sessions(2, 0, 1), 1, meter)
-    assert meter.errors == {"NoCapacity": 1} and meter.first_errors == {"NoCapacity": "full"}
-    assert meter.completed == 2 and len(side.asked) == 3
+async def test_a_vocabulary_is_found_by_asking(subtests):
+    for size in [1, 2, 3, 259, 512, 151_936]:
+        with subtests.test(size=size):
 
+            class Side(ScriptedSide):
+                calls = 0
 
-async def test_an_open_loop_sends_at_its_times():
-    time = Pauses()
-    side, meter = ScriptedSide(), Meter(time.clock)
-    sent_s = []
+                async def is_token(self, token_id, size=size):
+                    self.calls += 1
+                    return token_id < size
 
-    async def sleep(seconds):
-        time.sleep(seconds)
-        sent_s.append(time.now - 100.0)
-        await asyncio.sleep(0)
-
-    await open_loop(side, sessions(4, at_s=lambda number: 0.5 * number), None, meter, time.clock, sleep)
-    assert sent_s == [0.0, 0.5, 1.0, 1.5] and meter.completed == 4
-
-
-async def test_one_that_is_late_does_not_wait_again():
-    time = Pauses()
-    side, meter = ScriptedSide(turns=20), Meter(time.clock)
-
-    async def sleep(seconds):
-        time.sleep(seconds)
-        time.now += 3.0  # the loop was busy
-        await asyncio.sleep(0)
-
-    await open_loop(side, sessions(3, at_s=lambda number: 1.0 * number), 2, meter, time.clock, sleep)
-    assert time.slept == [0.0, 0.0, 0.0] and side.most == 2
-
-
-async def test_a_run_that_is_stopped_tells_what_was_cut():
-    side, meter = ScriptedSide(turns=10**6), Meter(Pauses().clock)
-    running = asyncio.create_task(closed_loop(side, sessions(9), 2, meter))
-    while side.running < 2:
-        await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert meter.cut_off == 2 and meter.running == side.running == 0 and not meter.errors
-
-
-async def test_a_conversation_wants_the_answers_ids():
-    side, meter = ScriptedSide(tells_ids=False), Meter(Pauses().clock)
-    await closed_loop(side, sessions(1), 1, meter)
-    assert meter.completed == 1
-    with pytest.raises(ExceptionGroup) as raised:
-        await closed_loop(side, sessions(1, 0, 1), 1, meter)
-    assert raised.group_contains(PeerFailed, match="token ids")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 259, 512, 151_936])
-async def test_a_vocabulary_is_found_by_asking(size):
-    class Side(ScriptedSide):
-        calls = 0
-
-        async def is_token(self, token_id):
-            self.calls += 1
-            return token_id < size
-
-    side = Side()
-    assert await vocab_size_of(side) == size and side.calls <= 40
+            side = Side()
+            assert await vocab_size_of(side) == size and side.calls <= 40

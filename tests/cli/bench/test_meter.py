@@ -69,31 +69,30 @@ def a_bad_run():
     return meter
 
 
-def test_what_did_not_end_is_in_no_latency():
-    meter = a_bad_run()
-    figures = figures_of(meter)
-    assert (figures["completed"], figures["cut"], figures["errors"]) == (1, 1, {"NoCapacity": 1})
-    assert meter.ttft.count == meter.e2e.count == 1 and meter.itl.count == 2 and meter.running == 0
-    assert figures["total_output_tokens"] == 3
-
-
-def test_what_a_person_reads():
-    lines = "\n".join(lines_of(a_bad_run(), 80)).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines == [
-        "1 requests in 0.8 s: 1.33 requests/s, 13 input and 4 output tokens/s; 1.0 at",
-        "once on average, 2 at most",
-        "",
-        "milliseconds  mean    p50     p90     p99",
-        "------------  ------  ------  ------  ------",
-        "TTFT          500.00  500.00  500.00  500.00",
-        "ITL           125.00  125.00  125.00  125.00",
-        "TPOT          125.00  125.00  125.00  125.00",
-        "E2E           750.00  750.00  750.00  750.00",
-        "",
-        "10 prompt tokens: 40.0% reused by who computed them, 30.0% held by decode; 7",
-        "crossed, KV moved 100 B, saved 50 B",
-        "failed: 1 with NoCapacity: the cluster is full: the request would wait 9.0 s for",
-        "its turn",
-        "stopped, with 1 still running: they are in none of the figures",
-    ]
+def test_a_run_in_which_not_all_ended_well(subtests):
+    with subtests.test("what did not end is in no latency"):
+        meter = a_bad_run()
+        figures = figures_of(meter)
+        assert (figures["completed"], figures["cut"], figures["errors"]) == (1, 1, {"NoCapacity": 1})
+        assert meter.ttft.count == meter.e2e.count == 1 and meter.itl.count == 2 and meter.running == 0
+        assert figures["total_output_tokens"] == 3
+    with subtests.test("what a person reads"):
+        lines = "\n".join(lines_of(a_bad_run(), 80)).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines == [
+            "1 requests in 0.8 s: 1.33 requests/s, 13 input and 4 output tokens/s; 1.0 at",
+            "once on average, 2 at most",
+            "",
+            "milliseconds  mean    p50     p90     p99",
+            "------------  ------  ------  ------  ------",
+            "TTFT          500.00  500.00  500.00  500.00",
+            "ITL           125.00  125.00  125.00  125.00",
+            "TPOT          125.00  125.00  125.00  125.00",
+            "E2E           750.00  750.00  750.00  750.00",
+            "",
+            "10 prompt tokens: 40.0% reused by who computed them, 30.0% held by decode; 7",
+            "crossed, KV moved 100 B, saved 50 B",
+            "failed: 1 with NoCapacity: the cluster is full: the request would wait 9.0 s for",
+            "its turn",
+            "stopped, with 1 still running: they are in none of the figures",
+        ]

@@ -35,14 +35,13 @@ def test_a_value_may_come_several_times(pairs):
     assert one.figures("x") == pytest.approx(each.figures("x")) and one.count == each.count
 
 
-def test_many_are_drawn_from_evenly():
-    samples = Samples(exact=1000)
-    for value in range(50_000):
-        samples.add(value)
-    assert len(samples.values()) == 1000 and samples.count == 50_000
-    assert samples.mean == pytest.approx(24_999.5) and samples.largest == 49_999
-    assert samples.percentile(50) == pytest.approx(25_000, rel=0.1)
-
-
-def test_none():
-    assert set(Samples().figures("x").values()) == {0.0}
+def test_many_samples_and_none(subtests):
+    with subtests.test("many are drawn from evenly"):
+        samples = Samples(exact=1000)
+        for value in range(50_000):
+            samples.add(value)
+        assert len(samples.values()) == 1000 and samples.count == 50_000
+        assert samples.mean == pytest.approx(24_999.5) and samples.largest == 49_999
+        assert samples.percentile(50) == pytest.approx(25_000, rel=0.1)
+    with subtests.test("none"):
+        assert set(Samples().figures("x").values()) == {0.0}

@@ -23,17 +23,6 @@ def test_conversations(chance, count, num_turns, most, range_ratio):
         assert all(0 <= token < VOCAB_SIZE for token in turn.token_ids)
 
 
-def test_another_seed_asks_something_else():
-    first, second = (list(workload.random_prompts(Chance(seed, VOCAB_SIZE), 3, 20, 5)) for seed in (1, 2))
-    prompts = [tuple(session.turns[0].token_ids) for session in first + second]
-    assert len(set(prompts)) == 6 and {len(prompt) for prompt in prompts} == {20}
-
-
-def test_a_load_of_more_begins_with_that_of_less():
-    few, many = (list(workload.random_prompts(Chance(1, VOCAB_SIZE), n, 20, 5)) for n in (3, 6))
-    assert many[:3] == few
-
-
 @given(chances, st.integers(1, 4), st.integers(1, 4))
 def test_groups_share_their_prefix_and_nothing_else(chance, groups, prompts):
     made = list(workload.shared_prefixes(chance, groups, prompts, 30, 20, 5))
@@ -51,17 +40,6 @@ def test_groups_share_their_prefix_and_nothing_else(chance, groups, prompts):
     assert [int(session.name) for session in in_order] == list(range(groups * prompts))
 
 
-def test_a_trace():
-    lines = [Traced(500, 1300, 10, (7, 8, 9)), Traced(1500, 1300, 20, (7, 8, 3)), Traced(1500, 60, 1, ())]
-    first, second, third = workload.replayed(Chance(1, VOCAB_SIZE), lines, slowdown=2.0, scale=0.1)
-    assert [session.at_s for session in (first, second, third)] == [0.0, 2.0, 2.0]
-    prompts = [session.turns[0].token_ids for session in (first, second, third)]
-    assert [len(prompt) for prompt in prompts] == [130, 130, 6]
-    assert [session.turns[0].output_len for session in (first, second, third)] == [1, 2, 1]
-    assert prompts[0][:102] == prompts[1][:102], "two blocks of 51 tokens have the same names"
-    assert prompts[0][102:] != prompts[1][102:]
-
-
 @given(chances, st.floats(0.1, 100))
 def test_arrivals(chance, rate):
     sessions = list(workload.random_prompts(chance, 20, 5, 5))
@@ -70,7 +48,24 @@ def test_arrivals(chance, rate):
     assert all(before.at_s < after.at_s for before, after in pairwise(arrived))
 
 
-def test_arrivals_are_of_the_rate():
-    sessions = list(workload.random_prompts(Chance(1, VOCAB_SIZE), 2000, 1, 1))
-    *_, last = workload.arriving(Chance(1, VOCAB_SIZE), sessions, 50.0)
-    assert last.at_s == pytest.approx(2000 / 50, rel=0.1)
+def test_seeds_traces_and_rates(subtests):
+    with subtests.test("another seed asks something else"):
+        first, second = (list(workload.random_prompts(Chance(seed, VOCAB_SIZE), 3, 20, 5)) for seed in (1, 2))
+        prompts = [tuple(session.turns[0].token_ids) for session in first + second]
+        assert len(set(prompts)) == 6 and {len(prompt) for prompt in prompts} == {20}
+    with subtests.test("a load of more begins with that of less"):
+        few, many = (list(workload.random_prompts(Chance(1, VOCAB_SIZE), n, 20, 5)) for n in (3, 6))
+        assert many[:3] == few
+    with subtests.test("a trace"):
+        lines = [Traced(500, 1300, 10, (7, 8, 9)), Traced(1500, 1300, 20, (7, 8, 3)), Traced(1500, 60, 1, ())]
+        first, second, third = workload.replayed(Chance(1, VOCAB_SIZE), lines, slowdown=2.0, scale=0.1)
+        assert [session.at_s for session in (first, second, third)] == [0.0, 2.0, 2.0]
+        prompts = [session.turns[0].token_ids for session in (first, second, third)]
+        assert [len(prompt) for prompt in prompts] == [130, 130, 6]
+        assert [session.turns[0].output_len for session in (first, second, third)] == [1, 2, 1]
+        assert prompts[0][:102] == prompts[1][:102], "two blocks of 51 tokens have the same names"
+        assert prompts[0][102:] != prompts[1][102:]
+    with subtests.test("arrivals are of the rate"):
+        sessions = list(workload.random_prompts(Chance(1, VOCAB_SIZE), 2000, 1, 1))
+        *_, last = workload.arriving(Chance(1, VOCAB_SIZE), sessions, 50.0)
+        assert last.at_s == pytest.approx(2000 / 50, rel=0.1)

@@ -2,8 +2,6 @@
 
 import io
 
-import pytest
-
 from cli.chat.turns import answered, finish
 from services.cli.chat.display import Plain, Terminal, visible
 from services.wire.isthmus.v1 import generation_pb2
@@ -26,29 +24,27 @@ def shown(display):
     display.end(answered(*PIECES))
 
 
-def test_thinking_the_answer_and_calls_stand_apart():
-    stream = io.StringIO()
-    shown(Terminal(stream, "never"))
-    assert stream.getvalue().splitlines()[:5] == [
-        *("Let me see.", "", "It is warm.", 'calls add {"a": 1}', "calls sub "),
-    ]
-    assert "192 of 255 found" in stream.getvalue()
-
-
-def test_thinking_is_dim():
-    stream = io.StringIO()
-    shown(Terminal(stream, "always"))
-    assert "\x1b[2;3mLet me \x1b[0m" in stream.getvalue() and "\x1b[2;3mIt is" not in stream.getvalue()
-
-
-def test_piped_the_answer_comes_alone(capsys):
-    shown(Plain())
-    assert capsys.readouterr().out == 'It is warm.\ncalls add {"a": 1}\ncalls sub \n'
-
-
-@pytest.mark.parametrize(
-    "text,seen",
-    [("a\tb\nc", "a\tb\nc"), ("\x1b[2J", "␛[2J"), ("a\rb\x07", "a␍b␇"), ("\x9b31m", "�31m"), ("für", "für")],
-)
-def test_a_model_does_not_command_the_terminal(text, seen):
-    assert visible(text) == seen
+def test_what_is_shown_of_an_answer(subtests, capsys):
+    with subtests.test("thinking the answer and calls stand apart"):
+        stream = io.StringIO()
+        shown(Terminal(stream, "never"))
+        assert stream.getvalue().splitlines()[:5] == [
+            *("Let me see.", "", "It is warm.", 'calls add {"a": 1}', "calls sub "),
+        ]
+        assert "192 of 255 found" in stream.getvalue()
+    with subtests.test("thinking is dim"):
+        stream = io.StringIO()
+        shown(Terminal(stream, "always"))
+        assert "\x1b[2;3mLet me \x1b[0m" in stream.getvalue() and "\x1b[2;3mIt is" not in stream.getvalue()
+    with subtests.test("piped the answer comes alone"):
+        shown(Plain())
+        assert capsys.readouterr().out == 'It is warm.\ncalls add {"a": 1}\ncalls sub \n'
+    for text, seen in [
+        ("a\tb\nc", "a\tb\nc"),
+        ("\x1b[2J", "␛[2J"),
+        ("a\rb\x07", "a␍b␇"),
+        ("\x9b31m", "�31m"),
+        ("für", "für"),
+    ]:
+        with subtests.test("a model does not command the terminal", text=text, seen=seen):
+            assert visible(text) == seen

@@ -29,25 +29,24 @@ async def session(monkeypatch):
         yield Session(channel, conversation(), Plain(), "127.0.0.1:1", 5.0)
 
 
-async def test_a_second_interrupt_leaves_whatever_the_router_does(session, monkeypatch):
-    asked = asyncio.Event()
+async def test_interrupts(subtests, session, monkeypatch):
+    with subtests.test("an interrupt between turns does nothing"):
+        session.interrupt()
+        assert session._abort is None
+    with subtests.test("a second interrupt leaves whatever the router does"), monkeypatch.context() as patch:
+        asked = asyncio.Event()
 
-    async def send_abort(session):
-        asked.set()
-        await never()
+        async def send_abort(session):
+            asked.set()
+            await never()
 
-    monkeypatch.setattr(Session, "_send_abort", send_abort)
-    turn = asyncio.create_task(session.turn("Hello"))
-    await asyncio.sleep(0)
-    session.interrupt()
-    await asked.wait()
-    assert not turn.done()
-    session.interrupt()
-    with pytest.raises(asyncio.CancelledError):
-        await turn
-    assert not session.conversation.turns
-
-
-async def test_an_interrupt_between_turns_does_nothing(session):
-    session.interrupt()
-    assert session._abort is None
+        patch.setattr(Session, "_send_abort", send_abort)
+        turn = asyncio.create_task(session.turn("Hello"))
+        await asyncio.sleep(0)
+        session.interrupt()
+        await asked.wait()
+        assert not turn.done()
+        session.interrupt()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        assert not session.conversation.turns

@@ -35,22 +35,18 @@ async def test_a_child_that_prints_an_endless_line_goes_on(printing_module):
     assert shown.count(("router", "y" * 200)) == 1000
 
 
-@pytest.mark.parametrize(
-    ("flags", "timeout_s"),
-    [
+def test_how_long_children_are_waited_for(subtests):
+    # The last flag counts, and a supervisor needs 15 s on top.
+    for flags, timeout_s in [
         ([], 50.0),
         (["--grace-s=5"], 25.0),
         (["--grace-s=5", "--port=1", "--grace-s=600"], 620.0),
         (["--grace-s=soon"], 50.0),
-    ],
-)
-def test_nobody_is_killed_before_its_grace_is_over(flags, timeout_s):
-    """The last flag counts, and a supervisor needs 15 s on top."""
-    assert Child("decode", ["python", *flags], None, None, None).stop_timeout_s == timeout_s
-
-
-def test_up_waits_for_a_model_for_as_long_as_it_loads():
-    assert UpConfig(model=Path("m")).shape().ready_timeout_s is None
+    ]:
+        with subtests.test("nobody is killed before its grace is over", flags=flags, timeout_s=timeout_s):
+            assert Child("decode", ["python", *flags], None, None, None).stop_timeout_s == timeout_s
+    with subtests.test("up waits for a model for as long as it loads"):
+        assert UpConfig(model=Path("m")).shape().ready_timeout_s is None
 
 
 @pytest.fixture

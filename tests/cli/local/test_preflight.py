@@ -14,29 +14,36 @@ from services.cli.local.cluster import LocalCluster, Shape
 from services.values.errors import ConfigError, Unavailable
 
 
+def whole_checkpoint(folder):
+    """Write all files that a look from outside looks for."""
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
-    """All files that a look from outside looks for."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return whole_checkpoint(tmp_path)
 
 
 def check(checkpoint, **shape):
     LocalCluster(Shape(checkpoint, checkpoint, **shape), lambda name, line: None).check()
 
 
-def test_what_can_work_passes_and_starts_nothing(checkpoint):
-    before = sorted(checkpoint.iterdir())
-    check(checkpoint)
-    assert sorted(checkpoint.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+def test_checkpoints(subtests, tmp_path_factory):
+    with subtests.test("one that can work passes, and nothing is written"):
+        checkpoint = whole_checkpoint(tmp_path_factory.mktemp("whole"))
+        before = sorted(checkpoint.iterdir())
+        check(checkpoint)
+        assert sorted(checkpoint.iterdir()) == before
+    with (
+        subtests.test("no directory"),
+        pytest.raises(ConfigError, match=r"--model: there is no directory .*nowhere"),
+    ):
+        check(checkpoint / "nowhere")
+    for name, content, said in [
         ("config.json", None, "config.json"),
         ("config.json", "{", "config.json"),
         ("config.json", "[]", "not a JSON object"),
@@ -48,81 +55,68 @@ def test_what_can_work_passes_and_starts_nothing(checkpoint):
         ),
         ("model.safetensors", None, "no weights"),
         ("tokenizer.json", None, "no tokenizer"),
-    ],
-)
-def test_a_checkpoint_that_cannot_work_is_refused(checkpoint, name, content, said):
-    (checkpoint / name).unlink()
-    if content is not None:
-        (checkpoint / name).write_text(content)
-    with pytest.raises(ConfigError, match=r"--model: .*") as refusal:
-        check(checkpoint)
-    assert said in str(refusal.value)
+    ]:
+        with subtests.test(name=name, content=content):
+            checkpoint = whole_checkpoint(tmp_path_factory.mktemp("broken"))
+            (checkpoint / name).unlink()
+            if content is not None:
+                (checkpoint / name).write_text(content)
+            with pytest.raises(ConfigError, match=r"--model: .*") as refusal:
+                check(checkpoint)
+            assert said in str(refusal.value)
 
 
-def test_no_directory_is_no_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"--model: there is no directory .*nowhere"):
-        check(tmp_path / "nowhere")
-
-
-def test_other_engines_bring_their_own_demands(checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "config.json").unlink()
-    check(checkpoint, rank_flags=("--engine=fake",))
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        check(checkpoint, rank_flags=("--engine=sglang",))
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+def test_demands_of_other_engines_flags_and_files(subtests, checkpoint, capsys):
+    for flags, said in [
         ({"rank_flags": ("--kv-pages=-5",)}, "isthmus, decode: --kv-pages"),
         ({"router_flags": ("--plans=both",)}, "isthmus, router: --plans"),
         ({"common_flags": ("--no-such=1",)}, "there is no flag --no-such"),
-    ],
-)
-def test_flags_that_a_service_would_refuse_are(checkpoint, flags, said, capsys):
-    with pytest.raises(SystemExit) as refusal:
-        check(checkpoint, **flags)
-    assert refusal.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_keys_and_certificates_that_are_not_there_are_told(checkpoint):
-    with pytest.raises(ConfigError, match="--api-key-file"):
+    ]:
+        with subtests.test("flags that a service would refuse are", flags=flags, said=said):
+            with pytest.raises(SystemExit) as refusal:
+                check(checkpoint, **flags)
+            assert refusal.value.code == 2
+            assert said in capsys.readouterr().err
+    with subtests.test("a key that is not there"), pytest.raises(ConfigError, match="--api-key-file"):
         check(checkpoint, router_flags=("--api-key-file=/nowhere",))
+    with subtests.test("other engines bring their own demands"):
+        (checkpoint / "model.safetensors").unlink()
+        (checkpoint / "config.json").unlink()
+        check(checkpoint, rank_flags=("--engine=fake",))
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            check(checkpoint, rank_flags=("--engine=sglang",))
 
 
-@pytest.mark.parametrize(("flag", "name"), [("port", "--port"), ("http_port", "--http-port")])
-def test_a_port_that_somebody_listens_on_is_told(checkpoint, flag, name):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
-            check(checkpoint, **{flag: port})
-        with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
-            check(checkpoint, routers=2, **{flag: port - 1})  # of the second router
+def test_a_port_that_somebody_listens_on_is_told(subtests, checkpoint):
+    for flag, name in [("port", "--port"), ("http_port", "--http-port")]:
+        with subtests.test(flag=flag, name=name), socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
+                check(checkpoint, **{flag: port})
+            with pytest.raises(ConfigError, match=f"{name}: cannot listen on port {port}"):
+                check(checkpoint, routers=2, **{flag: port - 1})  # of the second router
 
 
-def test_a_folder_has_one_cluster(tmp_path):
-    """Whoever holds it is named; it is free as soon as that process is gone, however it went."""
-    code = (
-        "import sys, time; from pathlib import Path; from services.cli.local.preflight import sole_user\n"
-        f"with sole_user(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
-    )
-    env = {**os.environ, "PYTHONPATH": str(Path(preflight.__file__).parents[3])}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        refusal = f"--data-dir: .* is in use by process {holder.pid} "
-        with pytest.raises(ConfigError, match=refusal), preflight.sole_user(tmp_path):
+def test_a_folder_has_one_cluster(subtests, tmp_path):
+    # Whoever holds it is named; it is free as soon as that process is gone, however it went.
+    with subtests.test("a folder has one cluster"):
+        code = (
+            "import sys, time; from pathlib import Path; from services.cli.local.preflight import sole_user\n"
+            f"with sole_user(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+        )
+        env = {**os.environ, "PYTHONPATH": str(Path(preflight.__file__).parents[3])}
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as holder:
+            assert holder.stdout.readline() == b"held\n"
+            refusal = f"--data-dir: .* is in use by process {holder.pid} "
+            with pytest.raises(ConfigError, match=refusal), preflight.sole_user(tmp_path):
+                pass
+            holder.kill()
+        with preflight.sole_user(tmp_path):
             pass
-        holder.kill()
-    with preflight.sole_user(tmp_path):
-        pass
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--data-dir"), preflight.sole_user(tmp_path / "file" / "run"):
-        pass
+    with subtests.test("a folder that cannot be made is told"):
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="--data-dir"), preflight.sole_user(tmp_path / "file" / "run"):
+            pass
 
 
 LARGE = {
@@ -138,9 +132,11 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "flags,free_gib,said",
-    [
+def test_memory(subtests, checkpoint, monkeypatch):
+    with subtests.test("a family of unknown size is not judged"):
+        ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}"])]
+        assert preflight.check_memory(checkpoint, ranks, 1, 1) is None
+    for flags, free_gib, said in [
         ((), 50, ""),
         (
             (),
@@ -152,40 +148,40 @@ LARGE = {
         (("--device=cuda",), 1, ""),
         (("--engine=fake",), 1, ""),
         ((), None, ""),
-    ],
-)
-def test_what_does_not_fit_is_told(checkpoint, flags, free_gib, said):
-    (checkpoint / "config.json").write_text(json.dumps(LARGE))
-    ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}", *flags])]
-    ranks += [preflight.rank_config("d", ["--worker=d", f"--model={checkpoint}", "--dp-size=2", *flags])]
-    free = free_gib and free_gib << 30
-    if not said:
-        preflight.check_memory(checkpoint, ranks, free, 64 << 30)
-        return
-    with pytest.raises(Unavailable, match=said):  # another try may do
-        preflight.check_memory(checkpoint, ranks, free, 128 << 30)
-    with pytest.raises(ConfigError, match=said):
-        preflight.check_memory(checkpoint, ranks, free, free)
-
-
-@pytest.mark.parametrize(
-    ("flags", "free_gib", "pages"), [((), 50, 61), ((), 1000, 2048), (("--kv-pages=9",), 50, None)]
-)
-def test_a_pool_that_nobody_sizes_has_half_of_what_is_left(checkpoint, monkeypatch, flags, free_gib, pages):
-    """Of three ranks, whose weights take 44.9 GiB."""
-    (checkpoint / "config.json").write_text(json.dumps(LARGE))
-    monkeypatch.setattr(cluster.memory, "available_bytes", lambda: free_gib << 30)
-    monkeypatch.setattr(cluster.memory, "total_bytes", lambda: 2000 << 30)
-    local = LocalCluster(Shape(checkpoint, checkpoint, rank_flags=flags), lambda name, line: None)
-    local.check()
-    assert local.kv_pages == pages
-    told = [flag for _, module, own in local._plan() for flag in own if flag.startswith("--kv-pages")]
-    assert told == (["--kv-pages=9"] * 2 if pages is None else [f"--kv-pages={pages}"] * 2)
-
-
-def test_a_family_of_unknown_size_is_not_judged(checkpoint):
-    ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}"])]
-    assert preflight.check_memory(checkpoint, ranks, 1, 1) is None
+    ]:
+        with subtests.test("what does not fit is told", flags=flags, free_gib=free_gib, said=said):
+            (checkpoint / "config.json").write_text(json.dumps(LARGE))
+            ranks = [preflight.rank_config("p", ["--worker=p", f"--model={checkpoint}", *flags])]
+            ranks += [
+                preflight.rank_config("d", ["--worker=d", f"--model={checkpoint}", "--dp-size=2", *flags])
+            ]
+            free = free_gib and free_gib << 30
+            if not said:
+                preflight.check_memory(checkpoint, ranks, free, 64 << 30)
+                continue
+            with pytest.raises(Unavailable, match=said):  # another try may do
+                preflight.check_memory(checkpoint, ranks, free, 128 << 30)
+            with pytest.raises(ConfigError, match=said):
+                preflight.check_memory(checkpoint, ranks, free, free)
+    # Of three ranks, whose weights take 44.9 GiB.
+    for flags, free_gib, pages in [((), 50, 61), ((), 1000, 2048), (("--kv-pages=9",), 50, None)]:
+        with (
+            subtests.test(
+                "a pool that nobody sizes has half of what is left",
+                flags=flags,
+                free_gib=free_gib,
+                pages=pages,
+            ),
+            monkeypatch.context() as patch,
+        ):
+            (checkpoint / "config.json").write_text(json.dumps(LARGE))
+            patch.setattr(cluster.memory, "available_bytes", lambda free=free_gib: free << 30)
+            patch.setattr(cluster.memory, "total_bytes", lambda: 2000 << 30)
+            local = LocalCluster(Shape(checkpoint, checkpoint, rank_flags=flags), lambda name, line: None)
+            local.check()
+            assert local.kv_pages == pages
+            told = [flag for _, module, own in local._plan() for flag in own if flag.startswith("--kv-pages")]
+            assert told == (["--kv-pages=9"] * 2 if pages is None else [f"--kv-pages={pages}"] * 2)
 
 
 def test_an_etcd_that_is_not_there_is_told(monkeypatch, tmp_path):

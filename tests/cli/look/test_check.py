@@ -21,33 +21,31 @@ def finish(worker, decode_prefix_len):
     )
 
 
-def test_only_kv_that_was_found_again_passes():
-    assert verdict(finish("a", 0), finish("a", 16)) == ""
-    assert "lacks the first turn's KV" in verdict(finish("a", 0), finish("a", 0))
-    assert "another decode rank" in verdict(finish("a", 0), finish("b", 0))
-
-
 async def run_check(cluster, **settings):
     config = CheckConfig(router=f"127.0.0.1:{cluster.routers[0].server.port}", **settings)
     return await check.check(config, check.random.Random(1))
 
 
-async def test_a_cluster_that_keeps_kv_passes(etcd_endpoint, model_dir, cluster_name, capsys):
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, kv_pages=2048) as cluster:
-        assert await run_check(cluster) == 0
-    assert "the second turn found the first one's KV" in capsys.readouterr().out
+async def test_a_cluster_passes_if_it_keeps_kv(subtests, etcd_endpoint, model_dir, cluster_name, capsys):
+    with subtests.test("a cluster that keeps kv passes"):
+        async with FakeCluster(etcd_endpoint, model_dir, cluster_name, kv_pages=2048) as cluster:
+            assert await run_check(cluster) == 0
+        assert "the second turn found the first one's KV" in capsys.readouterr().out
+    with subtests.test("one that does not fails with a sentence"):
+        async with FakeCluster(
+            etcd_endpoint, model_dir, cluster_name, kv_pages=2048, decode_cache="off"
+        ) as cluster:
+            assert await run_check(cluster) == 1
+        assert capsys.readouterr().err.strip()
 
 
-async def test_one_that_does_not_fails_with_a_sentence(etcd_endpoint, model_dir, cluster_name, capsys):
-    async with FakeCluster(
-        etcd_endpoint, model_dir, cluster_name, kv_pages=2048, decode_cache="off"
-    ) as cluster:
-        assert await run_check(cluster) == 1
-    assert capsys.readouterr().err.strip()
-
-
-async def test_it_waits_for_a_router_and_says_what_for(capsys):
-    config = CheckConfig(router="127.0.0.1:1", timeout_s=0.5)
-    with pytest.raises(check.DeadlineExceeded, match="no two answers within"):
-        await check.check(config, check.random.Random(1))
-    assert "not ready" in capsys.readouterr().err
+async def test_the_verdict_and_the_wait_for_a_router(subtests, capsys):
+    with subtests.test("only kv that was found again passes"):
+        assert verdict(finish("a", 0), finish("a", 16)) == ""
+        assert "lacks the first turn's KV" in verdict(finish("a", 0), finish("a", 0))
+        assert "another decode rank" in verdict(finish("a", 0), finish("b", 0))
+    with subtests.test("it waits for a router and says what for"):
+        config = CheckConfig(router="127.0.0.1:1", timeout_s=0.5)
+        with pytest.raises(check.DeadlineExceeded, match="no two answers within"):
+            await check.check(config, check.random.Random(1))
+        assert "not ready" in capsys.readouterr().err

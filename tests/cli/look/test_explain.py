@@ -40,160 +40,153 @@ EXPLANATION = generation_pb2.ExplainResponse(
 )
 
 
-def test_an_explanation_names_the_choice_the_reason_and_every_term():
-    lines = format_explanation(EXPLANATION).splitlines()
-    assert lines[0] == "900 prompt tokens"
-    assert lines[1] == "chosen: d0/1, plan local"
-    assert lines[2].startswith("reason: pinned: the conversation is pinned there")
-    assert lines[3] == "pinned to d0/1"
-    held = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("d0", "p0", "p1"))}
-    assert held["d0/1"] == ["decode", "704", "640"]
-    assert held["p0/0"] == ["prefill", "0", "0"]
-    prices = [line.split() for line in lines[lines.index("") + 1 :]]
-    assert ["*", "d0/1", "-", "local", "10.00", "20.00", "30.00", "pinned"] in prices
-    assert ["d0/0", "p0/0", "remote", "500.00", "200.00", "700.00"] in prices
-    assert ["-", "p1/0", "draining"] in prices
-    assert lines[-1] == "nothing anywhere: itl"
-
-
-def test_on_a_narrow_terminal_terms_follow_their_candidate():
-    lines = format_explanation(EXPLANATION, width=40).splitlines()
-    assert max(map(len, lines)) <= 40
-    at = lines.index("*  d0/1    -        local   30.00")
-    assert lines[at + 1 : at + 4] == [
-        "     wait_decode 10.00  compute 20.00",
-        "     note pinned",
-        "   d0/0    p0/0     remote  700.00",
-    ]
-
-
-def test_it_says_what_the_answer_is_kept_to_and_which_past_answers_are_known():
-    answer = generation_pb2.ExplainResponse(constraint="grammar", past_answers={"unknown": 1, "found": 3})
-    lines = format_explanation(answer).splitlines()
-    assert "the answer is kept to a constraint: grammar" in lines
-    assert "past answers: 3 found, 1 unknown" in lines
-
-
-def test_where_a_model_carries_a_state_both_kinds_are_shown():
-    told = {"decode_resume_tokens": 128, "decode_indexed_resume_tokens": 192}
-    candidates = [
-        generation_pb2.Candidate(decode=HOME, decode_hit_tokens=640, decode_indexed_tokens=704, **told),
-        generation_pb2.Candidate(decode=OTHER, decode_hit_tokens=320, decode_indexed_tokens=320),
-    ]
-    answer = generation_pb2.ExplainResponse(prompt_tokens=900, candidates=candidates, carried_bytes=62 << 20)
-    lines = format_explanation(answer).splitlines()
-    assert lines[0] == "900 prompt tokens; tails and states are 62.0 MiB"
-    headings = next(line for line in lines if line.startswith("rank"))
-    assert headings.split("  in the index  ")[1].split("  ") == ["counted as", "resumable", "resumed at"]
-    rows = [line.split() for line in lines]
-    assert ["d0/1", "decode", "704", "640", "192", "128"] in rows
-    assert ["d0/0", "decode", "320", "320", "all", "all"] in rows
-
-
-def test_the_index_shows_where_ranks_can_go_on():
-    tells = generation_pb2.RankStatus(
-        rank=HOME,
-        role=common_pb2.ROLE_DECODE,
-        index_blocks=12,
-        resumable_blocks=3,
-        trust=1.0,
-        resume_trust=0.5,
-    )
-    plain = generation_pb2.RankStatus(rank=OTHER, role=common_pb2.ROLE_DECODE, index_blocks=7, trust=1.0)
-    _, headings, _, *rows = format_answer(generation_pb2.ListRanksResponse(ranks=[tells, plain])).splitlines()
-    assert headings.split()[4:6] == ["blocks", "resumable"] and "trust  resume trust  running" in headings
-    assert rows[0].split()[3:5] == ["12", "3"] and "1.00   0.50" in rows[0]
-    assert rows[1].split()[3:5] == ["7", "all"]
-    alone = format_answer(generation_pb2.ListRanksResponse(ranks=[plain]))
-    assert "resum" not in alone
-
-
-def test_pools_are_shown_where_they_differ():
-    def of(decode_tokens, prefill_tokens):
-        other = {"decode": OTHER, "decode_context_tokens": 64, "excluded": "too small"}
-        home = {"decode": HOME, "decode_context_tokens": decode_tokens, "prefill": PREFILL}
-        candidates = [dict(other), {**home, "prefill_context_tokens": prefill_tokens}]
-        return generation_pb2.ExplainResponse(
-            candidates=[generation_pb2.Candidate(plan=common_pb2.PLAN_REMOTE, **c) for c in candidates]
+def test_explanations(subtests):
+    with subtests.test("an explanation names the choice the reason and every term"):
+        lines = format_explanation(EXPLANATION).splitlines()
+        assert lines[0] == "900 prompt tokens"
+        assert lines[1] == "chosen: d0/1, plan local"
+        assert lines[2].startswith("reason: pinned: the conversation is pinned there")
+        assert lines[3] == "pinned to d0/1"
+        held = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("d0", "p0", "p1"))}
+        assert held["d0/1"] == ["decode", "704", "640"]
+        assert held["p0/0"] == ["prefill", "0", "0"]
+        prices = [line.split() for line in lines[lines.index("") + 1 :]]
+        assert ["*", "d0/1", "-", "local", "10.00", "20.00", "30.00", "pinned"] in prices
+        assert ["d0/0", "p0/0", "remote", "500.00", "200.00", "700.00"] in prices
+        assert ["-", "p1/0", "draining"] in prices
+        assert lines[-1] == "nothing anywhere: itl"
+    with subtests.test("on a narrow terminal terms follow their candidate"):
+        lines = format_explanation(EXPLANATION, width=40).splitlines()
+        assert max(map(len, lines)) <= 40
+        at = lines.index("*  d0/1    -        local   30.00")
+        assert lines[at + 1 : at + 4] == [
+            "     wait_decode 10.00  compute 20.00",
+            "     note pinned",
+            "   d0/0    p0/0     remote  700.00",
+        ]
+    with subtests.test("it says what the answer is kept to and which past answers are known"):
+        answer = generation_pb2.ExplainResponse(constraint="grammar", past_answers={"unknown": 1, "found": 3})
+        lines = format_explanation(answer).splitlines()
+        assert "the answer is kept to a constraint: grammar" in lines
+        assert "past answers: 3 found, 1 unknown" in lines
+    with subtests.test("where a model carries a state both kinds are shown"):
+        told = {"decode_resume_tokens": 128, "decode_indexed_resume_tokens": 192}
+        candidates = [
+            generation_pb2.Candidate(decode=HOME, decode_hit_tokens=640, decode_indexed_tokens=704, **told),
+            generation_pb2.Candidate(decode=OTHER, decode_hit_tokens=320, decode_indexed_tokens=320),
+        ]
+        answer = generation_pb2.ExplainResponse(
+            prompt_tokens=900, candidates=candidates, carried_bytes=62 << 20
         )
+        lines = format_explanation(answer).splitlines()
+        assert lines[0] == "900 prompt tokens; tails and states are 62.0 MiB"
+        headings = next(line for line in lines if line.startswith("rank"))
+        assert headings.split("  in the index  ")[1].split("  ") == ["counted as", "resumable", "resumed at"]
+        rows = [line.split() for line in lines]
+        assert ["d0/1", "decode", "704", "640", "192", "128"] in rows
+        assert ["d0/0", "decode", "320", "320", "all", "all"] in rows
+    with subtests.test("pools are shown where they differ"):
 
-    rows = [line.split() for line in format_explanation(of(128, 99)).splitlines()]
-    assert ["d0/0", "decode", "0", "0", "64"] in rows and ["d0/1", "decode", "0", "0", "128"] in rows
-    assert ["p0/0", "prefill", "0", "0", "99"] in rows
-    rows = [line.split() for line in format_explanation(of(64, 99)).splitlines()]
-    assert ["d0/0", "decode", "0", "0"] in rows and ["p0/0", "prefill", "0", "0"] in rows
+        def of(decode_tokens, prefill_tokens):
+            other = {"decode": OTHER, "decode_context_tokens": 64, "excluded": "too small"}
+            home = {"decode": HOME, "decode_context_tokens": decode_tokens, "prefill": PREFILL}
+            candidates = [dict(other), {**home, "prefill_context_tokens": prefill_tokens}]
+            return generation_pb2.ExplainResponse(
+                candidates=[generation_pb2.Candidate(plan=common_pb2.PLAN_REMOTE, **c) for c in candidates]
+            )
 
-
-def test_where_nothing_can_be_chosen_every_rank_says_why():
-    reason = "no decode rank can take the request: 1 draining, 1 not connected"
-    answer = generation_pb2.ExplainResponse(
-        prompt_tokens=900,
-        reason=reason,
-        candidates=[
-            generation_pb2.Candidate(decode=HOME, decode_hit_tokens=640, pinned=True, excluded="draining"),
-            generation_pb2.Candidate(decode=OTHER, excluded="not connected"),
-            generation_pb2.Candidate(prefill=PREFILL),
-        ],
-    )
-    lines = format_explanation(answer).splitlines()
-    assert lines[1] == f"no choice: {reason}"
-    rows = [line.split() for line in lines]
-    assert ["d0/1", "decode", "0", "640"] in rows
-    assert ["d0/1", "-", "draining"] in rows
-    assert ["d0/0", "-", "not", "connected"] in rows
-    assert ["-", "p0/0"] in rows
-
-
-def test_a_router_that_goes_by_load_alone_says_so():
-    answer = generation_pb2.ExplainResponse(prompt_tokens=1, degraded="etcd_away: no route")
-    assert "degraded, from memory: etcd_away: no route" in format_explanation(answer)
-
-
-def test_the_index_shows_trust_and_load():
-    load = common_pb2.RankLoad(running=3, waiting=2, used_pages=5, cached_pages=90, total_pages=100)
-    rank = generation_pb2.RankStatus(
-        rank=HOME,
-        role=common_pb2.ROLE_DECODE,
-        state="live",
-        index_blocks=12,
-        epoch=2,
-        next_sequence=34,
-        record_age_s=0.056,
-        staleness_s=0.3,
-        current=True,
-        trust=0.5,
-        load=load,
-        pending_tokens=678,
-        prefill_tokens_per_s=9_000,
-        excluded="draining",
-    )
-    gap = generation_pb2.RankStatus(
-        rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect", unregistered_s=61.7, staleness_s=90.25
-    )
-    answer = generation_pb2.ListRanksResponse(ranks=[rank, gap], staleness_s=0.25)
-    said, headings, _, first, second = format_answer(answer).splitlines()
-    assert said == "the index is 0.250 s behind the ranks"
-    assert headings.split()[:4] == ["rank", "role", "state", "generation"]
-    cells = first.split()
-    assert cells[:3] == ["d0/1", "decode", "live"]
-    assert cells[4:] == [
-        "12",
-        "2",
-        "34",
-        "0.056",
-        "s",
-        "0.300",
-        "s",
-        "0.50",
-        "3",
-        "2",
-        "678",
-        "9000",
-        "5+90/100",
-        "draining",
-    ]
-    assert "incomplete  90.250 s" in second and second.endswith("no key in etcd for 62 s")
+        rows = [line.split() for line in format_explanation(of(128, 99)).splitlines()]
+        assert ["d0/0", "decode", "0", "0", "64"] in rows and ["d0/1", "decode", "0", "0", "128"] in rows
+        assert ["p0/0", "prefill", "0", "0", "99"] in rows
+        rows = [line.split() for line in format_explanation(of(64, 99)).splitlines()]
+        assert ["d0/0", "decode", "0", "0"] in rows and ["p0/0", "prefill", "0", "0"] in rows
+    with subtests.test("where nothing can be chosen every rank says why"):
+        reason = "no decode rank can take the request: 1 draining, 1 not connected"
+        answer = generation_pb2.ExplainResponse(
+            prompt_tokens=900,
+            reason=reason,
+            candidates=[
+                generation_pb2.Candidate(
+                    decode=HOME, decode_hit_tokens=640, pinned=True, excluded="draining"
+                ),
+                generation_pb2.Candidate(decode=OTHER, excluded="not connected"),
+                generation_pb2.Candidate(prefill=PREFILL),
+            ],
+        )
+        lines = format_explanation(answer).splitlines()
+        assert lines[1] == f"no choice: {reason}"
+        rows = [line.split() for line in lines]
+        assert ["d0/1", "decode", "0", "640"] in rows
+        assert ["d0/1", "-", "draining"] in rows
+        assert ["d0/0", "-", "not", "connected"] in rows
+        assert ["-", "p0/0"] in rows
+    with subtests.test("a router that goes by load alone says so"):
+        answer = generation_pb2.ExplainResponse(prompt_tokens=1, degraded="etcd_away: no route")
+        assert "degraded, from memory: etcd_away: no route" in format_explanation(answer)
 
 
-def test_an_empty_cluster():
-    assert "no rank is registered" in format_answer(generation_pb2.ListRanksResponse())
+def test_the_index(subtests):
+    with subtests.test("the index shows where ranks can go on"):
+        tells = generation_pb2.RankStatus(
+            rank=HOME,
+            role=common_pb2.ROLE_DECODE,
+            index_blocks=12,
+            resumable_blocks=3,
+            trust=1.0,
+            resume_trust=0.5,
+        )
+        plain = generation_pb2.RankStatus(rank=OTHER, role=common_pb2.ROLE_DECODE, index_blocks=7, trust=1.0)
+        _, headings, _, *rows = format_answer(
+            generation_pb2.ListRanksResponse(ranks=[tells, plain])
+        ).splitlines()
+        assert headings.split()[4:6] == ["blocks", "resumable"] and "trust  resume trust  running" in headings
+        assert rows[0].split()[3:5] == ["12", "3"] and "1.00   0.50" in rows[0]
+        assert rows[1].split()[3:5] == ["7", "all"]
+        alone = format_answer(generation_pb2.ListRanksResponse(ranks=[plain]))
+        assert "resum" not in alone
+    with subtests.test("the index shows trust and load"):
+        load = common_pb2.RankLoad(running=3, waiting=2, used_pages=5, cached_pages=90, total_pages=100)
+        rank = generation_pb2.RankStatus(
+            rank=HOME,
+            role=common_pb2.ROLE_DECODE,
+            state="live",
+            index_blocks=12,
+            epoch=2,
+            next_sequence=34,
+            record_age_s=0.056,
+            staleness_s=0.3,
+            current=True,
+            trust=0.5,
+            load=load,
+            pending_tokens=678,
+            prefill_tokens_per_s=9_000,
+            excluded="draining",
+        )
+        gap = generation_pb2.RankStatus(
+            rank=OTHER, role=common_pb2.ROLE_DECODE, state="suspect", unregistered_s=61.7, staleness_s=90.25
+        )
+        answer = generation_pb2.ListRanksResponse(ranks=[rank, gap], staleness_s=0.25)
+        said, headings, _, first, second = format_answer(answer).splitlines()
+        assert said == "the index is 0.250 s behind the ranks"
+        assert headings.split()[:4] == ["rank", "role", "state", "generation"]
+        cells = first.split()
+        assert cells[:3] == ["d0/1", "decode", "live"]
+        assert cells[4:] == [
+            "12",
+            "2",
+            "34",
+            "0.056",
+            "s",
+            "0.300",
+            "s",
+            "0.50",
+            "3",
+            "2",
+            "678",
+            "9000",
+            "5+90/100",
+            "draining",
+        ]
+        assert "incomplete  90.250 s" in second and second.endswith("no key in etcd for 62 s")
+    with subtests.test("an empty cluster"):
+        assert "no rank is registered" in format_answer(generation_pb2.ListRanksResponse())

@@ -51,29 +51,23 @@ def silent_port():
         thread.join()
 
 
-@pytest.mark.parametrize("status,code", [(200, 0), (503, 1)])
-def test_the_answer_is_shown_and_is_the_exit_code(service, capsys, status, code):
-    assert run([service(status, b"phase "), "--probe=ready"]) == code
-    captured = capsys.readouterr()
-    assert (captured.err if code else captured.out) == "phase /ready\n"
-
-
-def test_an_answer_that_is_no_text_is_still_one(service):
-    assert run([service(200, b"\xff")]) == 0
-    assert run([service(500, b"\xff")]) == 1
-
-
-def test_nobody_there_is_a_sentence(capsys):
-    assert run(["--port=1"]) == 1
-    assert capsys.readouterr().err.startswith("http://127.0.0.1:1/live: ")
-
-
-@pytest.mark.parametrize("flags", [["--host=bad host"], ["--host=" + "a" * 70 + ".b"], ["--port=70000"]])
-def test_an_address_that_is_none_is_a_sentence(capsys, flags):
-    assert run(flags) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_who_speaks_no_http_is_not_well(capsys, silent_port):
-    assert run([f"--port={silent_port}"]) == 1
-    assert capsys.readouterr().err.startswith("http://")
+def test_answers_and_silence(subtests, service, capsys, silent_port):
+    for status, code in [(200, 0), (503, 1)]:
+        with subtests.test("the answer is shown and is the exit code", status=status, code=code):
+            assert run([service(status, b"phase "), "--probe=ready"]) == code
+            captured = capsys.readouterr()
+            assert (captured.err if code else captured.out) == "phase /ready\n"
+    with subtests.test("an answer that is no text is still one"):
+        assert run([service(200, b"\xff")]) == 0
+        assert run([service(500, b"\xff")]) == 1
+    with subtests.test("nobody there is a sentence"):
+        capsys.readouterr()
+        assert run(["--port=1"]) == 1
+        assert capsys.readouterr().err.startswith("http://127.0.0.1:1/live: ")
+    for flags in [["--host=bad host"], ["--host=" + "a" * 70 + ".b"], ["--port=70000"]]:
+        with subtests.test("an address that is none is a sentence", flags=flags):
+            assert run(flags) == 1
+            assert capsys.readouterr().err.count("\n") == 1
+    with subtests.test("who speaks no http is not well"):
+        assert run([f"--port={silent_port}"]) == 1
+        assert capsys.readouterr().err.startswith("http://")

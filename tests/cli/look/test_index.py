@@ -14,18 +14,19 @@ def cells(answer):
     return [row[first:last].strip() for row in rows]
 
 
-def test_what_a_rank_s_kv_crosses_by_is_shown():
-    paths = (
-        KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
-        KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
-        KvPath(KvPathKind.TCP, "intra-node", "tcp/lo"),
-    )
-    ranks = [
-        generation_pb2.RankStatus(
-            rank=common_pb2.RankId(worker="w", rank=number),
-            role=common_pb2.ROLE_PREFILL,
-            load=convert.load_to_proto(RankLoad(kv_paths=known)),
+def test_the_rows_of_ranks(subtests):
+    with subtests.test("what a rank s kv crosses by is shown"):
+        paths = (
+            KvPath(KvPathKind.TCP, "inter-node", "tcp/eth0"),
+            KvPath(KvPathKind.SHARED_MEMORY, "intra-node", "cma/memory"),
+            KvPath(KvPathKind.TCP, "intra-node", "tcp/lo"),
         )
-        for number, known in enumerate(((), paths))
-    ]
-    assert cells(generation_pb2.ListRanksResponse(ranks=ranks)) == ["", "shared_memory, tcp"]
+        ranks = [
+            generation_pb2.RankStatus(
+                rank=common_pb2.RankId(worker="w", rank=number),
+                role=common_pb2.ROLE_PREFILL,
+                load=convert.load_to_proto(RankLoad(kv_paths=known)),
+            )
+            for number, known in enumerate(((), paths))
+        ]
+        assert cells(generation_pb2.ListRanksResponse(ranks=ranks)) == ["", "shared_memory, tcp"]

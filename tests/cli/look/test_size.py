@@ -14,13 +14,14 @@ from services.model.sizing import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_page_is_as_large_as_the_engine_makes_it(architecture):
-    directory = tiny_checkpoint(architecture)
-    runner = TorchRunner(directory, device="cpu", num_pages=4, page_size=16, self_check=False)
-    config = json.loads((directory / "config.json").read_text())
-    pool = Pool(layer_groups(config).full.token_bytes(kv_dtype(config)), 16, 100)
-    assert pool.page_bytes == runner.layout.page_bytes
+def test_a_page_is_as_large_as_the_engine_makes_it(subtests):
+    for architecture in ARCHITECTURES:
+        with subtests.test(architecture=architecture):
+            directory = tiny_checkpoint(architecture)
+            runner = TorchRunner(directory, device="cpu", num_pages=4, page_size=16, self_check=False)
+            config = json.loads((directory / "config.json").read_text())
+            pool = Pool(layer_groups(config).full.token_bytes(kv_dtype(config)), 16, 100)
+            assert pool.page_bytes == runner.layout.page_bytes
 
 
 @pytest.fixture
@@ -42,128 +43,124 @@ def lines_of(capsys, model, *flags):
     return capsys.readouterr().out.splitlines()
 
 
-def test_pages_and_bytes(llama_8b, capsys):
-    lines = lines_of(
-        capsys, llama_8b, "--context-tokens=8000", "--conversations=100", "--ranks=8", "--pool-gib=40"
-    )
-    assert lines == [
-        "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
-        "a page             64 tokens, 8.0 MiB",
-        "a conversation     8000 tokens, 125 pages, 1000.0 MiB",
-        "100 conversations  --kv-pages=1625 on each decode rank: 12.7 GiB",
-        "40 GiB a rank      --kv-pages=5120: 320 conversations on 8 ranks",
-    ]
+def test_pages_and_bytes(subtests, llama_8b, capsys, tmp_path_factory):
+    with subtests.test("pages and bytes"):
+        lines = lines_of(
+            capsys, llama_8b, "--context-tokens=8000", "--conversations=100", "--ranks=8", "--pool-gib=40"
+        )
+        assert lines == [
+            "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
+            "a page             64 tokens, 8.0 MiB",
+            "a conversation     8000 tokens, 125 pages, 1000.0 MiB",
+            "100 conversations  --kv-pages=1625 on each decode rank: 12.7 GiB",
+            "40 GiB a rank      --kv-pages=5120: 320 conversations on 8 ranks",
+        ]
+    with subtests.test("a page holds the drafts kv too"):
+        config = json.loads((llama_8b / "config.json").read_text()) | {"num_hidden_layers": 4}
+        draft = tmp_path_factory.mktemp("draft")
+        (draft / "config.json").write_text(json.dumps(config))
+        lines = lines_of(capsys, llama_8b, f"--draft-model={draft}", "--context-tokens=8000", "--pool-gib=45")
+        assert lines[:3] == [
+            "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
+            "of its draft model 16.0 KiB a token more",
+            "a page             64 tokens, 9.0 MiB",
+        ]
+        assert lines[-1] == "45 GiB a rank      --kv-pages=5120: 40 conversations on 1 ranks"
+    with subtests.test("what does not fit is told"):
+        flags = ("--context-tokens=10000", "--pool-gib=2", "--concurrency=4")
+        *_, held, remark = lines_of(capsys, llama_8b / "config.json", *flags)
+        assert held.endswith(
+            "1 conversations on 1 ranks; too few for 4 at once: sequences would be retracted"
+        )
+        assert remark == "the model's context ends at 8192 tokens"
+    for flag in ["--ranks=0", "--concurrency=65", "--pool-gib=0"]:
+        with subtests.test("nonsense is refused", flag=flag):
+            with pytest.raises(SystemExit):
+                run([f"--model={llama_8b}", flag])
+            assert "--" in capsys.readouterr().err
+    with subtests.test("gpus that share a rank are named"):
+        config = SizeConfig(model=llama_8b, tp_size=4)
+        checkpoint = json.loads((llama_8b / "config.json").read_text())
+        assert report(config, checkpoint)[0].startswith("KV per token       32.0 KiB on each of 4 GPUs")
+        assert report(config, checkpoint)[3].endswith(" per GPU")
+    with subtests.test("a context that is stretched is known"):
+        config = json.loads((llama_8b / "config.json").read_text())
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+        (llama_8b / "config.json").write_text(json.dumps({**config, "rope_scaling": yarn}))
+        assert not any(
+            "context ends" in line for line in lines_of(capsys, llama_8b, "--context-tokens=32768")
+        )
+        *_, remark = lines_of(capsys, llama_8b, "--context-tokens=32769")
+        assert remark == "the model's context ends at 32768 tokens"
 
 
-def test_a_page_holds_the_drafts_kv_too(llama_8b, tmp_path_factory, capsys):
-    config = json.loads((llama_8b / "config.json").read_text()) | {"num_hidden_layers": 4}
-    draft = tmp_path_factory.mktemp("draft")
-    (draft / "config.json").write_text(json.dumps(config))
-    lines = lines_of(capsys, llama_8b, f"--draft-model={draft}", "--context-tokens=8000", "--pool-gib=45")
-    assert lines[:3] == [
-        "KV per token       128.0 KiB: 32 layers, 8 KV heads of 128, bfloat16",
-        "of its draft model 16.0 KiB a token more",
-        "a page             64 tokens, 9.0 MiB",
-    ]
-    assert lines[-1] == "45 GiB a rank      --kv-pages=5120: 40 conversations on 1 ranks"
+def test_whether_all_fits_is_told_and_is_the_exit_code(subtests, tmp_path_factory, capsys):
+    # The example of operations.md.
+    with subtests.test("whether all fits is told and is the exit code"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+        flags = [f"--model={tmp_path}", "--dp-attention-size=8", "--kv-pages=5120", "--reserve-gib=24"]
+        assert run([*flags, "--gpu-gib=140.4"]) == 0
+        assert capsys.readouterr().out.splitlines()[-4:] == [
+            "weights            90.7 GiB",
+            "pool               5120 pages, 21.4 GiB",
+            "set aside          24.0 GiB",
+            "of 140.4 GiB       4.3 GiB left",
+        ]
+        assert run([*flags, "--gpu-gib=120"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            "of 120.0 GiB       16.1 GiB missing: --kv-pages=1275 would fit"
+        )
+        assert run([*flags, "--gpu-gib=80"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
+        assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
+    with subtests.test("the drafts weights take memory too"):
+        capsys.readouterr()
+        model, sizes = tiny_checkpoint(), []
+        for flags in ((), (f"--draft-model={model}",)):
+            run([f"--model={model}", "--gpu-gib=1", "--kv-pages=10", *flags])
+            sizes += [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights")]
+        assert [size.split()[1:] for size in sizes] == [["545.2", "KiB"], ["1.1", "MiB"]]
+    with subtests.test("a checkpoint that is not there"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            run([f"--model={tmp_path}"])
+        (tmp_path / "config.json").write_text("[]")
+        with pytest.raises(ConfigError, match="not a JSON object"):
+            run([f"--model={tmp_path}"])
 
 
-def test_what_does_not_fit_is_told(llama_8b, capsys):
-    flags = ("--context-tokens=10000", "--pool-gib=2", "--concurrency=4")
-    *_, held, remark = lines_of(capsys, llama_8b / "config.json", *flags)
-    assert held.endswith("1 conversations on 1 ranks; too few for 4 at once: sequences would be retracted")
-    assert remark == "the model's context ends at 8192 tokens"
-
-
-def test_a_context_that_is_stretched_is_known(llama_8b, capsys):
-    config = json.loads((llama_8b / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
-    (llama_8b / "config.json").write_text(json.dumps({**config, "rope_scaling": yarn}))
-    assert not any("context ends" in line for line in lines_of(capsys, llama_8b, "--context-tokens=32768"))
-    *_, remark = lines_of(capsys, llama_8b, "--context-tokens=32769")
-    assert remark == "the model's context ends at 32768 tokens"
-
-
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        run([f"--model={tmp_path}"])
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="not a JSON object"):
-        run([f"--model={tmp_path}"])
-
-
-@pytest.mark.parametrize("flag", ["--ranks=0", "--concurrency=65", "--pool-gib=0"])
-def test_nonsense_is_refused(llama_8b, flag, capsys):
-    with pytest.raises(SystemExit):
-        run([f"--model={llama_8b}", flag])
-    assert "--" in capsys.readouterr().err
-
-
-def test_gpus_that_share_a_rank_are_named(llama_8b):
-    config = SizeConfig(model=llama_8b, tp_size=4)
-    checkpoint = json.loads((llama_8b / "config.json").read_text())
-    assert report(config, checkpoint)[0].startswith("KV per token       32.0 KiB on each of 4 GPUs")
-    assert report(config, checkpoint)[3].endswith(" per GPU")
-
-
-def test_whether_all_fits_is_told_and_is_the_exit_code(tmp_path, capsys):
-    """The example of operations.md."""
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    flags = [f"--model={tmp_path}", "--dp-attention-size=8", "--kv-pages=5120", "--reserve-gib=24"]
-    assert run([*flags, "--gpu-gib=140.4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        "weights            90.7 GiB",
-        "pool               5120 pages, 21.4 GiB",
-        "set aside          24.0 GiB",
-        "of 140.4 GiB       4.3 GiB left",
-    ]
-    assert run([*flags, "--gpu-gib=120"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "of 120.0 GiB       16.1 GiB missing: --kv-pages=1275 would fit"
-    )
-    assert run([*flags, "--gpu-gib=80"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
-    assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
-
-
-def test_the_drafts_weights_take_memory_too(capsys):
-    model, sizes = tiny_checkpoint(), []
-    for flags in ((), (f"--draft-model={model}",)):
-        run([f"--model={model}", "--gpu-gib=1", "--kv-pages=10", *flags])
-        sizes += [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights")]
-    assert [size.split()[1:] for size in sizes] == [["545.2", "KiB"], ["1.1", "MiB"]]
-
-
-def test_states_are_reckoned_beside_the_pages(tmp_path, capsys):
-    """A slot for each of 4 sequences that run on a rank, and for each resume point."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
-    flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--resume-points=20", "--pool-gib=4")
-    lines = lines_of(capsys, tmp_path, *flags)
-    assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
-    assert lines[3:6] == [
-        "a state            61.9 MiB: 30 recurrent layers",
-        "its pool           --state-slots=24 on each decode rank: 1.5 GiB (4 running, 20 resume points)",
-        "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB",
-    ]
-    pages = (4 * 2**30 - 24 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
-    assert lines[6].startswith(f"4 GiB a rank       --kv-pages={pages}: ")
-
-
-def test_windows_are_reckoned_beside_the_pages(tmp_path, capsys):
-    """A tail of 127 tokens lies on three pages of 64 at most; a chunk of 512 tokens takes eight more."""
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
-    lines = lines_of(capsys, tmp_path, "--resume-points=10")
-    assert lines[3:5] == [
-        "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
-        "its pool           --window-pages=41 on each decode rank: 92.2 MiB (1 running, 10 resume points)",
-    ]
-    assert lines[-1] == "SGLang keeps windows whole unless told otherwise: 72.0 KiB a token, and no tails"
-
-
-def test_what_is_beside_the_pages_must_fit_too(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
-    flags = [f"--model={tmp_path}", "--weights-gib=10", "--kv-pages=1", "--reserve-gib=0"]
-    assert run([*flags, "--resume-points=99", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
-    assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
-    assert run([*flags, "--resume-points=99", "--gpu-gib=16"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")
+def test_what_is_beside_the_pages(subtests, tmp_path_factory, capsys):
+    # A slot for each of 4 sequences that run on a rank, and for each resume point.
+    with subtests.test("states are reckoned beside the pages"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+        flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--resume-points=20", "--pool-gib=4")
+        lines = lines_of(capsys, tmp_path, *flags)
+        assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
+        assert lines[3:6] == [
+            "a state            61.9 MiB: 30 recurrent layers",
+            "its pool           --state-slots=24 on each decode rank: 1.5 GiB (4 running, 20 resume points)",
+            "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB",
+        ]
+        pages = (4 * 2**30 - 24 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
+        assert lines[6].startswith(f"4 GiB a rank       --kv-pages={pages}: ")
+    # A tail of 127 tokens lies on three pages of 64 at most; a chunk of 512 tokens takes eight more.
+    with subtests.test("windows are reckoned beside the pages"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
+        lines = lines_of(capsys, tmp_path, "--resume-points=10")
+        assert lines[3:5] == [
+            "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
+            "its pool           --window-pages=41 on each decode rank: 92.2 MiB "
+            "(1 running, 10 resume points)",
+        ]
+        assert lines[-1] == "SGLang keeps windows whole unless told otherwise: 72.0 KiB a token, and no tails"
+    with subtests.test("what is beside the pages must fit too"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+        flags = [f"--model={tmp_path}", "--weights-gib=10", "--kv-pages=1", "--reserve-gib=0"]
+        assert run([*flags, "--resume-points=99", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
+        assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
+        assert run([*flags, "--resume-points=99", "--gpu-gib=16"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")

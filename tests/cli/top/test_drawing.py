@@ -53,70 +53,59 @@ pool # used = cached . free  prompt # found = moved . computed  q leaves
 """
 
 
-def test_it_fits_80_columns(picture):
-    lines = shown(picture, hint="q leaves")
-    assert max(map(len, lines)) <= 80
-    assert lines == EXPECTED.splitlines()
-
-
-@pytest.mark.parametrize("height", [8, 12, 16, 24])
-def test_of_all_something_is_seen_however_few_lines_there_are(picture, height):
-    many = [rank(common_pb2.RankId(worker="decode", rank=number)) for number in range(40)]
-    ran = [running(number) for number in range(30)]
-    picture.hear(first(ranks=many, running=ran, num_running=30), 5.0, is_first=False)
-    lines = shown(picture, height=height, hint="q leaves")
-    assert len(lines) <= height
-    if height >= 16:
-        assert any(line.startswith("decode/0") for line in lines)
-        assert any("more ranks" in line for line in lines)
-        assert any(line.startswith("request-0") for line in lines)
-        assert any("more requests that run" in line for line in lines)
-        assert any(line.startswith("done-4") for line in lines)
-        assert lines[-1].endswith("q leaves")
-
-
-def test_where_there_is_room_none_is_left_out(picture):
-    lines = shown(picture, height=24)
-    assert not any("more" in line for line in lines)
-    assert [line for line in lines if line] == [line for line in shown(picture) if line]
-
-
-def test_of_several_tenants_it_is_told_whose(picture):
-    picture.hear(first(running=[running(tenant="acme")]), 5.0, is_first=False)
-    assert any(line.split()[:2] == ["request-1", "acme"] for line in shown(picture))
-
-
-def test_what_is_wrong_is_said(picture):
-    picture.hear(
-        first(dropped=5, degraded="etcd is away", staleness_s=2.0, running=[running(decode=None)]),
-        5.0,
-        is_first=False,
-    )
-    picture.away = "no router answers; trying again"
-    lines = shown(picture)
-    for sentence in (
-        "no router answers; trying again",
-        "degraded: etcd is away",
-        "the index is 2.0 s behind the ranks",
-        "5 finished requests were not told: this reads too slowly",
-    ):
-        assert sentence in lines
-
-
-def test_what_a_client_named_is_shown_as_it_is(picture):
-    picture.hear(first(running=[running(tenant="[red]x[/red]")]), 5.0, is_first=False)
-    assert any("[red]x[/red]" in line for line in shown(picture, width=120))
-
-
-def test_a_cluster_without_ranks_says_so():
-    assert "no rank is registered" in shown(Picture(60.0, 0.0))
-
-
-def test_states_have_colours():
-    picture = Picture(60.0, 0.0)
-    ranks = [rank(D0), rank(D1, state="suspect")]
-    picture.hear(first(ranks=ranks), 0.0, is_first=True)
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
-    console.print(draw(picture, 0.0, 80))
-    text = console.export_text(styles=True)
-    assert "\x1b[32mlive" in text and "\x1b[33msuspect" in text
+def test_pictures(subtests, picture):
+    with subtests.test("it fits 80 columns"):
+        lines = shown(picture, hint="q leaves")
+        assert max(map(len, lines)) <= 80
+        assert lines == EXPECTED.splitlines()
+    with subtests.test("where there is room none is left out"):
+        lines = shown(picture, height=24)
+        assert not any("more" in line for line in lines)
+        assert [line for line in lines if line] == [line for line in shown(picture) if line]
+    with subtests.test("of several tenants it is told whose"):
+        picture.hear(first(running=[running(tenant="acme")]), 5.0, is_first=False)
+        assert any(line.split()[:2] == ["request-1", "acme"] for line in shown(picture))
+    with subtests.test("what a client named is shown as it is"):
+        picture.hear(first(running=[running(tenant="[red]x[/red]")]), 5.0, is_first=False)
+        assert any("[red]x[/red]" in line for line in shown(picture, width=120))
+    for height in [8, 12, 16, 24]:
+        with subtests.test("of all something is seen however few lines there are", height=height):
+            many = [rank(common_pb2.RankId(worker="decode", rank=number)) for number in range(40)]
+            ran = [running(number) for number in range(30)]
+            picture.hear(first(ranks=many, running=ran, num_running=30), 5.0, is_first=False)
+            lines = shown(picture, height=height, hint="q leaves")
+            assert len(lines) <= height
+            if height >= 16:
+                assert any(line.startswith("decode/0") for line in lines)
+                assert any("more ranks" in line for line in lines)
+                assert any(line.startswith("request-0") for line in lines)
+                assert any("more requests that run" in line for line in lines)
+                assert any(line.startswith("done-4") for line in lines)
+                assert lines[-1].endswith("q leaves")
+    with subtests.test("a cluster without ranks says so"):
+        assert "no rank is registered" in shown(Picture(60.0, 0.0))
+    with subtests.test("states have colours"):
+        other = Picture(60.0, 0.0)
+        ranks = [rank(D0), rank(D1, state="suspect")]
+        other.hear(first(ranks=ranks), 0.0, is_first=True)
+        console = Console(
+            record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard"
+        )
+        console.print(draw(other, 0.0, 80))
+        text = console.export_text(styles=True)
+        assert "\x1b[32mlive" in text and "\x1b[33msuspect" in text
+    with subtests.test("what is wrong is said"):
+        picture.hear(
+            first(dropped=5, degraded="etcd is away", staleness_s=2.0, running=[running(decode=None)]),
+            5.0,
+            is_first=False,
+        )
+        picture.away = "no router answers; trying again"
+        lines = shown(picture)
+        for sentence in (
+            "no router answers; trying again",
+            "degraded: etcd is away",
+            "the index is 2.0 s behind the ranks",
+            "5 finished requests were not told: this reads too slowly",
+        ):
+            assert sentence in lines

@@ -57,59 +57,46 @@ class Router:
                     return told
 
 
-async def test_who_goes_away_is_asked_again_and_said_to_be_away():
-    router = Router([1, 2, GONE], [DOWN], [], [3], [4])
-    assert await router.told(7) == [
-        (1, True),
-        (2, False),
-        "Socket closed; trying again",
-        "no router answers on here:1 (refused); trying again",
-        "here:1 has ended its stream; trying again",
-        (3, True),
-        "here:1 has ended its stream; trying again",
-    ]
-    assert router.slept == [1.0, 1.0, 1.0]
-    assert len(router.cancelled) == len(router.asked) == 4
-    assert all(asked.interval_s == 2.0 and asked.all_tenants for asked in router.asked)
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
+async def test_a_feed(subtests):
+    with subtests.test("who goes away is asked again and said to be away"):
+        router = Router([1, 2, GONE], [DOWN], [], [3], [4])
+        assert await router.told(7) == [
+            (1, True),
+            (2, False),
+            "Socket closed; trying again",
+            "no router answers on here:1 (refused); trying again",
+            "here:1 has ended its stream; trying again",
+            (3, True),
+            "here:1 has ended its stream; trying again",
+        ]
+        assert router.slept == [1.0, 1.0, 1.0]
+        assert len(router.cancelled) == len(router.asked) == 4
+        assert all(asked.interval_s == 2.0 and asked.all_tenants for asked in router.asked)
+    for code, error in [
         (grpc.StatusCode.UNAVAILABLE, PeerFailed),
         (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-    ],
-)
-async def test_who_cannot_begin_is_told_why(code, error):
-    details = "failed to connect to all addresses" if error is PeerFailed else "no"
-    with pytest.raises(error):
-        await Router([failure(code, details)]).told(1)
-
-
-async def test_what_does_not_pass_ends_it_later_too():
-    with pytest.raises(Unauthenticated):
+    ]:
+        with subtests.test("who cannot begin is told why", code=code, error=error):
+            details = "failed to connect to all addresses" if error is PeerFailed else "no"
+            with pytest.raises(error):
+                await Router([failure(code, details)]).told(1)
+    with subtests.test("what does not pass ends it later too"), pytest.raises(Unauthenticated):
         await Router([1, GONE], [failure(grpc.StatusCode.UNAUTHENTICATED)]).told(3)
-
-
-async def test_who_may_not_see_all_sees_its_own():
-    router = Router([FORBIDDEN], [1])
-    assert await router.told(1) == [(1, True)]
-    assert [(asked.all_tenants, asked.tenant) for asked in router.asked] == [(True, ""), (False, "")]
-    assert router.slept == []
-
-
-async def test_a_tenant_that_is_named_is_asked_for_alone():
-    router = Router([1])
-    await router.told(1, tenant="acme")
-    assert [(asked.all_tenants, asked.tenant) for asked in router.asked] == [(False, "acme")]
-    with pytest.raises(Forbidden):
-        await Router([FORBIDDEN]).told(1, tenant="acme")
-
-
-async def test_it_is_said_whose_news_they_are():
-    for router, of_all in ((Router([1]), True), (Router([FORBIDDEN], [1]), False)):
-        async with aclosing(follow(router.open, "here:1", 2.0, "", sleep=router.sleep)) as news:
-            first = await anext(news)
-            assert isinstance(first, News) and first.of_all is of_all
-    assert Away("x") == Away("x")
+    with subtests.test("who may not see all sees its own"):
+        router = Router([FORBIDDEN], [1])
+        assert await router.told(1) == [(1, True)]
+        assert [(asked.all_tenants, asked.tenant) for asked in router.asked] == [(True, ""), (False, "")]
+        assert router.slept == []
+    with subtests.test("a tenant that is named is asked for alone"):
+        router = Router([1])
+        await router.told(1, tenant="acme")
+        assert [(asked.all_tenants, asked.tenant) for asked in router.asked] == [(False, "acme")]
+        with pytest.raises(Forbidden):
+            await Router([FORBIDDEN]).told(1, tenant="acme")
+    with subtests.test("it is said whose news they are"):
+        for router, of_all in ((Router([1]), True), (Router([FORBIDDEN], [1]), False)):
+            async with aclosing(follow(router.open, "here:1", 2.0, "", sleep=router.sleep)) as news:
+                first = await anext(news)
+                assert isinstance(first, News) and first.of_all is of_all
+        assert Away("x") == Away("x")

@@ -29,29 +29,26 @@ def plain(heads, rows, width):
     return [line.plain for line in grid(heads, rows, width, ASCII)]
 
 
-def test_columns_are_as_wide_as_they_need_and_bars_take_the_rest():
-    heads = [Column("rank"), Column("pool", most=12), Column("run", right=True)]
-    rows = [["d0", Bar(1, 1, 2), "7"], ["prefill", Bar(0, 0, 2), "12"]]
-    assert plain(heads, rows, 80) == [
-        "rank     pool          run",
-        "d0       ######======    7",
-        "prefill  ............   12",
-    ]
-    assert plain(heads, rows, 22)[1] == "d0       ########    7".replace("########", "####====")
-
-
-def test_names_are_cut_in_the_middle_and_spare_columns_left_out():
-    heads = [Column("rank", least=9), Column("tenant", spare=2), Column("trust", spare=1)]
-    rows = [["isthmus-decode-large-0/3", "acme", "1.00"]]
-    assert plain(heads, rows, 60)[1] == "isthmus-decode-large-0/3  acme    1.00"
-    assert plain(heads, rows, 36)[1] == "isthmus-de~-large-0/3  acme    1.00"
-    assert plain(heads, rows, 20)[1] == "isthmu~ge-0/3  1.00"
-    assert plain(heads, rows, 9)[1] == "isth~-0/3"
-
-
-def test_what_is_there_is_seen_in_a_bar_however_little():
-    assert Bar(1, 0, 10_000).drawn(10, BLOCKS).plain == "█░░░░░░░░░"
-    assert Bar(9_999, 1, 10_000).drawn(10, BLOCKS).plain == "█████████▒"
-    assert Bar(0, 0, 0).drawn(4, BLOCKS).plain == "    "
-    spans = {span.style for span in Bar(1, 1, 3).drawn(9, BLOCKS).spans}
-    assert spans == {"green", "yellow", "dim"}
+def test_columns_and_bars(subtests):
+    with subtests.test("columns are as wide as they need and bars take the rest"):
+        heads = [Column("rank"), Column("pool", most=12), Column("run", right=True)]
+        rows = [["d0", Bar(1, 1, 2), "7"], ["prefill", Bar(0, 0, 2), "12"]]
+        assert plain(heads, rows, 80) == [
+            "rank     pool          run",
+            "d0       ######======    7",
+            "prefill  ............   12",
+        ]
+        assert plain(heads, rows, 22)[1] == "d0       ########    7".replace("########", "####====")
+    with subtests.test("names are cut in the middle and spare columns left out"):
+        heads = [Column("rank", least=9), Column("tenant", spare=2), Column("trust", spare=1)]
+        rows = [["isthmus-decode-large-0/3", "acme", "1.00"]]
+        assert plain(heads, rows, 60)[1] == "isthmus-decode-large-0/3  acme    1.00"
+        assert plain(heads, rows, 36)[1] == "isthmus-de~-large-0/3  acme    1.00"
+        assert plain(heads, rows, 20)[1] == "isthmu~ge-0/3  1.00"
+        assert plain(heads, rows, 9)[1] == "isth~-0/3"
+    with subtests.test("what is there is seen in a bar however little"):
+        assert Bar(1, 0, 10_000).drawn(10, BLOCKS).plain == "█░░░░░░░░░"
+        assert Bar(9_999, 1, 10_000).drawn(10, BLOCKS).plain == "█████████▒"
+        assert Bar(0, 0, 0).drawn(4, BLOCKS).plain == "    "
+        spans = {span.style for span in Bar(1, 1, 3).drawn(9, BLOCKS).spans}
+        assert spans == {"green", "yellow", "dim"}

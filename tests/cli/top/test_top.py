@@ -89,18 +89,17 @@ async def test_a_pipe_gets_a_picture_each_interval(router, capsys, monkeypatch):
     assert asked.interval_s == 60 and asked.all_tenants and asked.no_candidates
 
 
-async def test_the_key_and_the_tenant_are_shown(router, tmp_path):
-    (tmp_path / "keys").write_text("s3cret tenant=acme\n")
-    await shown(router, "--once", f"--api-key-file={tmp_path / 'keys'}", "--tenant=acme")
-    ((asked, metadata),) = router.asked
-    assert metadata["authorization"] == "Bearer s3cret"
-    assert (asked.tenant, asked.all_tenants) == ("acme", False)
-
-
-async def test_where_no_router_is_it_says_so():
-    config = load(top.TopConfig, ["--router=127.0.0.1:1"], prog="isthmus top")
-    with pytest.raises(PeerFailed, match=r"no router answers on 127\.0\.0\.1:1"):
-        await top._top(config)
+async def test_what_is_asked_for(subtests, router, tmp_path):
+    with subtests.test("the key and the tenant are shown"):
+        (tmp_path / "keys").write_text("s3cret tenant=acme\n")
+        await shown(router, "--once", f"--api-key-file={tmp_path / 'keys'}", "--tenant=acme")
+        ((asked, metadata),) = router.asked
+        assert metadata["authorization"] == "Bearer s3cret"
+        assert (asked.tenant, asked.all_tenants) == ("acme", False)
+    with subtests.test("where no router is it says so"):
+        config = load(top.TopConfig, ["--router=127.0.0.1:1"], prog="isthmus top")
+        with pytest.raises(PeerFailed, match=r"no router answers on 127\.0\.0\.1:1"):
+            await top._top(config)
 
 
 @pytest.fixture

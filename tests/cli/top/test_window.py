@@ -9,34 +9,29 @@ from services.cli.top.window import Totals, Window, name_of, percentile
 from services.wire.isthmus.v1 import common_pb2
 
 
-def test_a_window_without_requests_has_nothing_to_tell():
-    assert Window(60.0, 0.0).totals(5.0) == Totals(0.0, 0, None, None, None)
-
-
-def test_totals_are_of_the_requests_within():
-    window = Window(10.0, began_s=0.0)
-    window.add(1.0, finished(found=0, ttft_s=9.0))
-    for number in range(4):
-        window.add(5.0 + number, finished(prompt=100, found=20 * number, ttft_s=0.01 * (number + 1)))
-    window.add(9.0, finished(outcome="RESOURCE_EXHAUSTED"))
-    window.add(9.0, finished(outcome="aborted"))
-    totals = window.totals(11.5)  # the first is forgotten
-    assert totals == Totals(0.6, 1, pytest.approx(0.3), 0.02, 0.04)
-
-
-def test_a_window_that_has_just_been_opened_is_not_as_long_yet():
-    window = Window(60.0, began_s=100.0)
-    window.add(104.0, finished())
-    assert window.totals(104.0).requests_per_s == 0.25
-
-
-def test_each_rank_has_its_own_hits():
-    window = Window(60.0, 0.0)
-    window.add(0.0, finished(prompt=100, found=80, decode=D0))
-    window.add(0.0, finished(prompt=300, found=0, decode=D0))
-    window.add(0.0, finished(prompt=10, found=5, decode=D1, plan=common_pb2.PLAN_LOCAL))
-    assert window.hit_rates(1.0) == {name_of(D0): 0.2, name_of(D1): 0.5, name_of(P0): 0.1}
-    assert window.hit_rates(60.0) == {}
+def test_totals_and_hits(subtests):
+    with subtests.test("a window without requests has nothing to tell"):
+        assert Window(60.0, 0.0).totals(5.0) == Totals(0.0, 0, None, None, None)
+    with subtests.test("totals are of the requests within"):
+        window = Window(10.0, began_s=0.0)
+        window.add(1.0, finished(found=0, ttft_s=9.0))
+        for number in range(4):
+            window.add(5.0 + number, finished(prompt=100, found=20 * number, ttft_s=0.01 * (number + 1)))
+        window.add(9.0, finished(outcome="RESOURCE_EXHAUSTED"))
+        window.add(9.0, finished(outcome="aborted"))
+        totals = window.totals(11.5)  # the first is forgotten
+        assert totals == Totals(0.6, 1, pytest.approx(0.3), 0.02, 0.04)
+    with subtests.test("a window that has just been opened is not as long yet"):
+        window = Window(60.0, began_s=100.0)
+        window.add(104.0, finished())
+        assert window.totals(104.0).requests_per_s == 0.25
+    with subtests.test("each rank has its own hits"):
+        window = Window(60.0, 0.0)
+        window.add(0.0, finished(prompt=100, found=80, decode=D0))
+        window.add(0.0, finished(prompt=300, found=0, decode=D0))
+        window.add(0.0, finished(prompt=10, found=5, decode=D1, plan=common_pb2.PLAN_LOCAL))
+        assert window.hit_rates(1.0) == {name_of(D0): 0.2, name_of(D1): 0.5, name_of(P0): 0.1}
+        assert window.hit_rates(60.0) == {}
 
 
 @settings(max_examples=40)
