@@ -17,43 +17,15 @@ from bench.gpu import wheels
 from bench.gpu.host import ITS_OWN, Wheel, lacking, ranges_of, to_install
 from bench.gpu.parts import Part, parts
 
+pytestmark = pytest.mark.long
+
+
 ROOT = Path(gpu.__file__).parents[2]
 RANGES = {"protobuf": SpecifierSet(">=6.33,<7"), "grpcio": SpecifierSet(">=1.81")}
 
 
 def wheel(name, version):
     return Wheel(name, Version(version), Path(f"{name}.whl"))
-
-
-@pytest.mark.parametrize(
-    ("has", "installed"),
-    [
-        ({}, ["grpcio", "pluggy", "protobuf"]),
-        ({"grpcio": "1.85", "pluggy": "1.7", "protobuf": "6.33.6"}, []),
-        ({"grpcio": "1.99", "pluggy": "2.0", "protobuf": "7.1"}, ["protobuf"]),  # too new for us
-        ({"grpcio": "1.60", "pluggy": "1.0", "protobuf": "6.34"}, ["grpcio", "pluggy"]),
-    ],
-)
-def test_what_the_host_has_and_will_do_is_not_replaced(has, installed):
-    offered = [wheel("grpcio", "1.85"), wheel("pluggy", "1.7"), wheel("protobuf", "6.33.6")]
-    versions = {name: Version(version) for name, version in has.items()}
-    assert [own.name for own in to_install(offered, versions, RANGES)] == installed
-
-
-def test_what_is_lacking_is_named_with_the_range_it_must_lie_in():
-    has = {"protobuf": Version("7.1"), "numba": Version("0.68")}
-    assert lacking(["protobuf", "numba", "nixl"], has, RANGES) == ["protobuf<7,>=6.33 (is 7.1)", "nixl"]
-
-
-def test_torch_of_2_11_is_enough():
-    torch = ranges_of((ROOT / "pyproject.toml").read_text())["torch"]
-    assert torch.contains("2.11.0+cu130")
-    assert not torch.contains("2.10.0")
-
-
-def test_every_wheel_for_the_host_has_a_version_that_is_pinned():
-    pins = [wheels.pinned(name) for name in [*wheels.needed_by_host(), wheels.nixl_build(13)]]
-    assert all(pin.split("==")[1] for pin in pins)
 
 
 _IMPORTED = """
@@ -66,7 +38,6 @@ print(json.dumps(sorted({own for name in sys.modules for own in of_module.get(na
 """
 
 
-@pytest.mark.long
 def test_all_that_the_parts_import_of_our_dependencies_is_on_the_host_or_among_the_wheels():
     modules = [module_of(own) for own in parts("cuda", Path("model"), Path("figures"))]
     command = [sys.executable, "-c", _IMPORTED, *modules, "bench.checkpoint"]
@@ -89,18 +60,39 @@ def module_of(own):
     )
 
 
-def test_a_slimmed_wheel_lacks_the_unwanted_folder_and_its_records(tmp_path):
-    path = tmp_path / "nixl_cu13-1.0-py3-none-any.whl"
-    record = "nixl_cu13/__init__.py,sha256=x,6\nnixl_ep_cu13/big.so,sha256=y,999\n"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("nixl_cu13/__init__.py", "x = 1\n")
-        archive.writestr("nixl_ep_cu13/big.so", "0" * 999)
-        archive.writestr("nixl_cu13-1.0.dist-info/RECORD", record)
-    wheels.slim(path, "nixl_ep_")
-    with zipfile.ZipFile(path) as archive:
-        assert archive.namelist() == ["nixl_cu13/__init__.py", "nixl_cu13-1.0.dist-info/RECORD"]
-        assert b"nixl_ep" not in archive.read("nixl_cu13-1.0.dist-info/RECORD")
-    assert list(tmp_path.iterdir()) == [path]
+def test_packages_of_the_host(subtests, tmp_path):
+    for has, installed in [
+        ({}, ["grpcio", "pluggy", "protobuf"]),
+        ({"grpcio": "1.85", "pluggy": "1.7", "protobuf": "6.33.6"}, []),
+        ({"grpcio": "1.99", "pluggy": "2.0", "protobuf": "7.1"}, ["protobuf"]),  # too new for us
+        ({"grpcio": "1.60", "pluggy": "1.0", "protobuf": "6.34"}, ["grpcio", "pluggy"]),
+    ]:
+        with subtests.test("what the host has and will do is not replaced", has=has, installed=installed):
+            offered = [wheel("grpcio", "1.85"), wheel("pluggy", "1.7"), wheel("protobuf", "6.33.6")]
+            versions = {name: Version(version) for name, version in has.items()}
+            assert [own.name for own in to_install(offered, versions, RANGES)] == installed
+    with subtests.test("what is lacking is named with the range it must lie in"):
+        has = {"protobuf": Version("7.1"), "numba": Version("0.68")}
+        assert lacking(["protobuf", "numba", "nixl"], has, RANGES) == ["protobuf<7,>=6.33 (is 7.1)", "nixl"]
+    with subtests.test("torch of 2 11 is enough"):
+        torch = ranges_of((ROOT / "pyproject.toml").read_text())["torch"]
+        assert torch.contains("2.11.0+cu130")
+        assert not torch.contains("2.10.0")
+    with subtests.test("every wheel for the host has a version that is pinned"):
+        pins = [wheels.pinned(name) for name in [*wheels.needed_by_host(), wheels.nixl_build(13)]]
+        assert all(pin.split("==")[1] for pin in pins)
+    with subtests.test("a slimmed wheel lacks the unwanted folder and its records"):
+        path = tmp_path / "nixl_cu13-1.0-py3-none-any.whl"
+        record = "nixl_cu13/__init__.py,sha256=x,6\nnixl_ep_cu13/big.so,sha256=y,999\n"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("nixl_cu13/__init__.py", "x = 1\n")
+            archive.writestr("nixl_ep_cu13/big.so", "0" * 999)
+            archive.writestr("nixl_cu13-1.0.dist-info/RECORD", record)
+        wheels.slim(path, "nixl_ep_")
+        with zipfile.ZipFile(path) as archive:
+            assert archive.namelist() == ["nixl_cu13/__init__.py", "nixl_cu13-1.0.dist-info/RECORD"]
+            assert b"nixl_ep" not in archive.read("nixl_cu13-1.0.dist-info/RECORD")
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def part(name, code, limit_s=60.0, needs_model=False):
@@ -111,43 +103,38 @@ def process(code):
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 
-def test_a_part_that_fails_or_hangs_stops_no_other(capsys):
-    chosen = [
-        part("fails", "print('why'); raise SystemExit(3)"),
-        part("hangs", "import time; print('before', flush=True); time.sleep(600)", limit_s=1.0),
-        part("passes", "print('fine')", needs_model=True),
-    ]
-    ended = gpu.run_parts(chosen, {}, process("pass"), limit_s=120)
-    assert [one.outcome for one in ended] == [gpu.FAILED, gpu.TOO_LONG, gpu.PASSED]
-    assert [one.output.strip() for one in ended] == ["why", "before", "fine"]
-    said = capsys.readouterr().out
-    assert said.index("fails: FAILED") < said.index("hangs: TOO LONG") < said.index("passes: passed")
-
-
-def test_what_needs_a_model_that_could_not_be_made_is_not_reached():
-    [ended] = gpu.run_parts([part("bench", "pass", needs_model=True)], {}, process("raise SystemExit(1)"), 60)
-    assert (ended.outcome, ended.output) == (gpu.NOT_REACHED, "its model could not be made")
-
-
-def test_what_the_time_is_up_for_is_not_reached():
-    [ended] = gpu.run_parts([part("late", "pass")], {}, process("pass"), limit_s=0)
-    assert ended.outcome == gpu.NOT_REACHED
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_part_has_its_file(device):
-    for own in parts(device, Path("model"), Path("figures")):
-        if own.figures is None:
-            assert (ROOT / own.command[-1]).is_file(), own
-        else:
-            place = ROOT / own.name.replace(".", "/")
-            assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), own
-
-
-def test_nonsense_is_refused_by_name(capsys):
-    for argv in (["--only", "kernel"], ["--wheels", "/nowhere"]):
-        with pytest.raises(SystemExit):
-            gpu.arguments_of(argv)
-    said = capsys.readouterr().err
-    assert "no part is called kernel; there are kernels" in said
-    assert "/nowhere is no folder" in said
+def test_parts(subtests, capsys):
+    with subtests.test("a part that fails or hangs stops no other"):
+        chosen = [
+            part("fails", "print('why'); raise SystemExit(3)"),
+            part("hangs", "import time; print('before', flush=True); time.sleep(600)", limit_s=1.0),
+            part("passes", "print('fine')", needs_model=True),
+        ]
+        ended = gpu.run_parts(chosen, {}, process("pass"), limit_s=120)
+        assert [one.outcome for one in ended] == [gpu.FAILED, gpu.TOO_LONG, gpu.PASSED]
+        assert [one.output.strip() for one in ended] == ["why", "before", "fine"]
+        said = capsys.readouterr().out
+        assert said.index("fails: FAILED") < said.index("hangs: TOO LONG") < said.index("passes: passed")
+    with subtests.test("what needs a model that could not be made is not reached"):
+        [ended] = gpu.run_parts(
+            [part("bench", "pass", needs_model=True)], {}, process("raise SystemExit(1)"), 60
+        )
+        assert (ended.outcome, ended.output) == (gpu.NOT_REACHED, "its model could not be made")
+    with subtests.test("what the time is up for is not reached"):
+        [ended] = gpu.run_parts([part("late", "pass")], {}, process("pass"), limit_s=0)
+        assert ended.outcome == gpu.NOT_REACHED
+    for device in ["cpu", "cuda"]:
+        with subtests.test("every part has its file", device=device):
+            for own in parts(device, Path("model"), Path("figures")):
+                if own.figures is None:
+                    assert (ROOT / own.command[-1]).is_file(), own
+                else:
+                    place = ROOT / own.name.replace(".", "/")
+                    assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), own
+    with subtests.test("nonsense is refused by name"):
+        for argv in (["--only", "kernel"], ["--wheels", "/nowhere"]):
+            with pytest.raises(SystemExit):
+                gpu.arguments_of(argv)
+        said = capsys.readouterr().err
+        assert "no part is called kernel; there are kernels" in said
+        assert "/nowhere is no folder" in said

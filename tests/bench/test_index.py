@@ -12,6 +12,9 @@ from bench.index.simulated_ledger import SimulatedLedger
 from bench.index.timed_index import TimedIndex
 from services.values.rank import Generation, RankId
 
+pytestmark = pytest.mark.long
+
+
 RANK = RankId("w", 0, Generation(1))
 
 
@@ -34,58 +37,53 @@ class Rank:
         self.ledger.told()
 
 
-def test_deltas_and_snapshots_are_as_old_as_the_first_they_tell():
-    rank = Rank()
-    rank.now_s += 0.5
-    rank.tell_delta()
-    rank.now_s += 0.25
-    rank.tell_snapshot()
-    assert rank.index.delta_ages_s[0] >= 100 and rank.index.snapshot_ages_s[0] >= 99.5
-    assert rank.index.delta_ages_s[0] > rank.index.snapshot_ages_s[0]
-    assert rank.index._num_new == 300 + 150
-    assert rank.index.total_blocks == 1000
+def test_staleness(subtests):
+    with subtests.test("deltas and snapshots are as old as the first they tell"):
+        rank = Rank()
+        rank.now_s += 0.5
+        rank.tell_delta()
+        rank.now_s += 0.25
+        rank.tell_snapshot()
+        assert rank.index.delta_ages_s[0] >= 100 and rank.index.snapshot_ages_s[0] >= 99.5
+        assert rank.index.delta_ages_s[0] > rank.index.snapshot_ages_s[0]
+        assert rank.index._num_new == 300 + 150
+        assert rank.index.total_blocks == 1000
+    with subtests.test("what a failed write was to tell keeps its age"):
+        rank = Rank()
+        rank.now_s += 0.5
+        rank.ledger.take_delta(1 << 16)
+        rank.ledger.forget_told()
+        rank.now_s += 0.25
+        assert rank.ledger.age_s(rank.now_s) == pytest.approx(0.75)
+        rank.tell_snapshot()
+        assert rank.index.snapshot_ages_s[0] >= 100
+    with subtests.test("the longest turn of a loop is seen"):
+        turns = TimedSelector()
 
+        async def busy():
+            turns.begin()
+            began = time.thread_time()
+            while time.thread_time() - began < 0.02:
+                pass
+            await asyncio.sleep(0)
+            return turns.longest_turn_s
 
-def test_what_a_failed_write_was_to_tell_keeps_its_age():
-    rank = Rank()
-    rank.now_s += 0.5
-    rank.ledger.take_delta(1 << 16)
-    rank.ledger.forget_told()
-    rank.now_s += 0.25
-    assert rank.ledger.age_s(rank.now_s) == pytest.approx(0.75)
-    rank.tell_snapshot()
-    assert rank.index.snapshot_ages_s[0] >= 100
-
-
-def test_the_longest_turn_of_a_loop_is_seen():
-    turns = TimedSelector()
-
-    async def busy():
-        turns.begin()
-        began = time.thread_time()
-        while time.thread_time() - began < 0.02:
-            pass
-        await asyncio.sleep(0)
-        return turns.longest_turn_s
-
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
-        assert runner.run(busy()) >= 0.02
-
-
-def test_nothing_told_is_no_staleness_of_nothing():
-    with pytest.raises(RuntimeError, match="no staleness was measured"):
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+            assert runner.run(busy()) >= 0.02
+    with (
+        subtests.test("nothing told is no staleness of nothing"),
+        pytest.raises(RuntimeError, match="no staleness was measured"),
+    ):
         followed._percentiles("staleness", [])
-
-
-def test_the_worst_row_is_judged():
-    rows = [{"prompt blocks": 128, "p50 us": figure, "cold p50 us": figure} for figure in (13.0, 60.0)]
-    rows.append({"prompt blocks": 8192, "p99 us": 70.0, "cold p99 us": 700.0})
-    assert [(one["goal"], one["got"], one["met"]) for one in verdicts("match", rows)] == [
-        ("match p50 us, 128 blocks", 60.0, False),
-        ("match p50 us, 128 blocks, cold", 60.0, False),
-        ("match p99 us, 8192 blocks", 70.0, True),
-        ("match p99 us, 8192 blocks, cold", 700.0, False),
-    ]
+    with subtests.test("the worst row is judged"):
+        rows = [{"prompt blocks": 128, "p50 us": figure, "cold p50 us": figure} for figure in (13.0, 60.0)]
+        rows.append({"prompt blocks": 8192, "p99 us": 70.0, "cold p99 us": 700.0})
+        assert [(one["goal"], one["got"], one["met"]) for one in verdicts("match", rows)] == [
+            ("match p50 us, 128 blocks", 60.0, False),
+            ("match p50 us, 128 blocks, cold", 60.0, False),
+            ("match p99 us, 8192 blocks", 70.0, True),
+            ("match p99 us, 8192 blocks, cold", 700.0, False),
+        ]
 
 
 async def test_a_mirror_follows_simulated_ranks(monkeypatch):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 PROGRAM = """
 import asyncio, tempfile
 from bench.interrupts import end_as_by_ctrl_c
@@ -19,13 +22,16 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-@pytest.mark.parametrize("start", ["", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"])
-def test_what_a_benchmark_made_goes_with_it_when_it_is_terminated(start):
-    command = [sys.executable, "-c", start + PROGRAM]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        folder = Path(process.stdout.readline().strip())
-        assert folder.is_dir()
-        process.send_signal(signal.SIGTERM)
-        assert "KeyboardInterrupt" in process.communicate()[1]
-    assert process.returncode == -signal.SIGINT
-    assert not folder.exists()
+def test_what_a_benchmark_made_goes_with_it_when_it_is_terminated(subtests):
+    for start in ["", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"]:
+        with subtests.test(start=start):
+            command = [sys.executable, "-c", start + PROGRAM]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                folder = Path(process.stdout.readline().strip())
+                assert folder.is_dir()
+                process.send_signal(signal.SIGTERM)
+                assert "KeyboardInterrupt" in process.communicate()[1]
+            assert process.returncode == -signal.SIGINT
+            assert not folder.exists()

@@ -7,6 +7,9 @@ from bench.soak import __main__ as soak
 from bench.soak import ranks as soak_ranks
 from bench.soak.load import QUIET_ABORTS, Outcomes, Soak, late_share
 
+pytestmark = pytest.mark.long
+
+
 PASSED = {
     "errors": 0,
     "books_balanced": True,
@@ -49,25 +52,6 @@ async def test_who_never_lets_go_is_not_waited_for_for_ever(monkeypatch):
         await Holding(10).let_go()
 
 
-@pytest.mark.parametrize("goal", [name for name, _, _ in GOALS])
-@pytest.mark.parametrize("got", ["too much or too little", "nothing was measured"])
-def test_verdicts_say_what_was_missed(goal, got):
-    assert [each["met"] for each in soak.verdicts(PASSED, "torch")] == [True] * len(GOALS)
-    row = PASSED | {goal: None if got == "nothing was measured" else MISSED[goal]}
-    assert [each["goal"] for each in soak.verdicts(row, "torch") if not each["met"]] == [goal]
-
-
-def test_where_every_token_is_checked_nothing_is_asked_again():
-    assert all(each["met"] for each in soak.verdicts(PASSED | {"asked_again": 0}, "fake"))
-
-
-def test_refusals_and_aborts_thin_out_no_late_requests():
-    load = Outcomes(counts=Counter(answered=60, deadline_exceeded=20, resource_exhausted=500, aborted=100))
-    warm = Outcomes(counts=Counter(answered=10, deadline_exceeded=10))
-    assert late_share((warm, load)) == 0.3
-    assert late_share((Outcomes(counts=Counter(resource_exhausted=9)),)) is None
-
-
 class Abortable(Soak):
     """Requests of which every second one ends before its client aborts it."""
 
@@ -80,28 +64,40 @@ class Abortable(Soak):
         return self.asked % 2 == 0
 
 
-async def test_only_requests_that_were_under_way_count_as_aborted():
-    driver = Abortable()
-    assert len(await driver.quiet_aborts(Outcomes())) == QUIET_ABORTS
-    assert driver.asked == 2 * QUIET_ABORTS
-
-
-async def test_ranks_whose_metrics_nobody_found_hold_more_than_nothing():
-    ranks = soak.Ranks()
-    ranks.note("decode", "rank_started rank=0 pid=1")
-    with pytest.raises(RuntimeError, match="of 1 ranks 0 have a page of metrics"):
-        await ranks.held()
-
-
-def test_tracebacks_are_counted_and_kept_whole_and_restarts_too():
-    ranks = soak.Ranks()
-    ranks.note("decode", "rank_started rank=0 pid=1")
-    for _ in range(2):
-        ranks.note("decode", "Traceback (most recent call last):")
-        ranks.note("router", "request_finished outcome=finished")
-        ranks.note("decode", '  File "x.py", line 1, in f')
-        ranks.note("decode", "ValueError: no")
-        ranks.note("decode", "rank_started rank=0 pid=2")
-    text = 'in decode:\nTraceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
-    assert ranks.tracebacks == {text: 2}
-    assert (ranks.restarts, ranks.pids) == (2, {"decode/0": 2})
+async def test_goals_of_a_soak(subtests):
+    for goal in [name for name, _, _ in GOALS]:
+        for got in ["too much or too little", "nothing was measured"]:
+            with subtests.test("verdicts say what was missed", goal=goal, got=got):
+                assert [each["met"] for each in soak.verdicts(PASSED, "torch")] == [True] * len(GOALS)
+                row = PASSED | {goal: None if got == "nothing was measured" else MISSED[goal]}
+                assert [each["goal"] for each in soak.verdicts(row, "torch") if not each["met"]] == [goal]
+    with subtests.test("where every token is checked nothing is asked again"):
+        assert all(each["met"] for each in soak.verdicts(PASSED | {"asked_again": 0}, "fake"))
+    with subtests.test("refusals and aborts thin out no late requests"):
+        load = Outcomes(
+            counts=Counter(answered=60, deadline_exceeded=20, resource_exhausted=500, aborted=100)
+        )
+        warm = Outcomes(counts=Counter(answered=10, deadline_exceeded=10))
+        assert late_share((warm, load)) == 0.3
+        assert late_share((Outcomes(counts=Counter(resource_exhausted=9)),)) is None
+    with subtests.test("only requests that were under way count as aborted"):
+        driver = Abortable()
+        assert len(await driver.quiet_aborts(Outcomes())) == QUIET_ABORTS
+        assert driver.asked == 2 * QUIET_ABORTS
+    with subtests.test("ranks whose metrics nobody found hold more than nothing"):
+        ranks = soak.Ranks()
+        ranks.note("decode", "rank_started rank=0 pid=1")
+        with pytest.raises(RuntimeError, match="of 1 ranks 0 have a page of metrics"):
+            await ranks.held()
+    with subtests.test("tracebacks are counted and kept whole and restarts too"):
+        ranks = soak.Ranks()
+        ranks.note("decode", "rank_started rank=0 pid=1")
+        for _ in range(2):
+            ranks.note("decode", "Traceback (most recent call last):")
+            ranks.note("router", "request_finished outcome=finished")
+            ranks.note("decode", '  File "x.py", line 1, in f')
+            ranks.note("decode", "ValueError: no")
+            ranks.note("decode", "rank_started rank=0 pid=2")
+        text = 'in decode:\nTraceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no'
+        assert ranks.tracebacks == {text: 2}
+        assert (ranks.restarts, ranks.pids) == (2, {"decode/0": 2})

@@ -8,29 +8,15 @@ from services.engine.fake import continuation
 from services.engine.paged.runner import Chunk
 from services.values.request import SamplingParams
 
+pytestmark = pytest.mark.long
+
+
 PROMPT = random_prompt(30, 3)
 
 
 @pytest.fixture(scope="module")
 def oracle():
     return Oracle(tiny_checkpoint())
-
-
-def test_what_transformers_generates_is_right_and_one_other_token_is_not(oracle):
-    tokens = reference_generation(tiny_checkpoint(), PROMPT, 20).token_ids
-    assert oracle.check(PROMPT, tokens, 0.0, 1).wrong_at is None
-    assert oracle.check(PROMPT, tokens[:5], 0.0, 1).num_tokens == 5
-    spoilt = (*tokens[:7], (tokens[7] + 1) % 500, *tokens[8:])
-    assert oracle.check(PROMPT, spoilt, 0.0, 1).wrong_at == 7
-    assert oracle.check(PROMPT, (), 0.0, 1).wrong_at is None
-
-
-def test_what_plain_sampling_draws_is_right_and_another_seed_is_not(oracle):
-    tokens = sampled(oracle, 11)
-    assert oracle.check(PROMPT, tokens, 0.7, 11).wrong_at is None
-    assert oracle.check(PROMPT, tokens, 0.7, 12).wrong_at is not None
-    spoilt = (*tokens[:4], (tokens[4] + 1) % 500, *tokens[5:])
-    assert oracle.check(PROMPT, spoilt, 0.7, 11).wrong_at == 4
 
 
 def sampled(oracle, seed):
@@ -42,8 +28,22 @@ def sampled(oracle, seed):
     return tokens
 
 
-def test_the_fake_engine_has_one_right_token():
-    tokens = continuation(PROMPT, 10)
-    assert FakeOracle().check(PROMPT, tokens, 1.0, 5).wrong_at is None
-    tokens[6] += 1
-    assert FakeOracle().check(PROMPT, tokens, 1.0, 5).wrong_at == 6
+def test_right_tokens(subtests, oracle):
+    with subtests.test("what transformers generates is right and one other token is not"):
+        tokens = reference_generation(tiny_checkpoint(), PROMPT, 20).token_ids
+        assert oracle.check(PROMPT, tokens, 0.0, 1).wrong_at is None
+        assert oracle.check(PROMPT, tokens[:5], 0.0, 1).num_tokens == 5
+        spoilt = (*tokens[:7], (tokens[7] + 1) % 500, *tokens[8:])
+        assert oracle.check(PROMPT, spoilt, 0.0, 1).wrong_at == 7
+        assert oracle.check(PROMPT, (), 0.0, 1).wrong_at is None
+    with subtests.test("what plain sampling draws is right and another seed is not"):
+        tokens = sampled(oracle, 11)
+        assert oracle.check(PROMPT, tokens, 0.7, 11).wrong_at is None
+        assert oracle.check(PROMPT, tokens, 0.7, 12).wrong_at is not None
+        spoilt = (*tokens[:4], (tokens[4] + 1) % 500, *tokens[5:])
+        assert oracle.check(PROMPT, spoilt, 0.7, 11).wrong_at == 4
+    with subtests.test("the fake engine has one right token"):
+        tokens = continuation(PROMPT, 10)
+        assert FakeOracle().check(PROMPT, tokens, 1.0, 5).wrong_at is None
+        tokens[6] += 1
+        assert FakeOracle().check(PROMPT, tokens, 1.0, 5).wrong_at == 6

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from bench.chaos.schedule import WAVE_S, Kind, Layout, Target, waves
 
+pytestmark = pytest.mark.long
+
+
 layouts = st.builds(
     Layout,
     prefill_workers=st.integers(2, 3),
@@ -43,30 +46,27 @@ def test_faults_come_in_order_and_within_the_wave(seed, layout):
         assert all(fault.lasts_s > 0 for fault in wave.faults if fault.kind is Kind.STOP)
 
 
-def test_the_seed_says_it_all():
-    assert first(5, 7) == first(5, 7)
-    assert first(5, 7) != first(5, 8)
-    assert len({wave.faults for wave in first(5, 7)}) == 5
-
-
-def test_in_the_long_run_everything_is_killed_and_stopped():
-    faults = [fault for wave in first(200, 1) for fault in wave.faults]
-    counts = Counter((fault.target, fault.kind) for fault in faults)
-    assert min(counts[target, kind] for target in Target for kind in Kind) > 50
-    names = {fault.name for fault in faults}
-    assert names == {
-        *("prefill-0", "prefill-1", "decode-0", "decode-1", "router-0", "router-1"),
-        *("prefill-0/0", "prefill-1/0", "decode-0/0", "decode-0/1", "decode-1/0", "decode-1/1"),
-        *("etcd-0", "etcd-1", "etcd-2"),
-    }
-    # Faults meet: the next one comes while another lasts.
-    assert any(b.at_s < a.at_s + a.lasts_s for wave in first(20, 1) for a, b in pairwise(wave.faults))
-
-
-@pytest.mark.parametrize("fewer", ["prefill_workers", "decode_workers", "routers"])
-def test_where_nobody_would_be_left_there_is_no_schedule(fewer):
-    fields = dict(
-        prefill_workers=2, prefill_dp_size=2, decode_workers=2, decode_dp_size=2, routers=2, members=3
-    )
-    with pytest.raises(ValueError, match="another one beside it"):
-        Layout(**fields | {fewer: 1})
+def test_schedules(subtests):
+    with subtests.test("the seed says it all"):
+        assert first(5, 7) == first(5, 7)
+        assert first(5, 7) != first(5, 8)
+        assert len({wave.faults for wave in first(5, 7)}) == 5
+    with subtests.test("in the long run everything is killed and stopped"):
+        faults = [fault for wave in first(200, 1) for fault in wave.faults]
+        counts = Counter((fault.target, fault.kind) for fault in faults)
+        assert min(counts[target, kind] for target in Target for kind in Kind) > 50
+        names = {fault.name for fault in faults}
+        assert names == {
+            *("prefill-0", "prefill-1", "decode-0", "decode-1", "router-0", "router-1"),
+            *("prefill-0/0", "prefill-1/0", "decode-0/0", "decode-0/1", "decode-1/0", "decode-1/1"),
+            *("etcd-0", "etcd-1", "etcd-2"),
+        }
+        # Faults meet: the next one comes while another lasts.
+        assert any(b.at_s < a.at_s + a.lasts_s for wave in first(20, 1) for a, b in pairwise(wave.faults))
+    for fewer in ["prefill_workers", "decode_workers", "routers"]:
+        with subtests.test("where nobody would be left there is no schedule", fewer=fewer):
+            fields = dict(
+                prefill_workers=2, prefill_dp_size=2, decode_workers=2, decode_dp_size=2, routers=2, members=3
+            )
+            with pytest.raises(ValueError, match="another one beside it"):
+                Layout(**fields | {fewer: 1})

@@ -10,6 +10,9 @@ from services.values.kv import GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan
 from services.values.request import Admitted
 
+pytestmark = pytest.mark.long
+
+
 FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "uint64")
 LAYOUT = KvLayout(4, 32, 1, groups=(FULL, replace(fake_window(6), unit_bytes=32), fake_state(3)))
 ADMITTED = Admitted(
@@ -27,20 +30,19 @@ ADMITTED = Admitted(
 )
 
 
-def test_bytes_are_the_delta_tails_and_one_state():
-    # Pages 2, 3 and 4; of the window positions 13 to 17 in two pages; three values of a state.
-    assert expected_bytes(ADMITTED, LAYOUT) == 3 * 32 + 2 * 32 + 24
-    assert expected_bytes(replace(ADMITTED, prompt_tokens=16, decode_prefix_len=16), LAYOUT) == 2 * 32 + 24
-    assert expected_bytes(replace(ADMITTED, plan=Plan.LOCAL), LAYOUT) == 0
-
-
 def shortage(carried_tokens, ttft, throughput):
     return {"carried_tokens": carried_tokens, "ttft_p50_ratio": ttft, "throughput_ratio": throughput}
 
 
-@pytest.mark.parametrize(
-    ("changes", "missed"),
-    [
+def test_a_summary_of_hybrid_models(subtests):
+    with subtests.test("bytes are the delta tails and one state"):
+        # Pages 2, 3 and 4; of the window positions 13 to 17 in two pages; three values of a state.
+        assert expected_bytes(ADMITTED, LAYOUT) == 3 * 32 + 2 * 32 + 24
+        assert (
+            expected_bytes(replace(ADMITTED, prompt_tokens=16, decode_prefix_len=16), LAYOUT) == 2 * 32 + 24
+        )
+        assert expected_bytes(replace(ADMITTED, plan=Plan.LOCAL), LAYOUT) == 0
+    for changes, missed in [
         ({}, []),
         ({"sides": [{"wrong_bytes": 1, "rejected": 0}]}, ["turns whose bytes are not the formula's"]),
         ({"hits": [{"of_attention": 0.9}]}, ["decode hits, of attention alone"]),
@@ -54,13 +56,12 @@ def shortage(carried_tokens, ttft, throughput):
             ["computed by prefill, a point for each that comes back"],
         ),
         ({"computed": [{"enough": False, "of_unlimited": 2.0}, {"enough": True, "of_unlimited": 1.0}]}, []),
-    ],
-)
-def test_what_is_missed(changes, missed):
-    figures = {
-        "sides": [{"wrong_bytes": 0, "rejected": 0}],
-        "shortage": [shortage(100, 4.0, 1.3)],
-        "hits": [{"of_attention": 1.0}],
-        "computed": [{"enough": True, "of_unlimited": 1.0}],
-    } | changes
-    assert [row["goal"] for row in verdicts(**figures) if not row["met"]] == missed
+    ]:
+        with subtests.test("what is missed", changes=changes, missed=missed):
+            figures = {
+                "sides": [{"wrong_bytes": 0, "rejected": 0}],
+                "shortage": [shortage(100, 4.0, 1.3)],
+                "hits": [{"of_attention": 1.0}],
+                "computed": [{"enough": True, "of_unlimited": 1.0}],
+            } | changes
+            assert [row["goal"] for row in verdicts(**figures) if not row["met"]] == missed

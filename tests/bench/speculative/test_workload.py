@@ -17,31 +17,9 @@ from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, conversations, r
 from services.cli.model.make_model import make_model
 from services.values.rank import Plan
 
-
-@pytest.mark.parametrize("share", [RIGHT, 0.5, 0.0])
-def test_a_model_follows_its_circles_as_often_as_is_said(tmp_path, share):
-    write(tmp_path, DRAFT, share=share, seed=TEXT_SEED)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ids = list(text(share, 200, random.Random(1)))
-    with torch.inference_mode():
-        chances = model(torch.tensor([ids])).logits[0].softmax(-1)
-    follows = successors(TEXT_SEED)
-    mean = sum(float(chances[at, follows[i]]) for at, i in enumerate(ids)) / len(ids)
-    assert mean == pytest.approx(share, abs=0.06)
+pytestmark = pytest.mark.long
 
 
-def test_a_prompt_that_recites_shows_every_circle_twice():
-    case = next(case for case in CASES if case.recites)
-    (talk,) = conversations(case, 1, 2, seed=3)
-    prompt, follows = talk.questions[0], successors(TEXT_SEED)
-    shown = {a: [] for a in follows}
-    for a, b in pairwise(prompt):
-        shown[a].append(b)
-    assert all(following.count(follows[a]) >= 1 for a, following in shown.items())
-    assert len(prompt) == 2 * sum(map(len, circles(TEXT_SEED)))
-
-
-@pytest.mark.long
 def test_it_runs_and_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(speculative.models, "TARGET", Shape(2, 64, 4, 2))
     figures = tmp_path / "figures.json"
@@ -58,28 +36,51 @@ def test_it_runs_and_loses_nothing(tmp_path, monkeypatch):
     assert written["paired"]["moved_as_groups_say"]
 
 
-def test_real_text_is_a_chat_whose_turns_join(tmp_path):
-    """Questions, and answers between them, are what the chat template makes of the whole conversation."""
-    make_model(tmp_path, tokenizer="bytes", chat_template="tools")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.2}')
-    tokenizer, real = AutoTokenizer.from_pretrained(tmp_path), RealText(tmp_path)
-    for case in real_text.CASES:
-        one, other = real.conversations(case, 2, 2, seed=1)
-        assert one.questions != other.questions and len(one.questions) == 2
-        assert (one.salt == other.salt) == (case.name == "again")
-        assert one.sampling.temperature == 0.2 and one.ends == (256,)
-        asked = request("r", one, one.questions[0], 8, Plan.LOCAL)
-        assert asked.eos_token_ids == (256,) and not asked.sampling.ignore_eos and asked.sampling.top_p == 1
-        first, second = (tokenizer.decode(question) for question in one.questions)
-        asked = real_text._QUESTIONS["chat" if case.name == "again" else case.name]
-        questions = next(pair for pair in asked if pair[0] in first)
-        chat = [("user", questions[0]), ("assistant", "So."), ("user", questions[1])]
-        messages = [{"role": role, "content": content} for role, content in chat]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert f"{first}So.{second}" == whole
+def test_models_and_prompts(subtests, tmp_path_factory):
+    for share in [RIGHT, 0.5, 0.0]:
+        with subtests.test("a model follows its circles as often as is said", share=share):
+            tmp_path = tmp_path_factory.mktemp("case")
+            write(tmp_path, DRAFT, share=share, seed=TEXT_SEED)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+            ids = list(text(share, 200, random.Random(1)))
+            with torch.inference_mode():
+                chances = model(torch.tensor([ids])).logits[0].softmax(-1)
+            follows = successors(TEXT_SEED)
+            mean = sum(float(chances[at, follows[i]]) for at, i in enumerate(ids)) / len(ids)
+            assert mean == pytest.approx(share, abs=0.06)
+    with subtests.test("a prompt that recites shows every circle twice"):
+        case = next(case for case in CASES if case.recites)
+        (talk,) = conversations(case, 1, 2, seed=3)
+        prompt, follows = talk.questions[0], successors(TEXT_SEED)
+        shown = {a: [] for a in follows}
+        for a, b in pairwise(prompt):
+            shown[a].append(b)
+        assert all(following.count(follows[a]) >= 1 for a, following in shown.items())
+        assert len(prompt) == 2 * sum(map(len, circles(TEXT_SEED)))
+    # Questions, and answers between them, are what the chat template makes of the whole conversation.
+    with subtests.test("real text is a chat whose turns join"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        make_model(tmp_path, tokenizer="bytes", chat_template="tools")
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.2}')
+        tokenizer, real = AutoTokenizer.from_pretrained(tmp_path), RealText(tmp_path)
+        for case in real_text.CASES:
+            one, other = real.conversations(case, 2, 2, seed=1)
+            assert one.questions != other.questions and len(one.questions) == 2
+            assert (one.salt == other.salt) == (case.name == "again")
+            assert one.sampling.temperature == 0.2 and one.ends == (256,)
+            asked = request("r", one, one.questions[0], 8, Plan.LOCAL)
+            assert (
+                asked.eos_token_ids == (256,) and not asked.sampling.ignore_eos and asked.sampling.top_p == 1
+            )
+            first, second = (tokenizer.decode(question) for question in one.questions)
+            asked = real_text._QUESTIONS["chat" if case.name == "again" else case.name]
+            questions = next(pair for pair in asked if pair[0] in first)
+            chat = [("user", questions[0]), ("assistant", "So."), ("user", questions[1])]
+            messages = [{"role": role, "content": content} for role, content in chat]
+            whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            assert f"{first}So.{second}" == whole
 
 
-@pytest.mark.long
 def test_real_text_runs_and_loses_nothing(tmp_path, monkeypatch):
     model, figures = tmp_path / "model", tmp_path / "figures.json"
     make_model(model, tokenizer="bytes", chat_template="tools")
