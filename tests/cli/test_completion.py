@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.cli.completion import bash, completion, fish, zsh
-from services.cli.completion.words import words_of
+from services.cli import completion
 from services.settings.flags import describe, setting
 
 
@@ -30,40 +29,35 @@ class Completion:
     shell: Literal["bash", "zsh"] = setting(help="whose", positional=True)
 
 
-COMMANDS = [
-    words_of("up", "start one", describe(Up)),
-    words_of("ask", "ask it", describe(Ask)),
-    words_of("completion", "of a shell", describe(Completion)),
-]
-FLAGS = ["--model=", "--port=", "--page=", "--logs", "--tls-ca=", "--help"]
-
-
+MEANINGS = {"up": "start one", "ask": "ask it", "completion": "of a shell"}
+DESCRIBED = {name: describe(cls) for name, cls in zip(MEANINGS, (Up, Ask, Completion), strict=True)}
+FLAGS = ["-h", "--model", "--port", "--page", "--logs", "--tls-ca", "--help"]
 OFFERED = [
-    ([""], ["up", "ask", "completion", "help", "--version"]),
+    ([""], ["up", "ask", "completion", "help"]),
+    (["-"], ["-h", "--help", "--version"]),
     (["co"], ["completion"]),
     (["help", ""], ["up", "ask", "completion"]),
-    (["up", "--"], FLAGS),
-    (["up", "--p"], ["--port=", "--page="]),
-    (["up", "--page", "="], ["on", "off"]),
-    (["up", "--page", "=", "of"], ["off"]),
-    (["up", "--page", "o"], ["on", "off"]),
-    (["up", "--page", "=", "on", "--l"], ["--logs"]),
-    (["up", "--port", "=", ""], []),
+    (["up", "-"], FLAGS),
+    (["up", "--p"], ["--port", "--page"]),
+    (["up", "--page", ""], ["on", "off"]),
+    (["up", "--page", "of"], ["off"]),
+    (["up", "--page", "on", "--l"], ["--logs"]),
+    (["up", "--port", ""], []),
     (["up", ""], ["a model", "file.pem"]),
-    (["up", "f"], ["file.pem"]),
-    (["up", "--tls-ca", "=", ""], ["a model", "file.pem"]),
-    (["ask", ""], ["--text=", "--chat", "--help"]),
+    (["up", "--logs", "f"], ["file.pem"]),
+    (["up", "--tls-ca", ""], ["a model", "file.pem"]),
+    (["ask", "-"], ["-h", "--text", "--chat", "--help"]),
     (["ask", "he"], []),
     (["completion", ""], ["bash", "zsh"]),
 ]
-# Of each line the words typed so far; bash gives those at `=` apart.
+# Each line has the words that are typed so far.
 ASK = """
 while IFS= read -r line; do
     IFS='|' read -ra words <<< "$line|."
     unset 'words[-1]'
     COMP_WORDS=(isthmus "${words[@]}")
     COMP_CWORD=${#words[@]}
-    _isthmus
+    _shtab_isthmus
     (IFS='|'; printf '%s\\n' "${COMPREPLY[*]}")
 done
 """
@@ -72,7 +66,7 @@ done
 def test_bash_completes(tmp_path):
     (tmp_path / "a model").mkdir()
     (tmp_path / "file.pem").touch()
-    script = bash.script(COMMANDS, ["help", "--version"]) + ASK
+    script = completion.script("bash", MEANINGS, DESCRIBED) + ASK
     typed = "".join("|".join(words) + "\n" for words, _ in OFFERED)
     command = ["bash", "--norc", "-c", script]
     ended = subprocess.run(
@@ -86,20 +80,15 @@ def test_bash_completes(tmp_path):
 
 
 def test_zsh_and_fish_are_told_the_same():
-    told = zsh.script(COMMANDS, ["help"])
-    assert told.startswith("#compdef isthmus\n") and "'up:start one'" in told
-    # As a file of $fpath it is run at once: who only defined there would offer nothing to the first TAB.
-    assert told.splitlines()[-1].startswith('if [[ $funcstack[1] == _isthmus ]]; then _isthmus "$@"; else')
-    assert "'--page=[a page]:value:(on off)'" in told and "'--tls-ca=[PEM]:value:_files'" in told
-    assert r"'--port=[where it'\''s\: \[here\]]:value: '" in told
-    assert (
-        "'--logs[show them]'" in told
-        and "completion) _arguments '--help[show all flags]' '1:value:(bash zsh)'" in told
-    )
-    told = fish.script(COMMANDS, ["help"])
-    up = "complete -c isthmus -n '__fish_seen_subcommand_from up'"
-    assert f"{up} -l page -x -a 'on off' -d 'a page'" in told and f"{up} -l tls-ca -r -F -d 'PEM'" in told
-    assert f"{up} -l logs -d 'show them'" in told and rf"{up} -l port -x -d 'where it\'s: [here]'" in told
+    told = completion.script("zsh", MEANINGS, DESCRIBED)
+    assert told.startswith("#compdef isthmus\n") and "up:'start one'" in told
+    assert '"--page[a page]:page:(on off)"' in told and '"--tls-ca[PEM]:tls_ca:_files"' in told
+    assert r'"--port[where it\'s\: \[here\]]:port:"' in told and '"--logs[show them]"' in told
+    assert '":whose:(bash zsh)"' in told
+    told = completion.script("fish", MEANINGS, DESCRIBED)
+    up = "complete -c isthmus -n '_shtab_isthmus_using up'"
+    assert f"{up} -l page -xka \"on off\" -d 'a page'" in told and f"{up} -l logs -d 'show them'" in told
+    assert f'{up} -l tls-ca -xka "(__fish_complete_path' in told and f"{up} -l port -x -d" in told
 
 
 def test_the_command_s_own_script_is_bash(capsys, monkeypatch):
@@ -108,4 +97,4 @@ def test_the_command_s_own_script_is_bash(capsys, monkeypatch):
     assert completion.run(["bash"]) == 0
     script = capsys.readouterr().out
     subprocess.run(["bash", "-n"], input=script, text=True, timeout=30, check=True)
-    assert "generate)" in script and "--temperature=" in script
+    assert "_shtab_isthmus_generate_option_strings=(" in script and "--temperature" in script

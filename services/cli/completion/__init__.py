@@ -1,1 +1,0 @@
-"""`isthmus completion`: what a shell needs to know to complete the command."""
