@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.families import FAMILIES
 from services.cli.model.make_model import make_model
 from services.engine.fake import fake_state, fake_window
 from services.model.layer_groups import LayerGroups, layer_groups
@@ -64,7 +65,7 @@ def made(wanted: Made, page_size: int) -> Iterator[Model]:
     with TemporaryDirectory(prefix="isthmus-bench-") as directory:
         make_model(
             Path(directory),
-            wanted.family,
+            FAMILIES[wanted.family],
             hidden_size=_HIDDEN,
             num_layers=_LAYERS,
             window=wanted.window,

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from bench.families import FAMILIES
 from services.cli.model import make_model as make_models
 from services.cli.model.make_model import make_model
 
@@ -22,7 +23,12 @@ def tiny_checkpoint(
     folder = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"])  # set by conftest.py
     directory = folder / f"{architecture}-{tokenizer}-{seed}-{num_kv_heads}-{window}"
     make_model(
-        directory, architecture, tokenizer=tokenizer, seed=seed, num_kv_heads=num_kv_heads, window=window
+        directory,
+        FAMILIES.get(architecture, architecture),
+        tokenizer=tokenizer,
+        seed=seed,
+        num_kv_heads=num_kv_heads,
+        window=window,
     )
     return directory
 

@@ -1,4 +1,4 @@
-"""Pairs of a target and a draft, each made once per process: see services/cli/model/grown_model.py."""
+"""Pairs of a target and a draft, each made once per process: see grow in services/cli/model/make_model.py."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exactness.checkpoints import tiny_checkpoint
-from services.cli.model.grown_model import grow
+from services.cli.model.make_model import grow
 from services.engine.torch.checkpoint import LOADING
 
 

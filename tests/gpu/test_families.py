@@ -2,11 +2,11 @@
 
 import pytest
 
+from bench.families import FAMILIES
 from engine.torch.sequences import Carried, Guessing, PageTables, Sequence, generate, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.cli.model.families import FAMILIES
 from services.engine.torch.draft import DraftSettings
 from services.engine.torch.runner import TorchRunner
 from services.kv.carried.pool_sizes import PoolSizes

@@ -5,6 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
+from bench.families import FAMILIES
 from exactness.checkpoints import tiny_checkpoint
 from exactness.model_configs import (
     DEEPSEEK_V3,
@@ -14,7 +15,6 @@ from exactness.model_configs import (
     QWEN3_8B,
     QWEN3_NEXT,
 )
-from services.cli.model.families import FAMILIES
 from services.cli.model.make_model import ARCHITECTURES
 from services.model.weights import weights
 from services.values.errors import ConfigError

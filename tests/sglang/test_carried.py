@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.families import FAMILIES
 from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import OWN, PAGE_BYTES, active, chunk, worker_on
 from services.cli.model.make_model import make_model
@@ -80,7 +81,7 @@ async def test_what_all_processes_have_written_is_one_sum(checkpoint):
 
 @pytest.fixture
 def windowed(tmp_path):
-    make_model(tmp_path, "gpt_oss")
+    make_model(tmp_path, FAMILIES["gpt_oss"])
     return tmp_path
 
 
@@ -125,7 +126,7 @@ async def test_a_model_without_windows_is_not_asked_about(checkpoint, asked):
 
 
 async def test_what_recurrent_layers_cost_is_said_at_the_start(tmp_path, asked, caplog):
-    make_model(tmp_path, "qwen3_next")
+    make_model(tmp_path, FAMILIES["qwen3_next"])
     assert await SglangWorker(sglang_settings(tmp_path), {0: OWN})._window_arguments({}) == []
     assert "sglang_recurrent" in caplog.text and "--mamba-track-interval" in caplog.text
 

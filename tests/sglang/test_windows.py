@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MellumConfig
 
+from bench.families import FAMILIES
 from engine.sglang.random_ids import random_ids
 from engine.sglang.real_cluster import PAGE, RANK_FLAGS, SglangCluster
 from engine.sglang.settings import sglang_settings
@@ -31,7 +32,7 @@ ANSWER = 8
 def gemma(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gemma3")
     # Tied, as all that are published: SGLang loads no output layer of its own.
-    make_model(directory, "gemma3", window=WINDOW, changes={"tie_word_embeddings": True})
+    make_model(directory, FAMILIES["gemma3"], window=WINDOW, changes={"tie_word_embeddings": True})
     return directory
 
 

@@ -3,8 +3,7 @@
 Made for tests, demos and benchmarks without a download: real architecture, real files, no meaning.
 An ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced
 page of KV goes unseen. Here every prompt token counts: change any one of some 200 and the greedy
-continuation changes, within a few tokens. tests/cli/model/test_make_model.py holds it to that. Of families
-that remember otherwise, or choose experts, the logits change: families.py.
+continuation changes, within a few tokens. tests/cli/model/test_make_model.py holds it to that.
 
 The tokenizers, and what becomes of text:
   characters  an id is exactly one printable character: text and ids map one to one, both ways.
@@ -14,14 +13,16 @@ The tokenizers, and what becomes of text:
               special tokens EOS, OPEN and CLOSE. There is no unknown text.
 
 The chat templates are those of chat_templates.py. A model with tools calls only what it must (tool_choice
-required), and is steered (steered_model.py) so that its strings and answers end.
+required), and is steered (`_steer`) so that its strings and answers end.
 
 Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the
 highest of hundreds lies near 9.
 """
 
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,9 +47,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
-from services.cli.model.families import FAMILIES, Sizes, family_config, fill_family
-from services.cli.model.grown_model import grow
-from services.cli.model.steered_model import steer
 from services.cli.model.written import require_empty
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
@@ -62,27 +60,8 @@ _MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-ARCHITECTURES = tuple(_MODELS)  # of full attention alone; FAMILIES has the others
-_Architectures = Literal[
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "nemotron_h",
-    "falcon_h1",
-    "bamba",
-    "jamba",
-    "gpt_oss",
-    "gemma3",
-    "gemma4",
-    "llama4",
-    "qwen3_moe",
-    "minimax_m2",
-    "deepseek_v3",
-]
+ARCHITECTURES = tuple(_MODELS)
+_Architectures = Literal["llama", "qwen2", "qwen3", "mistral"]
 _Tokenizers = Literal["characters", "bytes"]
 _ChatTemplates = Literal["plain", "tools", "thinking"]
 TOKENIZERS = get_args(_Tokenizers)
@@ -104,6 +83,64 @@ _ROPE_THETA = 100.0
 _WINDOW = 24  # tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What make-model is told of any architecture."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_context_tokens: int
+    window: int
+    eos_token_id: int
+    rope_theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return dict(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=2 * self.hidden_size,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=self.max_context_tokens,
+            rope_parameters=self.rope,
+            bos_token_id=None,
+            pad_token_id=None,
+            eos_token_id=self.eos_token_id,
+            tie_word_embeddings=False,
+            dtype=torch.float32,
+        )
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.rope_theta}
+
+    @property
+    def layered(self) -> dict[str, Any]:
+        return self.common | dict(num_hidden_layers=self.num_layers, head_dim=self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture beside ARCHITECTURES, for callers that bring one.
+
+    `config` raises whatever transformers raises where it has no model of these sizes. `fill` draws every
+    weight of a model from a seed, at a scale of 1 by default.
+    """
+
+    config: Callable[[Sizes], PreTrainedConfig]
+    num_layers: int  # the default
+    fill: Callable[[PreTrainedModel, int, float], None]
+    has_window: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeModelConfig:
     """Write a small random checkpoint, for tests and demos: real files, no meaning."""
@@ -115,14 +152,12 @@ class MakeModelConfig:
         "plain", "tools: one that can call tools; thinking: and thinks first; both with --tokenizer=bytes"
     )
     hidden_size: int = setting(64, "an even multiple of the heads")
-    num_layers: int | None = setting(None, "layers; default: 2, or as many as show what the family has")
+    num_layers: int = setting(2, "layers")
     num_heads: int = setting(4, "attention heads, a multiple of the KV heads")
     num_kv_heads: int = setting(2, "KV heads")
     vocab_size: int | None = setting(None, "ids; default: 512 for characters, 259 for bytes")
     max_context_tokens: int = setting(4096, "tokens of prompt and answer")
-    window: int | None = setting(
-        None, "tokens that a windowed layer sees; default: 24, and none with mistral, which may have one"
-    )
+    window: int | None = setting(None, "tokens that a layer of mistral sees; default: all")
     seed: int = setting(0, "the same settings and seed give the same weights")
     initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
     grown_from: Path | None = setting(
@@ -139,7 +174,7 @@ class MakeModelConfig:
 
 def make_model(
     directory: Path,
-    architecture: str = "llama",
+    architecture: str | Family = "llama",
     *,
     hidden_size: int = 64,
     num_layers: int | None = None,
@@ -167,14 +202,13 @@ def make_model(
     tokens = _make_tokenizer(tokenizer, vocab_size, chat_template)
     tokens.model_max_length = max_context_tokens
     _require(initializer_range >= 0.1, f"initializer_range must be at least 0.1, got {initializer_range}")
+    family = architecture if isinstance(architecture, Family) else None
     config = _make_config(
         architecture,
         Sizes(
             vocab_size=len(tokens),
             hidden_size=hidden_size,
-            num_layers=_default(
-                num_layers, FAMILIES[architecture].num_layers if architecture in FAMILIES else 2
-            ),
+            num_layers=_default(num_layers, family.num_layers if family else 2),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             max_context_tokens=max_context_tokens,
@@ -187,11 +221,11 @@ def make_model(
     config.update({"initializer_range": initializer_range, **(changes or {})})
     with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill = fill_family if architecture in FAMILIES else _fill
+    fill = family.fill if family else _fill
     fill(model, seed, initializer_range / _GAIN_AT)
     if likings := CHAT_TEMPLATES[chat_template].likings:
         _require(architecture in ARCHITECTURES, f"a template with tools wants one of {ARCHITECTURES}")
-        steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
+        _steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
     try:
         directory.mkdir(parents=True, exist_ok=True)
         disable_progress_bar()  # there is nothing to wait for
@@ -230,18 +264,23 @@ def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _make_config(architecture: str, sizes: Sizes, window: int | None) -> PreTrainedConfig:
-    names = (*ARCHITECTURES, *FAMILIES)
-    _require(architecture in names, f"architecture must be one of {names}, got {architecture!r}")
-    has_window = architecture == "mistral" or (architecture in FAMILIES and FAMILIES[architecture].has_window)
+def _make_config(architecture: str | Family, sizes: Sizes, window: int | None) -> PreTrainedConfig:
+    family = architecture if isinstance(architecture, Family) else None
+    if not family:
+        known = architecture in ARCHITECTURES
+        _require(known, f"architecture must be one of {ARCHITECTURES}, got {architecture!r}")
+    has_window = family.has_window if family else architecture == "mistral"
     _require(window is None or has_window, f"{architecture} has no window")
     hidden_size, num_heads = sizes.hidden_size, sizes.num_heads
     counts = [getattr(sizes, member.name) for member in fields(sizes)]
     _require(min(counts) >= 1, f"every size must be positive: {sizes}")
     _require(hidden_size % (2 * num_heads) == 0, f"{hidden_size=} must be an even multiple of {num_heads=}")
     _require(num_heads % sizes.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-    if architecture in FAMILIES:
-        return family_config(architecture, sizes)
+    if isinstance(architecture, Family):
+        try:
+            return architecture.config(sizes)
+        except Exception as error:  # transformers' checks of a config share no class but this
+            raise ConfigError(f"no such model of these sizes: {error}") from error
     return _MODELS[architecture][0](**sizes.layered, sliding_window=window)
 
 
@@ -320,3 +359,90 @@ def _bytes() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([EOS, OPEN, CLOSE])
     return tokenizer
+
+
+_CONSTANT = 8.0  # about a third of what is beside it then, after the last norm
+_WRITES = ("o_proj.weight", "down_proj.weight")
+_READS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
+_PROBED = 64  # tokens
+
+
+def _steer(model: PreTrainedModel, likings: Mapping[int, float]) -> None:
+    """Make a model like some tokens and shun others, wherever it is, so that answers come to an end.
+
+    `likings` are logits to add, by token id; what they come to varies by a sixth. A logit's own spread is 3.
+    Only dense attention models can be steered, since it goes by the names of their weights.
+
+    Of a random model's logits none is higher than another's on the average, and these models have no bias. So
+    one dimension of what is between the layers is kept constant, and the output reads there how a token is
+    liked:
+
+        embeddings, dimension 0      the same for every token
+        layers                       neither read nor write it
+        output, dimension 0          the token's liking, in logits
+    """
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        if name.endswith(_WRITES):
+            weight[0, :] = 0
+        elif name.endswith(_READS):
+            weight[:, 0] = 0
+    model.get_input_embeddings().weight.detach()[:, 0] = _CONSTANT
+    output = model.get_output_embeddings().weight.detach()
+    output[:, 0] = 0
+    constant = _constant_at_the_end(model)
+    for token_id, liking in likings.items():
+        output[token_id, 0] = liking / constant
+
+
+def _constant_at_the_end(model: PreTrainedModel) -> float:
+    vocab_size = model.config.vocab_size
+    ids = torch.randint(0, vocab_size, (1, _PROBED), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = model.base_model(ids).last_hidden_state
+    return float(hidden[0, :, 0].mean())
+
+
+_WRITE_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+
+
+def grow(source: Path, directory: Path, extra_layers: int, gain: float, seed: int) -> None:
+    """Write the checkpoint in `source` with so many more layers: random ones, what they add times `gain`.
+
+    The small one foretells what the grown one chooses, the more often the less the new layers add. Both have
+    the same embeddings, head and tokenizer.
+
+    Raises:
+        ConfigError: `source` is none of those whose layers are all alike, or nothing can be written.
+    """
+    try:
+        small = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32)
+        grown = _with_layers(small, extra_layers)
+        _fill_new(grown, small.config.num_hidden_layers, gain, seed)
+        shutil.copytree(source, directory, dirs_exist_ok=True)  # the tokenizer, too
+        grown.save_pretrained(directory)
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot grow {source} into {directory}: {error}") from error
+
+
+def _with_layers(small: PreTrainedModel, extra_layers: int) -> PreTrainedModel:
+    config: PreTrainedConfig = deepcopy(small.config)
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"only {', '.join(ARCHITECTURES)} grow, it is of {config.model_type}")
+    config.num_hidden_layers += extra_layers
+    if kinds := getattr(small.config, "layer_types", None):
+        config.layer_types = [*kinds, *kinds[-1:] * extra_layers]
+    with torch.random.fork_rng(devices=[]):
+        grown: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    grown.load_state_dict(small.state_dict(), strict=False)
+    return grown
+
+
+def _fill_new(grown: PreTrainedModel, first: int, gain: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new = tuple(f".layers.{layer}." for layer in range(first, grown.config.num_hidden_layers))
+    for name, parameter in sorted(grown.named_parameters()):
+        if parameter.dim() < 2 or not any(layer in name for layer in new):
+            continue
+        scale = gain if name.endswith(_WRITE_TO_RESIDUAL) else 1.0
+        parameter.detach().normal_(0, scale / math.sqrt(parameter.shape[1]), generator=generator)

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from bench.families import FAMILIES
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt, reference_generations
+from services.cli.model.chat_templates import EOS
 from services.cli.model.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
 from services.values.errors import ConfigError
 
@@ -154,3 +156,66 @@ def test_what_is_made_and_what_is_refused(subtests, tmp_path_factory, capsys):
         assert (tmp_path / "model.safetensors").read_text() == "somebody's"
         assert run([str(tmp_path), *sizes, "--overwrite"]) == 0
         assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+
+
+PROMPTS = ["Is it warm in Corinth today?", "⟦user:Hello⟧⟦assistant:", '{"a": [1, 2], "b": "cc']
+
+
+def test_dense_models_with_tools_like_what_ends_things(subtests, tmp_path_factory):
+    for architecture in ARCHITECTURES:
+        with subtests.test("a model with tools likes what ends things", architecture=architecture):
+            tmp_path = tmp_path_factory.mktemp("case")
+            make_model(tmp_path, architecture, tokenizer="bytes", chat_template="thinking")
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+            logits = []
+            for prompt in PROMPTS:
+                ids = torch.tensor([tokenizer.encode(prompt)])
+                with torch.no_grad():
+                    logits.append(model(ids).logits[0])
+            found = torch.cat(logits)  # [tokens, ids]
+            mean, spread = found.mean(0), float(found.std())
+            assert 2 < spread < 5
+            for token, liking in {'"': 7.0, "}": 3.0, "]": 3.0, "</think>": 6.0}.items():
+                assert float(mean[tokenizer.convert_tokens_to_ids(token)]) == pytest.approx(liking, abs=2.5)
+            ends = found[:, tokenizer.convert_tokens_to_ids(EOS)]
+            assert float(ends.mean()) == pytest.approx(5.0, abs=1.5) and float(ends.std()) < 1.5
+            assert int((found.argmax(1) != tokenizer.convert_tokens_to_ids('"')).sum()) > len(found) // 3
+    with subtests.test("only dense models are steered"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with pytest.raises(ConfigError, match="tools"):
+            make_model(tmp_path / "m", FAMILIES["qwen3_moe"], tokenizer="bytes", chat_template="tools")
+
+
+def agreement(small, grown):
+    """Of greedy tokens."""
+    same = total = 0
+    for seed in range(3):
+        ids = torch.tensor([random_prompt(40, seed=seed)])
+        with torch.inference_mode():
+            ids = grown.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
+            theirs, ours = (model(ids).logits[0, 39:-1].argmax(-1) for model in (small, grown))
+        same, total = same + int((theirs == ours).sum()), total + len(ours)
+    return same / total
+
+
+def test_a_model_that_grows_keeps_four_of_five_tokens(subtests, tmp_path, capsys, tmp_path_factory):
+    with subtests.test("four of five tokens stay"):
+        source = tiny_checkpoint()
+        settings = ["--extra-layers=3", "--extra-gain=2", "--seed=1"]
+        assert run([str(tmp_path), f"--grown-from={source}", *settings]) == 0
+        assert f"what {source} can draft for" in capsys.readouterr().out
+        small, grown = (AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path))
+        assert grown.config.num_hidden_layers == small.config.num_hidden_layers + 3
+        own, others = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (source, tmp_path))
+        assert own == others
+        assert 0.7 < agreement(small, grown) < 0.95
+    with subtests.test("what is no checkpoint does not grow"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "source").mkdir()
+        with pytest.raises(ConfigError, match="cannot grow"):
+            run([str(tmp_path / "grown"), f"--grown-from={tmp_path / 'source'}"])
+    with subtests.test("a family of other layers does not grow"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with pytest.raises(ConfigError, match="cannot grow"):
+            run([str(tmp_path / "grown"), f"--grown-from={tiny_checkpoint('falcon_h1')}"])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from bench.families import FAMILIES
 from exactness.checkpoints import tiny_checkpoint
-from services.cli.model.families import FAMILIES
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.model.layer_groups import layer_groups

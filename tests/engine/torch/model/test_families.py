@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 
+from bench.families import FAMILIES
 from engine.torch.sequences import Carried, PageTables, Sequence, generate, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.cli.model.families import FAMILIES
 from services.engine.torch.runner import TorchRunner
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ProtocolError

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.families import FAMILIES
 from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
-from services.cli.model.families import FAMILIES
 from services.engine.paged.runner import Chunk
 from services.kv.tails import carried_bytes
 from services.values.errors import Unavailable

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.families import FAMILIES
 from engine.torch.sequences import Carried, PageTables, Sequence
 from exactness.checkpoints import tiny_checkpoint
 from exactness.prompt_scores import check_scores
 from exactness.reference import random_prompt
-from services.cli.model.families import FAMILIES
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.scored_prompt import ScoredPrompt
 from services.engine.torch.runner import TorchRunner

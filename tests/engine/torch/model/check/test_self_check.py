@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MiniMaxConfig
 
+from bench.families import FAMILIES
 from exactness.checkpoints import tiny_checkpoint
-from services.cli.model.families import FAMILIES
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.engine.torch.checkpoint import load_model, open_checkpoint

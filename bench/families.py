@@ -1,4 +1,4 @@
-"""What `isthmus make-model` makes beside plain decoders: windows, recurrent layers, experts, latents.
+"""Families beside the plain decoders of `isthmus make-model`: windows, recurrent layers, experts, latents.
 
 Small configs of the families by transformers' model types, and weights by which each early token, each state
 and each window counts. A default initialisation hides them: a stale state changes the logits by 0.3 % then.
@@ -9,8 +9,6 @@ and each window counts. A default initialisation hides them: a stale state chang
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from services.values.errors import ConfigError
+from services.cli.model.make_model import Family, Sizes
 
 _RECURRENT, _FULL, _SLIDING, _CHUNKED = (
     "linear_attention",
@@ -39,116 +37,73 @@ _SMALLEST_DECAY, _LARGEST_DECAY = -3.0, 1.0  # natural logarithms
 _STEP_BIAS = -2.5  # softplus of it, 0.08, times a decay: what a state forgets with a token
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What make-model is told of any architecture."""
+def _alternating(sizes: Sizes, other: str) -> list[str]:
+    """Layer types: the last one full attention, and every second one before it."""
+    return [other if (sizes.num_layers - i) % 2 == 0 else _FULL for i in range(sizes.num_layers)]
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    max_context_tokens: int
-    window: int
-    eos_token_id: int
-    rope_theta: float
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+def _ropes(sizes: Sizes) -> dict[str, Any]:
+    """Of a model that has angles of their own for each kind of layer."""
+    return {_SLIDING: sizes.rope, _FULL: sizes.rope}
 
-    def alternating(self, other: str) -> list[str]:
-        """Layer types: the last one full attention, and every second one before it."""
-        return [other if (self.num_layers - i) % 2 == 0 else _FULL for i in range(self.num_layers)]
 
-    @property
-    def common(self) -> dict[str, Any]:
-        return dict(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=2 * self.hidden_size,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            max_position_embeddings=self.max_context_tokens,
-            rope_parameters=self.rope,
-            bos_token_id=None,
-            pad_token_id=None,
-            eos_token_id=self.eos_token_id,
-            tie_word_embeddings=False,
-            dtype=torch.float32,
-        )
+def _experts(sizes: Sizes) -> dict[str, Any]:
+    return dict(num_experts=_NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=sizes.hidden_size // 2)
 
-    @property
-    def rope(self) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": self.rope_theta}
 
-    @property
-    def ropes(self) -> dict[str, Any]:
-        """Of a model that has angles of their own for each kind of layer."""
-        return {_SLIDING: self.rope, _FULL: self.rope}
+def _local_experts(sizes: Sizes) -> dict[str, Any]:
+    return dict(num_local_experts=_NUM_EXPERTS, num_experts_per_tok=2)
 
-    @property
-    def layered(self) -> dict[str, Any]:
-        return self.common | dict(num_hidden_layers=self.num_layers, head_dim=self.head_dim)
 
-    @property
-    def experts(self) -> dict[str, Any]:
-        return dict(
-            num_experts=_NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=self.hidden_size // 2
-        )
+def _routed_experts(sizes: Sizes) -> dict[str, Any]:
+    return dict(
+        n_routed_experts=_NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=sizes.hidden_size // 2
+    )
 
-    @property
-    def local_experts(self) -> dict[str, Any]:
-        return dict(num_local_experts=_NUM_EXPERTS, num_experts_per_tok=2)
 
-    @property
-    def routed_experts(self) -> dict[str, Any]:
-        return dict(
-            n_routed_experts=_NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=self.hidden_size // 2
-        )
+def _delta_net(sizes: Sizes) -> dict[str, Any]:
+    return dict(
+        linear_num_key_heads=sizes.num_kv_heads,
+        linear_num_value_heads=sizes.num_heads,
+        linear_key_head_dim=sizes.head_dim,
+        linear_value_head_dim=sizes.head_dim,
+        layer_types=_alternating(sizes, _RECURRENT),
+    )
 
-    @property
-    def delta_net(self) -> dict[str, Any]:
-        return dict(
-            linear_num_key_heads=self.num_kv_heads,
-            linear_num_value_heads=self.num_heads,
-            linear_key_head_dim=self.head_dim,
-            linear_value_head_dim=self.head_dim,
-            layer_types=self.alternating(_RECURRENT),
-        )
 
-    @property
-    def mamba(self) -> dict[str, Any]:
-        """Mamba-2's of twice the hidden size, as Bamba and Falcon-H1 name it."""
-        return dict(
-            mamba_n_heads=2 * self.num_heads,
-            mamba_d_head=self.head_dim,
-            mamba_d_state=self.head_dim,
-            mamba_n_groups=self.num_kv_heads,
-            mamba_expand=2,
-            mamba_chunk_size=32,
-        )
+def _mamba(sizes: Sizes) -> dict[str, Any]:
+    """Mamba-2's of twice the hidden size, as Bamba and Falcon-H1 name it."""
+    return dict(
+        mamba_n_heads=2 * sizes.num_heads,
+        mamba_d_head=sizes.head_dim,
+        mamba_d_state=sizes.head_dim,
+        mamba_n_groups=sizes.num_kv_heads,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+    )
 
 
 def _qwen3_5(sizes: Sizes) -> PreTrainedConfig:
-    return transformers.Qwen3_5TextConfig(**sizes.layered, **sizes.delta_net)
+    return transformers.Qwen3_5TextConfig(**sizes.layered, **_delta_net(sizes))
 
 
 def _qwen3_5_moe(sizes: Sizes) -> PreTrainedConfig:
     shared = dict(shared_expert_intermediate_size=sizes.hidden_size // 2)
-    return transformers.Qwen3_5MoeTextConfig(**sizes.layered, **sizes.delta_net, **sizes.experts, **shared)
+    return transformers.Qwen3_5MoeTextConfig(
+        **sizes.layered, **_delta_net(sizes), **_experts(sizes), **shared
+    )
 
 
 def _qwen3_next(sizes: Sizes) -> PreTrainedConfig:
     shared = dict(shared_expert_intermediate_size=sizes.hidden_size // 2)
-    return transformers.Qwen3NextConfig(**sizes.layered, **sizes.delta_net, **sizes.experts, **shared)
+    return transformers.Qwen3NextConfig(**sizes.layered, **_delta_net(sizes), **_experts(sizes), **shared)
 
 
 def _nemotron_h(sizes: Sizes) -> PreTrainedConfig:
     pattern = [_RECURRENT, "moe", _FULL, _RECURRENT, "mlp", _FULL]
     return transformers.NemotronHConfig(
         **sizes.common,
-        **sizes.routed_experts,
+        **_routed_experts(sizes),
         head_dim=sizes.head_dim,
         layers_block_type=[pattern[i % len(pattern)] for i in range(sizes.num_layers)],
         mamba_num_heads=2 * sizes.num_heads,
@@ -161,13 +116,13 @@ def _nemotron_h(sizes: Sizes) -> PreTrainedConfig:
 
 
 def _falcon_h1(sizes: Sizes) -> PreTrainedConfig:
-    return transformers.FalconH1Config(**sizes.layered, **sizes.mamba, mamba_d_ssm=2 * sizes.hidden_size)
+    return transformers.FalconH1Config(**sizes.layered, **_mamba(sizes), mamba_d_ssm=2 * sizes.hidden_size)
 
 
 def _bamba(sizes: Sizes) -> PreTrainedConfig:
-    attention = [i for i, kind in enumerate(sizes.alternating(_RECURRENT)) if kind == _FULL]
+    attention = [i for i, kind in enumerate(_alternating(sizes, _RECURRENT)) if kind == _FULL]
     common = sizes.common | dict(num_hidden_layers=sizes.num_layers)
-    return transformers.BambaConfig(**common, **sizes.mamba, attn_layer_indices=attention)
+    return transformers.BambaConfig(**common, **_mamba(sizes), attn_layer_indices=attention)
 
 
 def _jamba(sizes: Sizes) -> PreTrainedConfig:
@@ -182,17 +137,17 @@ def _jamba(sizes: Sizes) -> PreTrainedConfig:
 
 
 def _gpt_oss(sizes: Sizes) -> PreTrainedConfig:
-    types = sizes.alternating(_SLIDING)
+    types = _alternating(sizes, _SLIDING)
     return transformers.GptOssConfig(
-        **sizes.layered, **sizes.local_experts, sliding_window=sizes.window, layer_types=types
+        **sizes.layered, **_local_experts(sizes), sliding_window=sizes.window, layer_types=types
     )
 
 
 def _gemma3(sizes: Sizes) -> PreTrainedConfig:
     return transformers.Gemma3TextConfig(
-        **sizes.layered | dict(rope_parameters=sizes.ropes),
+        **sizes.layered | dict(rope_parameters=_ropes(sizes)),
         sliding_window=sizes.window,
-        layer_types=sizes.alternating(_SLIDING),
+        layer_types=_alternating(sizes, _SLIDING),
         query_pre_attn_scalar=sizes.head_dim,
     )
 
@@ -200,9 +155,9 @@ def _gemma3(sizes: Sizes) -> PreTrainedConfig:
 def _gemma4(sizes: Sizes) -> PreTrainedConfig:
     """Its last two layers have no K and V of their own, its full ones have wider heads."""
     return transformers.Gemma4TextConfig(
-        **sizes.layered | dict(rope_parameters=sizes.ropes),
+        **sizes.layered | dict(rope_parameters=_ropes(sizes)),
         sliding_window=sizes.window,
-        layer_types=sizes.alternating(_SLIDING),
+        layer_types=_alternating(sizes, _SLIDING),
         global_head_dim=2 * sizes.head_dim,
         num_global_key_value_heads=1,
         num_kv_shared_layers=2,
@@ -213,10 +168,10 @@ def _gemma4(sizes: Sizes) -> PreTrainedConfig:
 
 def _llama4(sizes: Sizes) -> PreTrainedConfig:
     """Chunked windows; angles on those layers alone."""
-    types = sizes.alternating(_CHUNKED)
+    types = _alternating(sizes, _CHUNKED)
     return transformers.Llama4TextConfig(
         **sizes.layered,
-        **sizes.local_experts,
+        **_local_experts(sizes),
         attention_chunk_size=sizes.window,
         layer_types=types,
         no_rope_layers=[int(kind == _CHUNKED) for kind in types],
@@ -227,18 +182,18 @@ def _llama4(sizes: Sizes) -> PreTrainedConfig:
 
 
 def _qwen3_moe(sizes: Sizes) -> PreTrainedConfig:
-    return transformers.Qwen3MoeConfig(**sizes.layered, **sizes.experts)
+    return transformers.Qwen3MoeConfig(**sizes.layered, **_experts(sizes))
 
 
 def _minimax_m2(sizes: Sizes) -> PreTrainedConfig:
-    return transformers.MiniMaxM2Config(**sizes.layered, **sizes.local_experts)
+    return transformers.MiniMaxM2Config(**sizes.layered, **_local_experts(sizes))
 
 
 def _deepseek_v3(sizes: Sizes) -> PreTrainedConfig:
     common = sizes.common | dict(num_key_value_heads=sizes.num_heads, num_hidden_layers=sizes.num_layers)
     return transformers.DeepseekV3Config(
         **common,
-        **sizes.routed_experts,
+        **_routed_experts(sizes),
         kv_lora_rank=sizes.hidden_size // 2,
         q_lora_rank=sizes.hidden_size // 2,
         qk_rope_head_dim=sizes.head_dim // 2,
@@ -248,39 +203,6 @@ def _deepseek_v3(sizes: Sizes) -> PreTrainedConfig:
         topk_group=1,
         first_k_dense_replace=1,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    config: Callable[[Sizes], PreTrainedConfig]
-    num_layers: int  # by default
-    has_window: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_5": Family(_qwen3_5, 4),
-    "qwen3_5_moe": Family(_qwen3_5_moe, 4),
-    "qwen3_next": Family(_qwen3_next, 4),
-    "nemotron_h": Family(_nemotron_h, 6),
-    "falcon_h1": Family(_falcon_h1, 2),
-    "bamba": Family(_bamba, 4),
-    "jamba": Family(_jamba, 4),
-    "gpt_oss": Family(_gpt_oss, 4, has_window=True),
-    "gemma3": Family(_gemma3, 4, has_window=True),
-    "gemma4": Family(_gemma4, 6, has_window=True),
-    "llama4": Family(_llama4, 4, has_window=True),
-    "qwen3_moe": Family(_qwen3_moe, 2),
-    "minimax_m2": Family(_minimax_m2, 2),
-    "deepseek_v3": Family(_deepseek_v3, 2),
-}
-
-
-def family_config(name: str, sizes: Sizes) -> PreTrainedConfig:
-    """Raises ConfigError where the family has no model of these sizes."""
-    try:
-        return FAMILIES[name].config(sizes)
-    except Exception as error:  # transformers' checks of a config share no class but this
-        raise ConfigError(f"no {name} of these sizes: {error}") from error
 
 
 def fill_family(model: PreTrainedModel, seed: int, scale: float) -> None:
@@ -359,3 +281,21 @@ def _layer(name: str) -> int:
     """-1 for what is of no layer."""
     _, found, rest = name.partition("layers.")
     return int(rest.split(".")[0]) if found and rest.split(".")[0].isdigit() else -1
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": Family(_qwen3_5, 4, fill_family),
+    "qwen3_5_moe": Family(_qwen3_5_moe, 4, fill_family),
+    "qwen3_next": Family(_qwen3_next, 4, fill_family),
+    "nemotron_h": Family(_nemotron_h, 6, fill_family),
+    "falcon_h1": Family(_falcon_h1, 2, fill_family),
+    "bamba": Family(_bamba, 4, fill_family),
+    "jamba": Family(_jamba, 4, fill_family),
+    "gpt_oss": Family(_gpt_oss, 4, fill_family, has_window=True),
+    "gemma3": Family(_gemma3, 4, fill_family, has_window=True),
+    "gemma4": Family(_gemma4, 6, fill_family, has_window=True),
+    "llama4": Family(_llama4, 4, fill_family, has_window=True),
+    "qwen3_moe": Family(_qwen3_moe, 2, fill_family),
+    "minimax_m2": Family(_minimax_m2, 2, fill_family),
+    "deepseek_v3": Family(_deepseek_v3, 2, fill_family),
+}

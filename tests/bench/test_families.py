@@ -1,17 +1,17 @@
-"""What `isthmus make-model` makes of windows, recurrent layers, experts and latents is hard to fake."""
+"""What bench.families makes of windows, recurrent layers, experts and latents is hard to fake."""
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from bench.families import FAMILIES
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt, reference_model
-from services.cli.model.families import FAMILIES
-from services.cli.model.make_model import make_model, run
+from services.cli.model.make_model import make_model
 from services.values.errors import ConfigError
 
 LEN = 200
-BY_DEFAULT = ("qwen3_5", "falcon_h1", "gpt_oss", "gemma3", "deepseek_v3")  # one of each kind of layer
+pytestmark = pytest.mark.exact
 
 
 def last_logits(directory, prompts):
@@ -52,25 +52,14 @@ def greedy_output_is_no_loop(architecture):
 
 
 def sizes_are_those_that_were_asked_for(architecture, tmp_path):
-    sizes = "--hidden-size=32 --num-layers=6 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
-    assert run([str(tmp_path), f"--architecture={architecture}", *sizes.split()]) == 0
+    sizes = dict(hidden_size=32, num_layers=6, num_heads=2, num_kv_heads=1, vocab_size=200)
+    make_model(tmp_path, FAMILIES[architecture], **sizes)
     config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 6, 200)
 
 
-def test_families(subtests, tmp_path_factory):
-    for architecture in BY_DEFAULT:
-        with subtests.test("early tokens", architecture=architecture):
-            early_tokens_count_as_well_as_late_ones(architecture)
-        with subtests.test("no loop", architecture=architecture):
-            greedy_output_is_no_loop(architecture)
-        with subtests.test("sizes", architecture=architecture):
-            sizes_are_those_that_were_asked_for(architecture, tmp_path_factory.mktemp("sizes"))
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - set(BY_DEFAULT)))
-def test_other_families(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_families(architecture, tmp_path):
     early_tokens_count_as_well_as_late_ones(architecture)
     greedy_output_is_no_loop(architecture)
     sizes_are_those_that_were_asked_for(architecture, tmp_path)
@@ -80,7 +69,7 @@ def test_settings_beside_the_sizes(subtests, tmp_path_factory):
     for architecture in ["mistral", "gpt_oss", "gemma3"]:
         with subtests.test("a window is as wide as was asked for", architecture=architecture):
             tmp_path = tmp_path_factory.mktemp("case")
-            make_model(tmp_path, architecture, window=40)
+            make_model(tmp_path, FAMILIES.get(architecture, architecture), window=40)
             assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).sliding_window == 40
     with subtests.test("a model without windows takes none"):
         tmp_path = tmp_path_factory.mktemp("case")
@@ -88,5 +77,5 @@ def test_settings_beside_the_sizes(subtests, tmp_path_factory):
             make_model(tmp_path / "model", "llama", window=24)
     with subtests.test("what a config holds beside sizes may be changed"):
         tmp_path = tmp_path_factory.mktemp("case")
-        make_model(tmp_path, "qwen3_5", changes={"linear_key_head_dim": 32})
+        make_model(tmp_path, FAMILIES["qwen3_5"], changes={"linear_key_head_dim": 32})
         assert AutoConfig.from_pretrained(tmp_path, local_files_only=True).linear_key_head_dim == 32
