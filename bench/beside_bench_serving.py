@@ -20,7 +20,7 @@ from statistics import median
 
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, write_json
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
 
 ROOT = Path(__file__).parents[1]

@@ -55,7 +55,7 @@ from bench.sglang_summary import (
     table_rows,
 )
 from services.cli.client import responses
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
 from services.engine.settings import EngineSettings
 from services.engine.sglang.service.launch.sglang_settings import SglangSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.commands import COMMANDS, config_of
-from services.cli.look.checkpoint import CheckpointConfig
+from services.cli.look.checkpoint_report import CheckpointConfig
 from services.engine.sglang.service.launch.sglang_settings import (
     REFUSED_FAMILIES,
     REFUSED_FLAGS,

@@ -24,7 +24,7 @@ from bench.chaos.schedule import Fault, Kind, Layout, Target
 from bench.chaos.verdict import Played
 from bench.etcd_nodes import EtcdNodes
 from bench.soak.ranks import NUM_PAGES, PAGE_SIZE, Ranks
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.etcd.embedded import EmbeddedEtcd, etcd_binary
 from services.values.errors import ConfigError
 

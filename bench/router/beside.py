@@ -30,7 +30,7 @@ from bench.checkpoint import Size, write
 from bench.report import Row
 from bench.router.process import cpu_s
 from bench.soak.ranks import resident_bytes
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.net import channels
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 

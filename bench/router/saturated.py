@@ -31,7 +31,7 @@ from bench.router.peers.bare import bare_router
 from bench.router.process import tree_cpu_s
 from bench.router.served import _Cluster
 from bench.router.text import make_checkpoint
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 STREAMS = (1, 32, 256, 1_000)

@@ -22,7 +22,7 @@ from bench.router.clients import Answered, Front, GrpcFront, HttpFront
 from bench.router.process import cpu_s
 from bench.router.text import Corpus, make_checkpoint
 from bench.soak.ranks import resident_bytes
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.net import channels
 
 PROMPT_TOKENS = (1_000, 100_000)

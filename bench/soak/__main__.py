@@ -38,7 +38,7 @@ from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table, verdict, write_json
 from bench.soak.load import QUIET_ABORTS, Outcomes, Soak, late_share
 from bench.soak.ranks import NUM_PAGES, PAGE_SIZE, Memory, Ranks
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
 from services.engine.fake import continuation
 from services.net import channels

@@ -11,7 +11,7 @@ import pytest
 from services.cli import __main__ as isthmus
 from services.cli import client, commands
 from services.cli.local import up
-from services.cli.local.cluster import LocalCluster
+from services.cli.local.local_cluster import LocalCluster
 from services.settings.flags import load
 from services.values.errors import ConfigError, InvalidRequest, Unavailable
 

@@ -14,7 +14,7 @@ from observe.load import kill, run_load
 from observe.otlp_collector import running_collector
 from observe.prometheus import SCRAPE_S, Prometheus
 from processes.harness import parse_line
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2_grpc
 

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.chaos.left_behind import marked_processes, signal_all
 from cluster.harness import BLOCK, ids_request
 from net.fault_proxy import FaultProxy
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.engine.fake import continuation
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings

@@ -6,23 +6,25 @@ import json
 import secrets
 import signal
 import ssl
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
 from services.cli import screen
 from services.cli.bench import workload
-from services.cli.bench.config import BenchConfig
-from services.cli.bench.figures import figures_of, lines_of
+from services.cli.bench.bench_config import BenchConfig
+from services.cli.bench.http_side import HttpSide, Url
 from services.cli.bench.load import closed_loop, open_loop
+from services.cli.bench.load_figures import figures_of, lines_of
 from services.cli.bench.meter import Meter
-from services.cli.bench.progress import shown
-from services.cli.bench.sides.over_grpc import GrpcSide
-from services.cli.bench.sides.over_http import HttpSide, Url
-from services.cli.bench.sides.side import Side, vocab_size_of
-from services.cli.bench.trace import count_lines, read_trace
-from services.cli.bench.workload import Chance, Session
+from services.cli.bench.side import GrpcSide, Side, vocab_size_of
+from services.cli.bench.workload import Chance, LoadSession, count_lines, read_trace
 from services.cli.client import key_metadata
 from services.settings.flags import load
 from services.values.errors import ConfigError, root_cause
@@ -30,6 +32,7 @@ from services.values.errors import ConfigError, root_cause
 _STOPPED = 130  # as a shell tells of Ctrl-C
 _USUAL_CONCURRENCY = 8
 _WARM_UP_OUTPUT = 32
+_BAR_EVERY_S = 0.25
 
 
 def run(argv: list[str]) -> int:
@@ -66,7 +69,7 @@ async def _measured(config: BenchConfig, side: Side) -> Meter:
     await _warm_up(config, chance, side)
     meter = Meter(time.perf_counter)
     loop = asyncio.get_running_loop()
-    async with shown(meter, total):
+    async with _bar(meter, total):
         sending = asyncio.create_task(send(config, chance, side, meter))
         loop.add_signal_handler(signal.SIGINT, sending.cancel)
         try:
@@ -101,7 +104,7 @@ async def send(config: BenchConfig, chance: Chance, side: Side, meter: Meter) ->
         await closed_loop(side, sessions, config.concurrency or _USUAL_CONCURRENCY, meter)
 
 
-def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[Session]:
+def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
     """Raises ConfigError, when it comes to a line of the trace that is none."""
     lengths = (config.input_len, config.output_len, config.range_ratio)
     match config.workload:
@@ -153,3 +156,35 @@ def open_side(config: BenchConfig) -> Side:
 def _settings(config: BenchConfig, side: Side) -> Mapping[str, object]:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
     return given | {"api": side.name}
+
+
+@asynccontextmanager
+async def _bar(meter: Meter, total: int, console: Console | None = None) -> AsyncIterator[None]:
+    """On standard error; nothing where that is no terminal."""
+    console = console or Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield
+        return
+    columns = TextColumn("{task.completed}/{task.total}"), BarColumn(None), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("{task.fields[now]}"), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=total, now=_now(meter))
+        following = asyncio.create_task(_follow(meter, progress, bar))
+        try:
+            yield
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+
+
+async def _follow(meter: Meter, progress: Progress, bar: TaskID) -> None:
+    while True:
+        progress.update(bar, completed=meter.completed + meter.errors.total(), now=_now(meter))
+        await asyncio.sleep(_BAR_EVERY_S)
+
+
+def _now(meter: Meter) -> str:
+    """Short enough to stand beside a bar in 80 columns."""
+    failed = f"  {meter.errors.total()} failed" if meter.errors else ""
+    ttft_ms, itl_ms = 1e3 * meter.ttft.mean, 1e3 * meter.itl.mean
+    return f"{meter.running} running  TTFT {ttft_ms:.0f} ms  ITL {itl_ms:.1f} ms{failed}"

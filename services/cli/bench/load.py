@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from services.cli.bench.meter import Meter
-from services.cli.bench.sides.side import Asked, Counts, Side
-from services.cli.bench.workload import Session
+from services.cli.bench.side import Counts, LoadRequest, Side
+from services.cli.bench.workload import LoadSession
 from services.values.errors import IsthmusError, PeerFailed
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 
 
-async def closed_loop(side: Side, sessions: Iterator[Session], concurrency: int, meter: Meter) -> None:
+async def closed_loop(side: Side, sessions: Iterator[LoadSession], concurrency: int, meter: Meter) -> None:
     async def one_at_a_time() -> None:
         for session in sessions:
             await converse(side, session, meter)
@@ -30,7 +30,7 @@ async def closed_loop(side: Side, sessions: Iterator[Session], concurrency: int,
 
 async def open_loop(
     side: Side,
-    sessions: Iterator[Session],
+    sessions: Iterator[LoadSession],
     concurrency: int | None,
     meter: Meter,
     clock: Clock,
@@ -39,7 +39,7 @@ async def open_loop(
     """Each session has its `at_s`. One that comes late does not delay those after it."""
     began_s, room = clock(), asyncio.Semaphore(concurrency) if concurrency else None
 
-    async def in_turn(session: Session) -> None:
+    async def in_turn(session: LoadSession) -> None:
         try:
             await converse(side, session, meter)
         finally:
@@ -55,13 +55,13 @@ async def open_loop(
             clients.create_task(in_turn(session))
 
 
-async def converse(side: Side, session: Session, meter: Meter) -> None:
+async def converse(side: Side, session: LoadSession, meter: Meter) -> None:
     """All turns, one after another. A turn that fails ends it, counted by its error."""
     said: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
     for turn, last in zip(session.turns, _is_last(len(session.turns)), strict=True):
         said += turn.token_ids
-        answer = await _ask(side, Asked(said, turn.output_len, conversation), meter)
+        answer = await _ask(side, LoadRequest(said, turn.output_len, conversation), meter)
         if answer is None:
             return
         if not answer and not last:
@@ -73,7 +73,7 @@ def _is_last(count: int) -> Iterator[bool]:
     return itertools.chain(itertools.repeat(False, count - 1), [True])
 
 
-async def _ask(side: Side, asked: Asked, meter: Meter) -> list[int] | None:
+async def _ask(side: Side, asked: LoadRequest, meter: Meter) -> list[int] | None:
     """The answer's ids, as far as the server tells them; None: it failed."""
     request, answer, counts = meter.begin(), list[int](), Counts()
     try:

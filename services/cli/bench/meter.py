@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.cli.bench.samples import Samples
-from services.cli.bench.sides.side import Came, Counts
+from services.cli.bench.side import Came, Counts
 
 
 @dataclass(slots=True)

@@ -4,16 +4,21 @@ A session is a conversation, of one turn or more: what each turn adds to what wa
 answer is.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
+
+from services.values.errors import ConfigError
 
 TokenIds = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LoadTurn:
     """`token_ids` stand behind the prompt and the answer of the turn before."""
 
     token_ids: TokenIds
@@ -21,11 +26,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class LoadSession:
     """`at_s`: when it comes, from the beginning, where the workload itself says so."""
 
     name: str
-    turns: Sequence[Turn]
+    turns: Sequence[LoadTurn]
     at_s: float | None = None
 
 
@@ -65,22 +70,22 @@ _SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(
 
 def random_prompts(
     chance: Chance, count: int, input_len: int, output_len: int, range_ratio: float = 1.0
-) -> Iterator[Session]:
+) -> Iterator[LoadSession]:
     """Prompts that share nothing."""
     return conversations(chance, count, 1, input_len, output_len, range_ratio)
 
 
 def conversations(
     chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
-) -> Iterator[Session]:
+) -> Iterator[LoadSession]:
     """Each turn adds `input_len` tokens to what was said."""
     for number in range(count):
         turns = []
         for turn in range(num_turns):
             length = chance.length(input_len, range_ratio, _LENGTHS, number, turn, 0)
             answer = chance.length(output_len, range_ratio, _LENGTHS, number, turn, 1)
-            turns.append(Turn(chance.ids(length, _QUESTION, number, turn), answer))
-        yield Session(str(number), turns)
+            turns.append(LoadTurn(chance.ids(length, _QUESTION, number, turn), answer))
+        yield LoadSession(str(number), turns)
 
 
 def shared_prefixes(
@@ -92,7 +97,7 @@ def shared_prefixes(
     output_len: int,
     range_ratio: float = 1.0,
     ordered: bool = False,
-) -> Iterator[Session]:
+) -> Iterator[LoadSession]:
     """SGLang's generated-shared-prefix: the prompts of a group begin with the same system prompt. Shuffled,
     unless `ordered`."""
     count = num_groups * prompts_per_group
@@ -102,7 +107,7 @@ def shared_prefixes(
         question = chance.length(question_len, range_ratio, _LENGTHS, number, 0, 1)
         answer = chance.length(output_len, range_ratio, _LENGTHS, number, 0, 2)
         ids = chance.ids(system, _SYSTEM, group) + chance.ids(question, _QUESTION, number)
-        yield Session(str(number), [Turn(ids, answer)])
+        yield LoadSession(str(number), [LoadTurn(ids, answer)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class Traced:
 _TRACE_BLOCK = 512  # tokens that a name stands for, as Mooncake's traces have it
 
 
-def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: float) -> Iterator[Session]:
+def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: float) -> Iterator[LoadSession]:
     """`slowdown` stretches the time, `scale` the lengths and the blocks."""
     block, first_ms = max(1, round(_TRACE_BLOCK * scale)), None
     for number, line in enumerate(lines):
@@ -128,18 +133,62 @@ def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: fl
         ids = [token for name in line.hash_ids for token in chance.ids(block, _BLOCK, name)][:length]
         ids += chance.ids(length - len(ids), _TAIL, number)
         output_len = max(1, round(line.output_length * scale))
-        yield Session(str(number), [Turn(ids, output_len)], (line.timestamp - first_ms) / 1e3 * slowdown)
+        yield LoadSession(
+            str(number), [LoadTurn(ids, output_len)], (line.timestamp - first_ms) / 1e3 * slowdown
+        )
 
 
-def arriving(chance: Chance, sessions: Iterable[Session], rate: float) -> Iterator[Session]:
+def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> Iterator[LoadSession]:
     """At times of a Poisson process of so many a second, the first at once."""
     at_s, pauses_s = 0.0, chance.pauses_s(rate, _ARRIVALS)
     for session in sessions:
-        yield Session(session.name, session.turns, at_s)
+        yield LoadSession(session.name, session.turns, at_s)
         at_s += next(pauses_s)
 
 
-def warm_up(chance: Chance, count: int, input_len: int, output_len: int) -> Iterator[Session]:
+def warm_up(chance: Chance, count: int, input_len: int, output_len: int) -> Iterator[LoadSession]:
     """Shares nothing with the load, and is not measured."""
     for number in range(count):
-        yield Session(f"warm-up-{number}", [Turn(chance.ids(input_len, WARM_UP, number), output_len)])
+        yield LoadSession(f"warm-up-{number}", [LoadTurn(chance.ids(input_len, WARM_UP, number), output_len)])
+
+
+_TRACE_FIELDS = ("timestamp", "input_length", "output_length")
+
+
+def read_trace(path: Path, most: int | None) -> Iterator[Traced]:
+    """Yield at most `most` lines of a trace: JSON of timestamp, input_length, output_length and hash_ids, as
+    Mooncake published them.
+
+    Raises ConfigError, naming the line that is none, or is out of order."""
+    last_ms = float("-inf")
+    for number, text in enumerate(islice(_trace_lines(path), most), start=1):
+        line = _trace_line(text, f"{path}, line {number}")
+        if line.timestamp < last_ms:
+            raise ConfigError(f"{path}, line {number}: its timestamp is before that of the line before")
+        last_ms = line.timestamp
+        yield line
+
+
+def count_lines(path: Path, most: int | None) -> int:
+    """Raises ConfigError when there is no file."""
+    return sum(1 for _ in islice(_trace_lines(path), most))
+
+
+def _trace_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from (line for line in file if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: {error}") from error
+
+
+def _trace_line(text: str, where: str) -> Traced:
+    try:
+        given = json.loads(text)
+        timestamp, input_length, output_length = (given[name] for name in _TRACE_FIELDS)
+        line = Traced(float(timestamp), int(input_length), int(output_length), given.get("hash_ids", ()))
+        if min(line.input_length, line.output_length) < 1 or any(name < 0 for name in line.hash_ids):
+            raise ValueError("lengths are 1 or more, hash_ids 0 or more")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: expected {', '.join(_TRACE_FIELDS)} and hash_ids: {error!r}") from error
+    return line

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.cli import screen
 from services.cli.chat import lines
-from services.cli.chat.commands import CHAT_COMMANDS, Leave, obey
+from services.cli.chat.chat_commands import CHAT_COMMANDS, Leave, obey
 from services.cli.chat.conversation import Conversation
 from services.cli.chat.display import Plain, Terminal
 from services.cli.chat.session import Session

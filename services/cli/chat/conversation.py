@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.cli.chat.answer import Answer
+from services.cli.chat.streamed_answer import StreamedAnswer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     question: str
-    answer: Answer
+    answer: StreamedAnswer
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Conversation:
     model: str = ""
     sampling: common_pb2.SamplingParams = field(default_factory=common_pb2.SamplingParams)
     tenant: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
     id: str = ""
 
     def __post_init__(self) -> None:

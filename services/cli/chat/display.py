@@ -7,8 +7,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 
 from services.cli import screen
-from services.cli.chat.answer import Answer
-from services.cli.chat.figures import summary
+from services.cli.chat.streamed_answer import StreamedAnswer
+from services.cli.chat.turn_figures import summary
 from services.wire.isthmus.v1 import generation_pb2
 
 _THINKING, _CALL, _ASIDE, _ERROR = "dim italic", "cyan", "dim", "red"
@@ -22,7 +22,7 @@ class Display(Protocol):
     def piece(self, response: generation_pb2.GenerateResponse) -> None:
         """Show what has come."""
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: StreamedAnswer) -> None:
         """That was the answer."""
 
     def say(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Plain:
     def piece(self, response: generation_pb2.GenerateResponse) -> None:
         print(response.text, end="", flush=True)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: StreamedAnswer) -> None:
         print("\n".join(["", *(shown_call(call) for _, call in sorted(answer.calls.items()))]), flush=True)
 
     def say(self, text: str) -> None:
@@ -82,7 +82,7 @@ class Terminal:
             head = f"calls {piece.name} " if piece.name else ""
             self._write(("call", piece.index), head + piece.arguments, _CALL)
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: StreamedAnswer) -> None:
         if self._section is not None:
             self._out("\n")
         self._section = None

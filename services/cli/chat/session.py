@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from services.cli.chat.answer import Answer
-from services.cli.chat.conversation import Conversation, Turn
+from services.cli.chat.conversation import ChatTurn, Conversation
 from services.cli.chat.display import Display
+from services.cli.chat.streamed_answer import StreamedAnswer
 from services.cli.client import naming, responses
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -56,7 +56,7 @@ class Session:
 
     async def turn(self, question: str) -> None:
         """Ask, show the answer, remember both. Raises the router's error as one of ours; then neither is."""
-        answer = Answer(self.clock)
+        answer = StreamedAnswer(self.clock)
         self._request_id, self._task = f"chat-{secrets.token_hex(8)}", asyncio.current_task()
         request = self.conversation.request(question, self._request_id)
         try:
@@ -72,7 +72,7 @@ class Session:
         finally:
             self._task, self._abort = None, None
         self.display.end(answer)
-        self.conversation.turns.append(Turn(question, answer))
+        self.conversation.turns.append(ChatTurn(question, answer))
 
     def interrupt(self) -> None:
         """Stop the turn that runs; at once, if that has been asked for already."""

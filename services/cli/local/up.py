@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from services.cli import screen
 from services.cli.client import ClientConfig
-from services.cli.local.cluster import LocalCluster, Shape
-from services.cli.local.progress import Progress, planned
+from services.cli.local.local_cluster import LocalCluster, Shape
+from services.cli.local.start_progress import StartProgress, planned
 from services.cli.model.fetch_model import ensure_cached
 from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
@@ -128,12 +128,14 @@ def _run(config: UpConfig) -> int:
     return asyncio.run(_up(config, progress))
 
 
-def _progress(config: UpConfig) -> Progress | None:
+def _progress(config: UpConfig) -> StartProgress | None:
     """Where a person reads along."""
     if config.log_format == "json" or not sys.stderr.isatty():
         return None
     shape = config.shape()
-    return Progress(shape.prefill_ranks + shape.decode_ranks, screen.is_colored(config.color, sys.stderr))
+    return StartProgress(
+        shape.prefill_ranks + shape.decode_ranks, screen.is_colored(config.color, sys.stderr)
+    )
 
 
 def _tell(what: str) -> None:
@@ -144,7 +146,7 @@ def _show_nothing(name: str, line: str) -> None:
     """Nothing was started that could say anything."""
 
 
-async def _up(config: UpConfig, progress: Progress | None) -> int:
+async def _up(config: UpConfig, progress: StartProgress | None) -> int:
     signals = _Signals()
 
     def show_line(name: str, line: str) -> None:
@@ -187,7 +189,7 @@ async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, kill
     return _KILLED if killing.is_set() else 0
 
 
-async def _serve(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> int:
+async def _serve(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> int:
     """Until it is cancelled."""
     async with cluster:
         _tell_ready(config, cluster, progress)
@@ -195,7 +197,7 @@ async def _serve(config: UpConfig, cluster: LocalCluster, progress: Progress | N
     return 0
 
 
-def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: Progress | None) -> None:
+def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> None:
     scheme = "http" if cluster.router_config.tls() is None else "https"
     http_port = cluster.http_ports[0]
     grpc, http = cluster.router_endpoint(), f"{scheme}://{host_port(config.host, http_port)}/v1"

@@ -1,6 +1,6 @@
 """`isthmus check`: does a cluster find a conversation's KV again? What `helm test` runs.
 
-`isthmus check DIR` asks a checkpoint instead: checkpoint.py.
+`isthmus check DIR` asks a checkpoint instead: checkpoint_report.py.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import grpc
 
 from services.cli import screen
 from services.cli.client import ClientConfig, key_metadata, responses
-from services.cli.look import checkpoint
+from services.cli.look import checkpoint_report
 from services.cli.table import format_bytes, format_table
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
@@ -41,7 +41,7 @@ class CheckConfig(ClientConfig):
 
 def run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
-        return checkpoint.run(argv)
+        return checkpoint_report.run(argv)
     config = load(CheckConfig, argv, prog="isthmus check")
     return asyncio.run(check(config, random.SystemRandom()))
 

@@ -7,7 +7,7 @@ from rich.text import Text
 from services.cli.table import format_bytes
 from services.cli.top.grid import BLOCKS, Bar, Cell, Column, Glyphs, grid
 from services.cli.top.picture import Picture
-from services.cli.top.window import RankName, name_of
+from services.cli.top.recent_requests import RankName, name_of
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import FinishedRequest, RankStatus, RunningRequest
 

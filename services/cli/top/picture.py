@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from services.cli.top.window import RankName, Totals, Window, name_of
+from services.cli.top.recent_requests import RankName, RecentRequests, Totals, name_of
 from services.wire.isthmus.v1.generation_pb2 import (
     FinishedRequest,
     RankStatus,
@@ -19,7 +19,7 @@ class Picture:
 
     def __init__(self, window_s: float, now: float) -> None:
         self._ranks: dict[RankName, RankStatus] = {}
-        self._window = Window(window_s, now)
+        self._window = RecentRequests(window_s, now)
         self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
         self._heard_s = now
         self._last = WatchClusterResponse()

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
 import sys
+import termios
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+import tty
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 from google.protobuf import json_format
@@ -18,7 +21,6 @@ from services.cli.client import ClientConfig, key_metadata
 from services.cli.top.drawing import draw
 from services.cli.top.feed import Away, News, follow
 from services.cli.top.grid import ASCII, BLOCKS
-from services.cli.top.keys import leaving
 from services.cli.top.picture import Picture
 from services.process.signals import stop_on_signals
 from services.settings.flags import Bounds, check_bounds, load, setting
@@ -28,6 +30,7 @@ _REDRAW_S = 0.2  # no sooner than that, however fast requests end
 _AGES_GROW_S = 1.0
 _PLAIN_WIDTH, _PLAIN_FINISHED = 80, 10
 _HINT = "q leaves"
+_LEAVE = frozenset(b"qQ\x03\x04")  # Ctrl-C and Ctrl-D too, where they come as characters
 
 _Feed = AsyncGenerator[News | Away, None]
 
@@ -81,7 +84,7 @@ async def _show(config: TopConfig, leave: Callable[[], None]) -> None:
         elif screen.width() is None:
             await _print_plain(news, config)
         else:
-            with leaving(leave):
+            with _leaving(leave):
                 await _draw_live(news, config)
 
 
@@ -207,3 +210,28 @@ class _View:
     def _title(self) -> str:
         whose = "all tenants" if self._of_all else f"tenant {self._config.tenant}" * bool(self._config.tenant)
         return f"{self._config.router}  {whose or 'own requests'}"
+
+
+@contextmanager
+def _leaving(leave: Callable[[], None]) -> Iterator[None]:
+    """Within it q calls `leave`, and what is typed is not shown; without a terminal to type at, nothing."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+
+    def read() -> None:
+        typed = os.read(descriptor, 64)
+        if not typed:  # it has hung up
+            loop.remove_reader(descriptor)
+        if not typed or _LEAVE.intersection(typed):
+            leave()
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor, termios.TCSADRAIN)
+    loop.add_reader(descriptor, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -7,8 +7,8 @@ import pytest
 from router.scripted_router import Pauses
 from services.cli.bench.load import closed_loop, open_loop
 from services.cli.bench.meter import Meter
-from services.cli.bench.sides.side import Asked, Came, Counts, vocab_size_of
-from services.cli.bench.workload import Session, Turn
+from services.cli.bench.side import Came, Counts, LoadRequest, vocab_size_of
+from services.cli.bench.workload import LoadSession, LoadTurn
 from services.values.errors import NoCapacity, PeerFailed
 
 
@@ -22,7 +22,7 @@ class ScriptedSide:
         self._turns, self._failing, self._tells_ids = turns, failing, tells_ids
 
     async def ask(self, asked):
-        self.asked.append(Asked(list(asked.token_ids), asked.max_tokens, asked.conversation))
+        self.asked.append(LoadRequest(list(asked.token_ids), asked.max_tokens, asked.conversation))
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -39,7 +39,7 @@ class ScriptedSide:
 
 def sessions(count, *turns, at_s=lambda number: None):
     for number in range(count):
-        yield Session(f"{number}", [Turn([number, turn], 2) for turn in turns or (0,)], at_s(number))
+        yield LoadSession(f"{number}", [LoadTurn([number, turn], 2) for turn in turns or (0,)], at_s(number))
 
 
 async def test_an_open_loop(subtests):

@@ -4,7 +4,7 @@ from itertools import count
 
 from cli.chat.turns import answered, finish, plain_answer
 from services.cli.chat.chat import ChatConfig, _sampling
-from services.cli.chat.conversation import Conversation, Turn
+from services.cli.chat.conversation import ChatTurn, Conversation
 from services.wire.isthmus.v1 import common_pb2
 
 
@@ -22,7 +22,7 @@ def test_what_a_turn_sends(subtests):
         talk = conversation(
             system="Be brief.", model="m", tenant="t", sampling=common_pb2.SamplingParams(seed=3)
         )
-        talk.turns.append(Turn("Hello", plain_answer()))
+        talk.turns.append(ChatTurn("Hello", plain_answer()))
         request = talk.request("And now?", "r1")
         assert roles(request) == [
             ("system", "Be brief."),
@@ -35,11 +35,11 @@ def test_what_a_turn_sends(subtests):
         assert (request.conversation_id, request.sampling.seed) == ("c1", 3)
     with subtests.test("a question without an answer is not asked again"):
         talk = conversation()
-        talk.turns.append(Turn("Hello", answered({"finish": finish()})))
+        talk.turns.append(ChatTurn("Hello", answered({"finish": finish()})))
         assert roles(talk.request("Again")) == [("user", "Again")]
     with subtests.test("a new conversation keeps the system message alone"):
         talk = conversation(system="Be brief.")
-        talk.turns.append(Turn("Hello", plain_answer()))
+        talk.turns.append(ChatTurn("Hello", plain_answer()))
         talk.reset()
         assert roles(talk.request("Again")) == [("system", "Be brief."), ("user", "Again")]
         assert talk.id == "c2"

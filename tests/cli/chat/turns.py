@@ -1,6 +1,6 @@
 """Answers as the tests of the chat have them."""
 
-from services.cli.chat.answer import Answer
+from services.cli.chat.streamed_answer import StreamedAnswer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 DECODE = common_pb2.RankId(worker="decode", rank=1)
@@ -44,7 +44,7 @@ def finish(prompt=255, found=192, moved=40 << 10, reason=common_pb2.FINISH_REASO
 def answered(*responses, clock=None):
     """Each response comes half a second after the one before."""
     clock = clock or Clock()
-    answer = Answer(clock)
+    answer = StreamedAnswer(clock)
     for fields in responses:
         clock.now += 0.5
         answer.take(generation_pb2.GenerateResponse(**fields))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local import cluster, preflight
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local import local_cluster, preflight
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.values.errors import ConfigError, Unavailable
 
 
@@ -175,8 +175,8 @@ def test_memory(subtests, checkpoint, monkeypatch):
             monkeypatch.context() as patch,
         ):
             (checkpoint / "config.json").write_text(json.dumps(LARGE))
-            patch.setattr(cluster.memory, "available_bytes", lambda free=free_gib: free << 30)
-            patch.setattr(cluster.memory, "total_bytes", lambda: 2000 << 30)
+            patch.setattr(local_cluster.memory, "available_bytes", lambda free=free_gib: free << 30)
+            patch.setattr(local_cluster.memory, "total_bytes", lambda: 2000 << 30)
             local = LocalCluster(Shape(checkpoint, checkpoint, rank_flags=flags), lambda name, line: None)
             local.check()
             assert local.kv_pages == pages

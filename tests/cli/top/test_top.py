@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cli.top.cluster_news import finished, first
-from services.cli.top import keys, top
+from services.cli.top import top
 from services.net import servers
 from services.settings.flags import load
 from services.values.errors import PeerFailed
@@ -134,7 +134,7 @@ def terminal(monkeypatch):
 @pytest.mark.parametrize("how", ["q", "SIGINT"])
 async def test_at_a_terminal_it_is_live_until_somebody_leaves(router, terminal, how):
     terminal.use()
-    before = keys.termios.tcgetattr(terminal.fd)
+    before = top.termios.tcgetattr(terminal.fd)
 
     async def leave():
         while b"done-1" not in terminal.seen:
@@ -150,4 +150,4 @@ async def test_at_a_terminal_it_is_live_until_somebody_leaves(router, terminal, 
     assert (
         seen.startswith(b"\x1b[?1049h") and seen.count(b"\x1b[?1049l") == 1
     )  # a screen of its own, and back
-    assert keys.termios.tcgetattr(terminal.fd) == before
+    assert top.termios.tcgetattr(terminal.fd) == before

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from cluster.harness import FakeCluster
-from services.cli.bench import bench, progress
-from services.cli.bench.config import BenchConfig
+from services.cli.bench import bench
+from services.cli.bench.bench_config import BenchConfig
 from services.cli.model.make_model import make_model
 
 
@@ -71,10 +71,10 @@ async def test_a_bar_at_a_terminal():
     console = Console(file=seen, force_terminal=True, width=80)
     meter = bench.Meter(lambda: 0.0)
     meter.begin()
-    async with progress.shown(meter, 40, console):
+    async with bench._bar(meter, 40, console):
         await asyncio.sleep(0)
     assert "0/40" in seen.getvalue() and "1 running" in seen.getvalue()
     silent = io.StringIO()
-    async with progress.shown(meter, 40, Console(file=silent)):
+    async with bench._bar(meter, 40, Console(file=silent)):
         pass
     assert not silent.getvalue()

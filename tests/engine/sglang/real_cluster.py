@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.sglang.settings import sglang_settings
 from services.cli.client import responses
-from services.cli.local.cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.engine.sglang.service.launch.run_folder import RunFolder
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local.cluster import Child, LocalCluster, Shape
+from services.cli.local.local_cluster import Child, LocalCluster, Shape
 from services.cli.local.up import UpConfig
 from services.process.health import ProcessPhase
 from services.values.errors import Unavailable

@@ -7,8 +7,8 @@ import pytest
 
 from cli.chat.test_conversation import conversation
 from cli.chat.turns import plain_answer
-from services.cli.chat.commands import CHAT_COMMANDS, Leave, obey
-from services.cli.chat.conversation import Turn
+from services.cli.chat.chat_commands import CHAT_COMMANDS, Leave, obey
+from services.cli.chat.conversation import ChatTurn
 from services.cli.chat.display import Plain
 from services.cli.chat.lines import completer, piped
 from services.cli.chat.session import Session
@@ -19,7 +19,7 @@ from services.values.errors import InvalidRequest
 @pytest.fixture
 async def session():
     talk = conversation(system="Be brief.")
-    talk.turns.append(Turn("Hello", plain_answer()))
+    talk.turns.append(ChatTurn("Hello", plain_answer()))
     async with channels.open_channel("127.0.0.1:1") as channel:
         yield Session(channel, talk, Plain(), "127.0.0.1:1", 5.0)
 

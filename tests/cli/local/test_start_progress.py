@@ -3,8 +3,8 @@
 import io
 from pathlib import Path
 
-from services.cli.local.cluster import Shape
-from services.cli.local.progress import Progress, planned
+from services.cli.local.local_cluster import Shape
+from services.cli.local.start_progress import StartProgress, planned
 
 
 def line(level, service, message):
@@ -14,7 +14,7 @@ def line(level, service, message):
 def test_what_up_says_as_it_goes_on(subtests):
     with subtests.test("steps until all is ready and then the log"):
         stream = io.StringIO()
-        progress = Progress(num_ranks=3, color=False, stream=stream)
+        progress = StartProgress(num_ranks=3, color=False, stream=stream)
         progress.step("starting", "etcd")
         for child, text in (
             ("decode", line("INFO", "decode/0", "open_files limit=1")),

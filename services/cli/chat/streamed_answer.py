@@ -7,7 +7,7 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """`clock` tells seconds; an answer begins to be asked for when it is made."""
 
     clock: Callable[[], float]

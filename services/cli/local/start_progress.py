@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from services.cli.local.cluster import Shape
+from services.cli.local.local_cluster import Shape
 from services.cli.table import format_bytes
 from services.observe.short_lines import LogLine, read_line
 
@@ -17,7 +17,7 @@ _STEP = 10  # columns
 
 
 @dataclass(slots=True)
-class Progress:
+class StartProgress:
     """`num_ranks`: how many there will be."""
 
     num_ranks: int

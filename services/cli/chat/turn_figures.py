@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from services.cli.chat.answer import Answer
-from services.cli.chat.conversation import Turn
+from services.cli.chat.conversation import ChatTurn
+from services.cli.chat.streamed_answer import StreamedAnswer
 from services.cli.table import format_bytes, format_table
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -28,7 +28,7 @@ _ENDS = {
 }
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: StreamedAnswer) -> str:
     """One line on a turn."""
     finish = answer.finish
     if finish is None or not finish.usage.prompt_tokens:
@@ -41,11 +41,11 @@ def summary(answer: Answer) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _end(answer: Answer) -> str:
+def _end(answer: StreamedAnswer) -> str:
     return _ENDS.get(answer.finish.reason, "") if answer.finish else "no end came"
 
 
-def statistics(turns: Sequence[Turn], width: int | None) -> str:
+def statistics(turns: Sequence[ChatTurn], width: int | None) -> str:
     """Per turn: what was found, what moved, how fast; then where the time to the first token went."""
     finished = [(number, turn.answer) for number, turn in enumerate(turns, start=1) if turn.answer.finish]
     if not finished:
@@ -54,7 +54,7 @@ def statistics(turns: Sequence[Turn], width: int | None) -> str:
     return f"{moved}\n\ntime to the first token, ms\n{_stages(finished, width)}"
 
 
-def _row(number: int, answer: Answer) -> Iterator[object]:
+def _row(number: int, answer: StreamedAnswer) -> Iterator[object]:
     finish = answer.finish or generation_pb2.Finish()
     usage, rate = finish.usage, answer.tokens_per_s
     yield from (number, _rank(finish), _plan(finish), usage.prompt_tokens, usage.decode_prefix_len)
@@ -63,7 +63,7 @@ def _row(number: int, answer: Answer) -> Iterator[object]:
     yield "" if rate is None else f"{rate:.1f}"
 
 
-def _stages(finished: Sequence[tuple[int, Answer]], width: int | None) -> str:
+def _stages(finished: Sequence[tuple[int, StreamedAnswer]], width: int | None) -> str:
     """Stages that took nothing in any turn are left out."""
     times = {stage: [_stage_ms(answer, stage) for _, answer in finished] for stage in _STAGES}
     shown = {stage: row for stage, row in times.items() if max(row) >= _LEAST_MS}
@@ -72,7 +72,7 @@ def _stages(finished: Sequence[tuple[int, Answer]], width: int | None) -> str:
     return format_table(["#", *shown], cells, width)
 
 
-def _stage_ms(answer: Answer, stage: str) -> float:
+def _stage_ms(answer: StreamedAnswer, stage: str) -> float:
     stages = answer.finish.stages if answer.finish else generation_pb2.StageTimes()
     return 1e3 * sum(float(getattr(stages, name)) for name in _STAGES[stage])
 
@@ -85,7 +85,7 @@ def _rank(finish: generation_pb2.Finish) -> str:
     return f"{finish.placement.decode.worker}/{finish.placement.decode.rank}"
 
 
-def placed(answer: Answer) -> str:
+def placed(answer: StreamedAnswer) -> str:
     """Where a turn went and what was thought of it, beside what was true."""
     if answer.finish is None:
         return ""

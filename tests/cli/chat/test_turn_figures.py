@@ -1,8 +1,8 @@
 """What is told of turns."""
 
 from cli.chat.turns import answered, finish, plain_answer
-from services.cli.chat.conversation import Turn
-from services.cli.chat.figures import placed, statistics, summary
+from services.cli.chat.conversation import ChatTurn
+from services.cli.chat.turn_figures import placed, statistics, summary
 from services.wire.isthmus.v1 import common_pb2
 
 
@@ -17,9 +17,9 @@ def test_figures_of_a_turn(subtests):
     with subtests.test("what never came has no figures"):
         assert summary(answered({"finish": {"reason": common_pb2.FINISH_REASON_ABORTED}})) == "stopped"
         assert summary(answered()) == "no end came"
-        assert statistics([Turn("q", answered())], 80) == "nothing has been answered yet"
+        assert statistics([ChatTurn("q", answered())], 80) == "nothing has been answered yet"
     with subtests.test("turns are told with their stages"):
-        turns = [Turn("q", plain_answer(found=0)), Turn("q", plain_answer(moved=0))]
+        turns = [ChatTurn("q", plain_answer(found=0)), ChatTurn("q", plain_answer(moved=0))]
         lines = statistics(turns, 80).splitlines()
         assert max(map(len, lines)) <= 80
         rows = [line.split() for line in lines]

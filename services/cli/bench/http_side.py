@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from services.cli.bench.sides.side import COUNTED, Asked, Came, Counts
+from services.cli.bench.side import COUNTED, Came, Counts, LoadRequest
 from services.values.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -68,7 +68,7 @@ class HttpSide:
         self._timeout_s = timeout_s
         self._context = context
 
-    async def ask(self, asked: Asked) -> AsyncIterator[Came]:
+    async def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
         body = {
             "prompt": [*asked.token_ids],
             "max_tokens": asked.max_tokens,

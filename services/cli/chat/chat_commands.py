@@ -1,12 +1,15 @@
 """What can be asked of the chat itself: lines that begin with a slash."""
 
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.chat import transcript
-from services.cli.chat.figures import placed, statistics
+from google.protobuf.json_format import MessageToDict
+
+from services.cli.chat.conversation import Conversation
 from services.cli.chat.session import Session
+from services.cli.chat.turn_figures import placed, statistics
 from services.cli.look.explain import format_explanation
 from services.settings.parser import nearest
 from services.values.errors import InvalidRequest
@@ -51,7 +54,7 @@ async def _save(session: Session, name: str) -> None:
     if not name:
         raise InvalidRequest("/save FILE: which file?")
     try:
-        transcript.write(session.conversation, Path(name).expanduser())
+        _write(session.conversation, Path(name).expanduser())
     except OSError as error:
         raise InvalidRequest(f"/save: {error}") from error
     session.display.aside(f"saved as {name}")
@@ -88,3 +91,31 @@ async def obey(session: Session, line: str) -> None:
         meant = nearest(f"/{name}", [f"/{known}" for known in CHAT_COMMANDS])
         raise InvalidRequest(f"there is no command /{name}{meant} (/help lists them)")
     await CHAT_COMMANDS[name].act(session, argument.strip())
+
+
+def _write(conversation: Conversation, path: Path) -> None:
+    """Raises OSError; FileExistsError where there is one already."""
+    is_json = path.suffix == ".json"
+    text = _as_json(conversation) if is_json else "\n".join(_as_lines(conversation))
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _as_json(conversation: Conversation) -> str:
+    """Messages as the API has them, with the ids of the answers, and what each turn did."""
+    said = {
+        "conversation_id": conversation.id,
+        "messages": [MessageToDict(m, preserving_proto_field_name=True) for m in conversation.messages()],
+        "turns": [
+            MessageToDict(turn.answer.finish, preserving_proto_field_name=True)
+            for turn in conversation.turns
+            if turn.answer.finish is not None
+        ],
+    }
+    return json.dumps(said, ensure_ascii=False, indent=2) + "\n"
+
+
+def _as_lines(conversation: Conversation) -> Iterator[str]:
+    for message in conversation.messages():
+        yield f"{message.role}:\n{message.content}\n"
+        yield from (f"calls {call.name} {call.arguments}\n" for call in message.tool_calls)

@@ -23,7 +23,7 @@ class Totals:
     ttft_p99_s: float | None = None
 
 
-class Window:
+class RecentRequests:
     """Of the requests that ended within `window_s`. Times are seconds on one clock."""
 
     def __init__(self, window_s: float, began_s: float) -> None:

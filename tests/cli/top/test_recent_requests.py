@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.top.cluster_news import D0, D1, P0, finished
-from services.cli.top.window import Totals, Window, name_of, percentile
+from services.cli.top.recent_requests import RecentRequests, Totals, name_of, percentile
 from services.wire.isthmus.v1 import common_pb2
 
 
 def test_totals_and_hits(subtests):
     with subtests.test("a window without requests has nothing to tell"):
-        assert Window(60.0, 0.0).totals(5.0) == Totals(0.0, 0, None, None, None)
+        assert RecentRequests(60.0, 0.0).totals(5.0) == Totals(0.0, 0, None, None, None)
     with subtests.test("totals are of the requests within"):
-        window = Window(10.0, began_s=0.0)
+        window = RecentRequests(10.0, began_s=0.0)
         window.add(1.0, finished(found=0, ttft_s=9.0))
         for number in range(4):
             window.add(5.0 + number, finished(prompt=100, found=20 * number, ttft_s=0.01 * (number + 1)))
@@ -22,11 +22,11 @@ def test_totals_and_hits(subtests):
         totals = window.totals(11.5)  # the first is forgotten
         assert totals == Totals(0.6, 1, pytest.approx(0.3), 0.02, 0.04)
     with subtests.test("a window that has just been opened is not as long yet"):
-        window = Window(60.0, began_s=100.0)
+        window = RecentRequests(60.0, began_s=100.0)
         window.add(104.0, finished())
         assert window.totals(104.0).requests_per_s == 0.25
     with subtests.test("each rank has its own hits"):
-        window = Window(60.0, 0.0)
+        window = RecentRequests(60.0, 0.0)
         window.add(0.0, finished(prompt=100, found=80, decode=D0))
         window.add(0.0, finished(prompt=300, found=0, decode=D0))
         window.add(0.0, finished(prompt=10, found=5, decode=D1, plan=common_pb2.PLAN_LOCAL))

@@ -1,1 +1,0 @@
-"""Whom a load is put on, over gRPC or HTTP."""
