@@ -1,1 +1,1 @@
-"""The machine under a process: ports, file descriptors, children. Knows nothing of us."""
+"""This room knows the machine under a process: its ports, file descriptors and children."""

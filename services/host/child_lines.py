@@ -1,5 +1,7 @@
-"""What a child process writes, line by line: whoever reads it must go on as long as the child does, or the
-child waits for ever in a write to a full pipe."""
+"""This module reads what a child process writes, line by line.
+
+Whoever reads it must go on as long as the child does, or the child waits for ever in a write to a full pipe.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +10,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 async def child_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines without their ends, until the stream's; one that is very long comes in pieces."""
+    """Yield lines without their ends, until the stream's; one that is very long comes in pieces."""
     pending = b""
     while chunk := await stream.read(_CHUNK_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")

@@ -1,13 +1,14 @@
-"""How many files and sockets this process may have open at a time."""
+"""This module knows how many files and sockets this process may have open at a time."""
 
 import resource
 
-# Where the hard limit is none, as in many containers: what the kernel itself allows by default (fs.nr_open).
+# The kernel itself allows so many by default (fs.nr_open), where the hard limit is none, as in many
+# containers.
 _MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one; returns it.
+    """Raise the soft limit to the hard one, and return it.
 
     1,024, with which many a shell starts, is for programs that call select(2). A router's clients use it up.
     """
@@ -20,6 +21,5 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """The soft limit as it is."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else soft

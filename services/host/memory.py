@@ -1,4 +1,4 @@
-"""How much memory this machine, or the container we are in, has to give."""
+"""This module tells how much memory this machine, or the container we are in, has to give."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,17 +8,19 @@ _PROC, _CGROUP, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/pro
 
 
 def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
-    """Without swapping, by proc(5), and within the limits of our cgroups (v2). None: nobody tells."""
+    """Return what is free without swapping, by proc(5), and within our cgroups' limits (v2); None if nobody
+    tells.
+    """
     amounts = _told(meminfo, "MemAvailable")
     for group in _groups(cgroup, own):
-        with suppress(OSError, ValueError):  # no limit is written as "max"
+        with suppress(OSError, ValueError):  # No limit is written as "max".
             limit = int((group / "memory.max").read_text())
             amounts.append(limit - int((group / "memory.current").read_text()) + _cached_bytes(group))
     return min(amounts, default=None)
 
 
 def total_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
-    """Whoever has it now. None: nobody tells."""
+    """Return all memory, whoever has it now; None if nobody tells."""
     amounts = _told(meminfo, "MemTotal")
     for group in _groups(cgroup, own):
         with suppress(OSError, ValueError):
@@ -34,7 +36,9 @@ def _told(meminfo: Path, name: str) -> list[int]:
 
 
 def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
-    """The root that we see, which in a container is the container's own, and what lies on the way to ours."""
+    """Yield the root that we see, which in a container is the container's own, and what lies on the way to
+    ours.
+    """
     yield cgroup
     with suppress(OSError):
         path = next((x[3:] for x in own.read_text().splitlines() if x.startswith("0::/")), "/")
@@ -46,6 +50,6 @@ def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
 
 
 def _cached_bytes(cgroup: Path) -> int:
-    """Of files, which the kernel gives up first."""
+    """Return the bytes of cached files, which the kernel gives up first."""
     lines = (cgroup / "memory.stat").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))

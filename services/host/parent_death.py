@@ -1,15 +1,15 @@
-"""A child process that does not outlive its parent, even one that was killed. Linux."""
+"""This module starts a child process that does not outlive its parent, even one that was killed, on Linux."""
 
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-# linux/prctl.h
+# linux/prctl.h defines it.
 _PR_SET_PDEATHSIG = 1
 
-# A program of its own instead of preexec_fn: between fork and exec no code of a process with threads, gRPC's
-# or numpy's, may run. A child has ended with SIGABRT there.
+# This is a program of its own instead of preexec_fn: between fork and exec no code of a process with threads,
+# gRPC's or numpy's, may run. A child has ended with SIGABRT there.
 _LAUNCHER = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv[2]), 0, 0, 0)
@@ -19,7 +19,8 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def dying_with_us(command: Sequence[str], how: signal.Signals = signal.SIGKILL) -> list[str]:
-    """A command that becomes `command`, which gets the signal `how` when the thread that started it ends.
+    """Return a command that becomes `command`, which gets the signal `how` when the thread that started it
+    ends.
 
     Should that have ended already, nothing is started. `command` begins with the path of a program.
     """

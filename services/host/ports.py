@@ -1,4 +1,6 @@
-"""Where servers of our own listen: addresses of either family, and ports for those that are told none."""
+"""This module finds where our servers listen: addresses of either family, and ports for those that are told
+none.
+"""
 
 import errno
 import ipaddress
@@ -16,7 +18,7 @@ _ATTEMPTS = 100
 
 
 def check_port(flag: str, port: int | None, count: int = 1) -> None:
-    """For `count` servers, from `port` on. Raises ConfigError naming the flag where there is no such port."""
+    """Check `count` ports from `port` on. Raises ConfigError naming the flag where there is no such port."""
     last = _LAST_PORT - (count - 1)
     if port is not None and not 0 <= port <= last:
         of = f" with {count} of them" if count > 1 else ""
@@ -24,7 +26,7 @@ def check_port(flag: str, port: int | None, count: int = 1) -> None:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether servers can listen there, on every address of this machine, but nobody can be told to call."""
+    """Say whether servers can listen there, on every address of this machine, but nobody can call it."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -32,7 +34,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody beyond this machine reaches what listens there."""
+    """Say whether nobody beyond this machine reaches what listens there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -40,8 +42,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bindable(host: str) -> str:
-    """As sockets take it: without brackets. `::` is every address, IPv4's too, and these alone on a machine
-    without IPv6."""
+    """Return the host as sockets take it, without brackets.
+
+    `::` is every address, IPv4's too, and these alone on a machine without IPv6.
+    """
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in bare and is_wildcard(bare) and not socket.has_dualstack_ipv6():
         return "0.0.0.0"
@@ -49,13 +53,13 @@ def bindable(host: str) -> str:
 
 
 def host_port(host: str, port: int) -> str:
-    """HOST:PORT, of IPv6 [HOST]:PORT."""
+    """Return HOST:PORT, for IPv6 [HOST]:PORT."""
     bare = host.removeprefix("[").removesuffix("]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """What is written to its connections goes out at once. Raises OSError."""
+    """Listen so that what is written to connections goes out at once. Raises OSError."""
     host = bindable(host)
     if ":" in host:
         wildcard = is_wildcard(host)
@@ -70,14 +74,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def held_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
-    """Ports that are free on `host`, for servers that start later, in other processes too. While the context
-    lasts nobody else is given them here, and the kernel gives them to no outgoing connection.
+    """Yield ports that are free on `host`, for servers that start later, in other processes too.
 
-    From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's connection
-    before its server binds it, and again whenever that server is down for a moment.
+    While the context lasts nobody else is given them here, and the kernel gives them to no outgoing
+    connection. From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's
+    connection before its server binds it, and again whenever that server is down for a moment.
 
     Raises:
-        ConfigError: nothing can listen on `host`.
+        ConfigError: Nothing can listen on `host`.
     """
     candidates = _server_ports()
     with ExitStack() as held:
@@ -86,7 +90,7 @@ def held_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Ports that are free on `host` now, as `held_ports` finds them."""
+    """Return ports that are free on `host` now, as `held_ports` finds them."""
     with held_ports(host, count) as ports:
         return ports
 
@@ -114,14 +118,16 @@ def _hold_any(host: str, candidates: Sequence[int]) -> socket.socket:
 
 
 def _hold(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and that stands in the way of everybody else who holds a port but not of those
-    who listen: theirs are bound with SO_REUSEADDR, and this one does not listen. Raises OSError."""
+    """Bind a socket that stands in the way of everybody else who holds a port but not of those who listen.
+
+    Theirs are bound with SO_REUSEADDR, and this one does not listen. Raises OSError.
+    """
     host = bindable(host)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if sock.family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_wildcard(host))
-        sock.bind((host, port))  # refused while anybody is bound to it
+        sock.bind((host, port))  # This is refused while anybody is bound to it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError:
         sock.close()

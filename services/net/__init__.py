@@ -1,1 +1,1 @@
-"""gRPC and TLS: errors, servers, channels, ports. Knows no service."""
+"""This room has gRPC and TLS: errors, servers and channels. It knows no service."""

@@ -1,4 +1,4 @@
-"""The bytes of clients' messages that a process holds, bounded for all of its fronts together.
+"""This module bounds the bytes of clients' messages that a process holds, for all of its fronts together.
 
     nothing has come        what will come is not known, and nothing is counted
     still not there after   it is taken for a large message on its way, of which only so many are read at a
@@ -6,14 +6,15 @@
                               OLD_S at least, and is refused else
     it is there             its length is counted until its call has ended; above the bound it is refused
 
-Where calls have owners, above half of what may be held only those are refused who would hold more than an
-equal share, of which one is kept for who comes next: nobody alone can fill it. One message each may have.
+Where calls have owners, and more than half of what may be held is held, only those are refused that would
+hold more than an equal share. One share is kept for whoever comes next, so nobody alone can fill the bound.
+Each owner may have one message.
 
 A client may leave a stream of messages idle: what is on its way there has no time limit, and takes one of
 STREAMS places of its own, which are not within the bound.
 
-gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted
-as the largest one. Over HTTP a body is counted as its pieces come, and nothing else is.
+gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted as
+the largest one. Over HTTP a body is counted as its pieces come, and nothing else is.
 """
 
 import asyncio
@@ -24,16 +25,16 @@ from typing import Any
 
 from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
 
-EARLY_S = 0.02  # a message that was sent with its call's head is there by then
-OLD_S = 1.0  # a message that is on its way may be read that long, whoever else comes
-SLOW_S = 60.0  # in which a message must have come, as an HTTP body must
-STREAMS = 16  # of messages, which may be idle at a time
+EARLY_S = 0.02  # A message that was sent with its call's head is there by then.
+OLD_S = 1.0  # A message that is on its way may be read that long, whoever else comes.
+SLOW_S = 60.0  # A message must have come by then, as an HTTP body must.
+STREAMS = 16  # So many streams of messages may be idle at a time.
 _RETRY_AFTER_S = 1.0
-_SHARE_ON_THE_WAY = 2  # half of the bound is for large messages that are on their way
+_SHARE_ON_THE_WAY = 2  # Half of the bound is for large messages that are on their way.
 
 
 class BytesInFlight:
-    """Of one process."""
+    """This bound is shared by all calls of one process."""
 
     def __init__(
         self,
@@ -42,10 +43,13 @@ class BytesInFlight:
         refused: Callable[[], None] = lambda: None,
         owner: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`largest`: that a message may have. `refused` is called for each for which there was no room.
-        `owner` tells whose the call is that begins; None: nobody's, and no share bounds it.
+        """Bound what is held to `most` bytes, of messages that have `largest` bytes at most.
 
-        Raises ConfigError when `most` cannot hold two of the largest.
+        `refused` is called for each message for which there was no room. `owner` returns the owner of the
+        call that begins, or None for a call that no share bounds.
+
+        Raises:
+            ConfigError: `most` cannot hold two of the largest messages.
         """
         if most < 2 * largest:
             raise ConfigError(
@@ -59,12 +63,12 @@ class BytesInFlight:
         self._largest = largest
         self._refused = refused
         self._owner = owner
-        self._held_by = Counter[str]()  # by owner; above 0 each
+        self._held_by = Counter[str]()  # Each owner's count is above 0.
         self.held = 0
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:
-        """All that is held within it is let go at its end."""
+        """Let everything that is held within this context go at its end."""
         held = HeldBytes(self, self._owner())
         try:
             yield held
@@ -72,7 +76,7 @@ class BytesInFlight:
             held.let_go()
 
     def take(self, num_bytes: int, owner: str | None = None) -> None:
-        """Raises NoCapacity, and takes nothing then."""
+        """Count `num_bytes`. Raises NoCapacity, and counts nothing then."""
         if num_bytes > 0 and not self._has_room(num_bytes, owner):
             raise self.no_room()
         self.held += num_bytes
@@ -96,17 +100,17 @@ class BytesInFlight:
 
 
 class Places:
-    """Each message that is on its way takes one of them."""
+    """Each message that is on its way takes one of these places."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._taken: dict[object, tuple[float, Callable[[], None]]] = {}  # the oldest first
+        self._taken: dict[object, tuple[float, Callable[[], None]]] = {}  # The oldest comes first.
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def begin(self, place: object, end: Callable[[], None], now_s: float) -> None:
-        """`end` is called once where there is no place for it, or no more."""
+        """Take a place; `end` is called once where there is none, or none any more."""
         ended = None
         if len(self._taken) >= self._most:
             oldest, (since_s, ended) = next(iter(self._taken.items()))
@@ -131,7 +135,7 @@ class HeldBytes:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises NoCapacity."""
+        """Count further bytes of the call. Raises NoCapacity."""
         self._in_flight.take(num_bytes, self._owner)
         self._num_bytes += num_bytes
 
@@ -140,16 +144,16 @@ class HeldBytes:
         self._num_bytes = 0
 
     async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """What `read` returns, a message or what stands for the end of all.
+        """Return what `read` returns, a message or what stands for the end of all.
 
         Raises:
-            NoCapacity: there is no room for it; there was none to go on reading it.
-            DeadlineExceeded: it did not come in SLOW_S.
+            NoCapacity: There is no room for it, or there was none to go on reading it.
+            DeadlineExceeded: It did not come in SLOW_S.
         """
         return self._counted(await self._read_at_a_place(read, self._in_flight.places, SLOW_S))
 
     async def read_next(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """The same of a stream of messages. One is held in place of the one before."""
+        """Do the same for a stream of messages, where each is held in place of the one before."""
         self.let_go()
         return self._counted(await self._read_at_a_place(read, self._in_flight.streams, None))
 
@@ -166,7 +170,7 @@ class HeldBytes:
 
         def end() -> None:
             nonlocal is_ended
-            if limit.expired():  # it ends by itself already, and has not heard of it yet
+            if limit.expired():  # It ends by itself already, and has not heard of it yet.
                 return
             is_ended = True
             limit.reschedule(loop.time())

@@ -1,9 +1,9 @@
-"""A method's calls taken up several at a time.
+"""This module takes up a method's calls several at a time.
 
-grpc.aio's server asks its core for one call of a method, and for the next one some turns of the loop after
-that has come. A loop that is busy takes long turns: of a thousand clients that ask at once it serves a few,
-and where neither metrics nor admission see them the others wait. Takers ask for calls beside it, and each
-call then goes the way that grpc.aio's own go:
+grpc.aio's server asks its core for one call of a method, and for the next one some iterations of the loop
+after that has come. A loop that is busy has long iterations: of a thousand clients that ask at once it serves
+a few, and the others wait where neither metrics nor admission see them. Takers ask for calls beside it, and
+each call then goes the way that grpc.aio's own go:
 
     core --> grpc.aio's loop: one call ---+
          --> taker: one call -------------+--> _handle_rpc: interceptors, handler, status
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class CallTakers:
-    """Of one method of a server that has started; they end when it stops."""
+    """These takers serve one method of a server that has started; they end when it stops."""
 
     def __init__(
         self,
@@ -49,29 +49,32 @@ class CallTakers:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         count: int,
     ) -> None:
-        """`server`: as of `find`. `method` is registered there, as /package.Service/Method."""
+        """Start `count` takers of `method` (/package.Service/Method), which is registered at a `server` from
+        `find`.
+        """
         self._server = server
         self._method = method
         self._resolver = cygrpc._MethodResolver([], {method: handler})
         self._interceptors = tuple(interceptors)
         self._loop = asyncio.get_running_loop()
-        self._calls = set[asyncio.Task[None]]()  # the loop itself does not keep them
+        self._calls = set[asyncio.Task[None]]()  # The loop itself does not keep them.
         self._takers = [self._loop.create_task(self._take()) for _ in range(count)]
 
     async def ended(self) -> None:
-        """Returns when the server, which has stopped, has told all of them."""
+        """Return when the server, which has stopped, has told all of them."""
         await asyncio.gather(*self._takers)
 
     async def _take(self) -> None:
         name = self._method.encode()
         while True:
             try:
-                # Without a name for it: a taker that waits keeps no call that is over, nor what came with it.
+                # The call gets no name here: a taker that waits keeps no call that is over, nor what came
+                # with it.
                 self._handle(await self._server._request_registered_call(name))
             except cygrpc._RequestCallError:
                 if not self._server.is_running():
                     return
-            except Exception:  # calls come to the others, and to grpc.aio's own loop
+            except Exception:  # Calls still come to the others, and to grpc.aio's own loop.
                 log.exception("call_taker_failed method=%s", self._method)
                 return
 
@@ -83,7 +86,7 @@ class CallTakers:
 
 
 def find(server: grpc.aio.Server) -> Any:
-    """The server that takers ask; None: this grpcio has another."""
+    """Return the inner server that takers ask, or None where this grpcio has another one."""
     within = getattr(server, "_server", None)
     known = all(hasattr(cygrpc, name) for name in _NAMES)
     known = known and all(_arguments(name) == arguments for name, arguments in _ARGUMENTS.items())
@@ -94,6 +97,6 @@ def find(server: grpc.aio.Server) -> Any:
 
 
 def _arguments(name: str) -> tuple[str, ...]:
-    """Of a function of grpcio's; empty: there is none."""
+    """Return the names of a grpcio function's arguments, or () where there is no such function."""
     code = getattr(getattr(cygrpc, name, None), "__code__", None)
     return () if code is None else tuple(code.co_varnames[: code.co_argcount])

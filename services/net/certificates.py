@@ -1,4 +1,4 @@
-"""The TLS files of a process, read again when they have changed.
+"""The TLS files of a process are read again when they have changed.
 
     look: as they were --> what was read last        (a stat of each file)
           changed, and they fit --> the new ones, a log line
@@ -39,12 +39,14 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What the files held at one time. A pair is there whole, and fits; None: no such file is used."""
+    """This is what the files held at one time. A pair is there whole, and fits; None stands for a file that
+    is not used.
+    """
 
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
-    client_ca: bytes | None = None  # an authority of further clients
+    client_ca: bytes | None = None  # This is an authority of further clients.
 
     @property
     def client_authorities(self) -> bytes | None:
@@ -53,7 +55,9 @@ class Pem:
         return b"\n".join(known) if known else None
 
     def server_context(self, mutual: bool) -> ssl.SSLContext:
-        """For a server that shows the certificate. Raises ConfigError when it cannot be used."""
+        """Make the context of a server that shows the certificate. Raises
+        ConfigError if it cannot be used.
+        """
         if self.cert is None or self.key is None:
             raise ConfigError("a TLS server needs a certificate and its key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -61,19 +65,21 @@ class Pem:
             with _as_file(self.cert) as cert, _as_file(self.key) as key:
                 context.load_cert_chain(
                     cert, key, password=""
-                )  # an encrypted key is refused, not asked about
+                )  # An encrypted key is refused, not asked about.
             if mutual and (authorities := self.client_authorities) is not None:
                 with _as_file(authorities) as ca:
                     context.load_verify_locations(ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-        except (OSError, ValueError) as error:  # SSLError is an OSError
+        except (OSError, ValueError) as error:  # SSLError is an OSError.
             raise ConfigError(str(error)) from error
         return context
 
     def validities(self) -> dict[str, Validity]:
-        """By file, "cert", "ca" and "client_ca". Of a chain its first certificate's, the service's own; of
-        authorities the one's that ends last, for while they are being replaced both are there. Raises
-        ConfigError."""
+        """Return when the certificates of each file ("cert", "ca" and "client_ca") begin and end.
+
+        Of a chain the first certificate counts, which is the service's own; of authorities the one that ends
+        last, for while they are being replaced both are there. Raises ConfigError.
+        """
         found = {}
         if self.cert is not None:
             found["cert"] = _validities("the certificate", self.cert)[0]
@@ -100,7 +106,7 @@ def _validities(what: str, pem: bytes) -> list[Validity]:
 
 @contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """A path to what stays in memory, for OpenSSL takes a pair from files only."""
+    """Give a path to what stays in memory, for OpenSSL takes a pair from files only."""
     descriptor = os.memfd_create("pem")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -111,7 +117,11 @@ def _as_file(content: bytes) -> Iterator[str]:
 
 
 class Certificates:
-    """The files at these paths. Any thread may look. Raises ConfigError when they cannot be used now."""
+    """These are the files at some paths, which any thread may look at.
+
+    Raises:
+        ConfigError: The files cannot be used now.
+    """
 
     def __init__(
         self, ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
@@ -119,7 +129,7 @@ class Certificates:
         self._paths = (ca, cert, key, client_ca)
         self._lock = threading.Lock()
         self._stamp = self._stat()
-        self._refused = ""  # what is the matter with the files, where an older pair goes on
+        self._refused = ""  # This says what is the matter with the files, where an older pair goes on.
         self._take(self._read())
 
     def __repr__(self) -> str:
@@ -131,12 +141,12 @@ class Certificates:
 
     @property
     def ends(self) -> float:
-        """When our own certificate does, or without one the authority; Unix time."""
+        """Return when our own certificate ends, or the authority without one, in Unix time."""
         validity = self.validities.get("cert") or self.validities.get("ca")
         return float("inf") if validity is None else validity.not_after
 
     def look(self) -> Pem:
-        """As the files are now, or as they were when they last could be used."""
+        """Return the files as they are now, or as they were when they could last be used."""
         with self._lock:
             stamp = self._stat()
             if stamp != self._stamp or self._refused:
@@ -152,7 +162,7 @@ class Certificates:
                 event(log, "tls_files_reloaded", file=self._name(), ends=_day(self.ends))
             self._refused = ""
         except ConfigError as error:
-            if str(error) != self._refused:  # once, however often it is looked at
+            if str(error) != self._refused:  # It is told once, however often it is looked at.
                 event(log, "tls_files_kept", WARNING, file=self._name(), ends=_day(self.ends), error=error)
             self._refused = str(error)
 
@@ -163,7 +173,7 @@ class Certificates:
             event(log, "tls_certificate_ended", WARNING, file=self._name(), ended=_day(self.ends))
 
     def _read(self) -> Pem:
-        """Raises ConfigError when the files cannot be used."""
+        """Read the files. Raises ConfigError when they cannot be used."""
         pem = Pem(*(_read(path) for path in self._paths))
         try:
             pem.validities()
@@ -205,13 +215,15 @@ def _day(time_s: float) -> str:
 def certificates_of(
     ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
 ) -> Certificates:
-    """The same for all of a process that use these files: a change is read once, and told once."""
+    """Return one object for all of a process that use these files: a change is read once, and told once."""
     return Certificates(ca, cert, key, client_ca)
 
 
 def certificate_health(certificates: Certificates, clock: Callable[[], float] = time.time) -> Health:
-    """Not ready once our own certificate has ended: whoever connects anew is turned away. Files that cannot
-    be used do not matter while what was read before is good."""
+    """Tell that we are not ready once our own certificate has ended: whoever connects anew is turned away.
+
+    Files that cannot be used do not matter while what was read before is good.
+    """
     if certificates.cert is None:
         return Health()
     certificates.look()
@@ -221,7 +233,7 @@ def certificate_health(certificates: Certificates, clock: Callable[[], float] = 
 
 
 class CertificateCollector(Collector):
-    """`uses` names what the files are for: "services", "etcd"."""
+    """This collector names what the files are for in `uses`: "services", "etcd"."""
 
     def __init__(self, uses: dict[str, Certificates]) -> None:
         self._uses = uses

@@ -1,4 +1,4 @@
-"""Channels to our servers, and the options that both ends of a connection have."""
+"""This module opens channels to our servers, and has the options that both ends of a connection use."""
 
 import grpc
 import grpc.aio
@@ -42,7 +42,9 @@ _CHANNEL_OPTIONS = [
 
 
 def open_channel(endpoint: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
-    """A channel to HOST:PORT; connects at the first call. Raises ConfigError when TLS files are bad."""
+    """Open a channel to HOST:PORT, which connects at the first call. Raises ConfigError when TLS files are
+    bad.
+    """
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
     return tls.open_channel(endpoint, _CHANNEL_OPTIONS)

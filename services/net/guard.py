@@ -1,4 +1,4 @@
-"""What stands around every handler of a server: what it raises is answered by the table (grpc_errors.py)."""
+"""A guard stands around every handler of a server, and answers what it raises (grpc_errors.py)."""
 
 import asyncio
 import contextlib
@@ -26,19 +26,24 @@ from services.values.errors import (
 
 logger = logging.getLogger(__name__)
 
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own: its clients that retry by themselves heed it
+# The name is gRPC's own: its clients that retry by themselves heed it.
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # gRPC drops a status whose metadata passes 8 KiB; a character may take three bytes there.
 _MAX_DETAILS_BYTES = 2000
 _INTERNAL = "internal error; the server's log has it"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Answers what a handler raises: our errors by the table, anything else as INTERNAL, logged."""
+    """This interceptor answers what a handler raises: our errors by the table, anything else as INTERNAL,
+    logged.
+    """
 
     def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
-        """What stands around a handler is made once, if it `keeps` it. Not where a call's own handlers come
-        from within: they would be kept with what they know of their calls, keys among it. `in_flight` bounds
-        the messages that calls hold."""
+        """Make what stands around a handler once, if it `keeps` it.
+
+        That will not do where a call's own handlers come from within: they would be kept with what they know
+        of their calls, keys among it. `in_flight` bounds the messages that calls hold.
+        """
         guarded = partial(_guarded, in_flight)
         self._around: Callable[[grpc.RpcMethodHandler, str], grpc.RpcMethodHandler] = (
             cache(guarded) if keeps else guarded
@@ -51,20 +56,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None  # gRPC answers UNIMPLEMENTED
+            return None  # gRPC answers UNIMPLEMENTED.
         return self._around(handler, handler_call_details.method)
 
 
-# How a behavior's first argument is had of a call's messages, and what counts their bytes.
+# A receiver gets a behavior's first argument from a call's messages, and counts their bytes.
 _Receive = Callable[[Any, grpc.aio.ServicerContext, HeldBytes | None], Awaitable[Any]]
 
 
 def _guarded(
     in_flight: BytesInFlight | None, handler: grpc.RpcMethodHandler, method: str
 ) -> grpc.RpcMethodHandler:
-    """Always as a handler of many messages: the one of others is read within the guard. grpc.aio's own
-    reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes that are no
-    message. On the wire there is no difference."""
+    """Always make a handler of many messages: the one of others is read within the guard.
+
+    grpc.aio's own reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes
+    that are no message. On the wire there is no difference.
+    """
     answers = "stream" if handler.response_streaming else "unary"
     asks = "stream" if handler.request_streaming else "unary"
     behavior = getattr(handler, f"{asks}_{answers}")
@@ -84,7 +91,7 @@ async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext, held: H
 
 
 def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
-    """Raises InvalidRequest when there is none, or one that cannot be read."""
+    """Return a receiver that raises InvalidRequest when there is no message, or one that cannot be read."""
 
     async def receive(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:
         raw = await (context.read() if held is None else held.read(context.read))
@@ -96,7 +103,7 @@ def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
 
 
 def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
-    """One is held until the next one is asked for."""
+    """Return a receiver that holds a message until the next one is asked for."""
 
     async def each(context: grpc.aio.ServicerContext, held: HeldBytes) -> AsyncGenerator[Any, None]:
         while (raw := await held.read_next(context.read)) is not grpc.aio.EOF:
@@ -112,7 +119,7 @@ def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         return parse(raw)
-    except DecodeError as error:  # text that is no UTF-8, for one
+    except DecodeError as error:  # It may be text that is no UTF-8.
         raise InvalidRequest(f"the message cannot be read: {error}") from error
 
 
@@ -157,10 +164,10 @@ def _guarded_generator(
 
 
 async def _answer(context: grpc.aio.ServicerContext, method: str, error: Exception) -> NoReturn:
-    cause = root_cause(error)  # a handler may run a TaskGroup
-    if isinstance(cause, grpc.aio.BaseError):  # the handler aborted by itself, or the call is gone
+    cause = root_cause(error)  # A handler may run a TaskGroup.
+    if isinstance(cause, grpc.aio.BaseError):  # The handler aborted by itself, or the call is gone.
         raise cause
-    if isinstance(cause, TimeoutError):  # of asyncio.timeout(remaining_s(context))
+    if isinstance(cause, TimeoutError):  # It comes from asyncio.timeout(remaining_s(context)).
         cause = DeadlineExceeded("the deadline has passed")
     if not isinstance(cause, IsthmusError):
         logger.error("handler_failed method=%s", method, exc_info=error)
@@ -189,8 +196,9 @@ async def _abort(
 
 
 def _is_of_a_living_call(record: logging.LogRecord) -> bool:
-    """False of what grpc.aio logs as a servicer's bug: the last word of a call that ended meanwhile, by its
-    deadline or its client, which the core could not send."""
+    """Return False for what grpc.aio logs as a servicer's bug: the last word of a call that ended meanwhile,
+    by its deadline or its client, which the core could not send.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
 
 

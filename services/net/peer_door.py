@@ -1,4 +1,4 @@
-"""Which clients a server with mutual TLS lets in: those whose certificate carries a name that it asks for.
+"""A server with mutual TLS lets in those clients whose certificate carries a name that it asks for.
 
     any certificate of the CA --> TLS --> carries the name   -> the call is taken
                                           does not           -> PERMISSION_DENIED, before a message is read
@@ -23,13 +23,16 @@ from services.values.errors import Forbidden
 
 log = logging.getLogger(__name__)
 
-_ALTERNATIVE_NAMES = "x509_subject_alternative_name"  # gRPC's name of a peer's property
+_ALTERNATIVE_NAMES = "x509_subject_alternative_name"  # gRPC calls the peer's property so.
 _MOST_TOLD = 3
 
 
 def carries(names: Iterable[str], asked: str) -> bool:
-    """Whether a certificate's alternative names have this one, as a whole or by a wildcard in place of its
-    first label (RFC 6125, section 6.4.3). Letters of either size are the same."""
+    """Say whether a certificate's alternative names have this one, whole or by a wildcard for its first
+    label.
+
+    RFC 6125, section 6.4.3, has the rule. Letters of either size are the same.
+    """
     asked = asked.lower()
     label, _, domain = asked.partition(".")
     wildcard = f"*.{domain}" if label and domain else asked
@@ -37,7 +40,7 @@ def carries(names: Iterable[str], asked: str) -> bool:
 
 
 class PeerDoor(grpc.aio.ServerInterceptor):
-    """It stands around the guard, whose handlers all take streams: so nothing of a stranger's is read."""
+    """This door stands around the guard, whose handlers all take streams: nothing of a stranger's is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""grpc.aio's poller: the thread that tells a process's event loop what gRPC's core has done.
+"""grpc.aio's poller is the thread that tells a process's event loop what gRPC's core has done.
 
 It wakes for a few microseconds with each event of each call. If it interrupts the loop's thread for that, as
 threads that have slept may, a token is half a dozen switches between the two. So it waits until the loop
@@ -11,7 +11,9 @@ from services.host.scheduling import patient_threads
 
 
 def start() -> None:
-    """In a process's loop, before its first server and channel, which would start it. The thread of the
-    core's timers starts with it, and is as patient."""
+    """Start the poller in a process's loop, before its first server and channel, which would start it.
+
+    The thread of the core's timers starts with it, and is as patient.
+    """
     with patient_threads():
         grpc.aio.init_grpc_aio()

@@ -1,4 +1,4 @@
-"""A gRPC channel that connects under the TLS files as they are whenever it does.
+"""This gRPC channel connects under the TLS files as they are whenever it does.
 
 gRPC's own keep the credentials that they were made with, also to connect again. So this one is made of them:
 
@@ -24,7 +24,7 @@ _READY = grpc.ChannelConnectivity.READY
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """Owned by one event loop. `connect` makes gRPC's channel for what the files hold."""
+    """One event loop owns this channel. `connect` makes gRPC's channel for what the files hold."""
 
     def __init__(self, certificates: Certificates, connect: Callable[[Pem], grpc.aio.Channel]) -> None:
         self._certificates = certificates
@@ -78,7 +78,7 @@ class ReloadingChannel(grpc.aio.Channel):
     def _call(
         self, kind: str, method: tuple[Any, ...], how: dict[str, Any], *args: Any, **kwargs: Any
     ) -> grpc.aio.Call:
-        self.get_state()  # the files may have changed
+        self.get_state()  # The files may have changed.
         used = self._newest
         call: grpc.aio.Call = getattr(used.channel, kind)(*method, **how)(*args, **kwargs)
         used.num_uses += 1
@@ -95,7 +95,7 @@ class ReloadingChannel(grpc.aio.Channel):
             self._release(used)
 
     def _renewed(self) -> bool:
-        """Whether there is a new one now, for the files have changed."""
+        """Say whether there is a new channel now, since the files have changed."""
         pem = self._certificates.look()
         if pem is self._pem or self._closed:
             return False

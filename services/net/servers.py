@@ -1,6 +1,6 @@
-"""gRPC servers.
+"""This module opens gRPC servers, and ends them.
 
-One server's life: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
+A server's life is: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
 (NOT_SERVING, drained, then stopped with what is left of the grace).
 """
 
@@ -29,7 +29,7 @@ from services.values.request import MAX_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_CALLS = 100_000
-_TAKERS = 16  # of each method; 8 and 64 do as well
+_TAKERS = 16  # Each method has so many; 8 and 64 do as well.
 _SERVER_OPTIONS = [
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -44,7 +44,7 @@ _SERVER_OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class ClientBounds:
-    """What clients may have of a server; peers, who are known, are left without most of it.
+    """These bounds are for clients; peers, who are known, are left without most of them.
 
     gRPC's core closes a connection above `max_connections` as soon as it has accepted it: a client sees
     UNAVAILABLE and tries again. One on which no call has run for `idle_s` is told to go (GOAWAY) and makes
@@ -53,7 +53,7 @@ class ClientBounds:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     in_flight: BytesInFlight | None = None
-    max_connections: int = 0  # 0: as many as there are descriptors for
+    max_connections: int = 0  # With 0 there are as many as descriptors allow.
     idle_s: float = math.inf
 
     def options(self) -> list[tuple[str, int]]:
@@ -69,10 +69,11 @@ _NO_BOUNDS = ClientBounds()
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
-    """Seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None when the caller set none.
+    """Return the seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None when the caller
+    set none.
 
     Raises:
-        DeadlineExceeded: nothing is left.
+        DeadlineExceeded: Nothing is left.
     """
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
@@ -81,7 +82,7 @@ def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
 
 
 class RpcServer:
-    """A running server with its health service; made by `open_server`."""
+    """This is a running server with its health service; `open_server` makes it."""
 
     def __init__(self, server: grpc.aio.Server, port: int, checks: health.aio.HealthServicer) -> None:
         self.port = port
@@ -93,12 +94,12 @@ class RpcServer:
         return f"RpcServer(port={self.port})"
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks of the whole server (service "") answer from now on."""
+        """Set what health checks of the whole server (service "") answer from now on."""
         status = health_pb2.HealthCheckResponse
         await self._checks.set("", status.SERVING if serving else status.NOT_SERVING)
 
     async def begin_shutdown(self) -> None:
-        """NOT_SERVING for good; calls are still taken."""
+        """Be NOT_SERVING for good, while calls are still taken."""
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -113,7 +114,7 @@ class RpcServer:
         handlers: Mapping[str, grpc.RpcMethodHandler],
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
-        """Calls of these methods several at a time."""
+        """Take calls of these methods up several at a time."""
         if handlers and (within := call_takers.find(self._server)) is not None:
             self._takers += [
                 CallTakers(within, method, handler, interceptors, _TAKERS)
@@ -131,15 +132,15 @@ async def open_server(
     busy: Mapping[str, grpc.RpcMethodHandler] = MappingProxyType({}),
     bounds: ClientBounds = _NO_BOUNDS,
 ) -> RpcServer:
-    """Bind HOST:PORT (port 0: a free one), add health and reflection, and start.
+    """Bind HOST:PORT (port 0 stands for a free one), add health and reflection, and start.
 
     `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
     or their handlers raise is answered as what a servicer raises. With `tls.peer_name` every call is asked
-    for a certificate of that name. `busy`: methods (/package.Service/Method) for which many call at once,
+    for a certificate of that name. `busy` names the methods (/package.Service/Method) that many call at once,
     each with the handler that is registered for it.
 
     Raises:
-        ConfigError: the address cannot be bound, or the TLS files cannot be used.
+        ConfigError: The address cannot be bound, or the TLS files cannot be used.
     """
     doors = [PeerDoor(tls.peer_name)] if tls is not None and tls.peer_name else []
     guard = ErrorInterceptor(keeps=not interceptors, in_flight=bounds.in_flight)
@@ -182,9 +183,9 @@ async def serve_until_stopped(
 ) -> None:
     """Serve until `stopping` is set, then end in order, within about `grace_s`.
 
-    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace. What
-    is still open then are streams that peers hold as long as we live: they get a moment to take the last
-    words. Calls that still run when the time is over are cancelled.
+    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace. What is
+    still open then are streams that peers hold as long as we live: they get a moment to take the last words.
+    Calls that still run when the time is over are cancelled.
     """
     await stopping.wait()
     loop = asyncio.get_running_loop()

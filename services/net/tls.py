@@ -1,4 +1,4 @@
-"""TLS of our gRPC servers and channels, under files that may change while they run."""
+"""Our gRPC servers and channels run TLS under files that may change while they run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from services.values.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files. `mutual`: each side shows its certificate and checks the other's against `ca`.
+    """These are PEM files. With `mutual` each side shows its certificate and checks the other's against `ca`.
 
-    `server_name` is what a server's certificate must carry; "": the host in the endpoint. Ranks that are
-    reached at addresses which no certificate can foresee (a pod's) share a name. `peer_name` is what a
-    client's certificate must carry, where a server asks for one; "": any of the CA's will do. `client_ca`
-    vouches for further clients of a server, and for no server.
+    `server_name` is what a server's certificate must carry; "" stands for the host in the endpoint. Ranks
+    that are reached at addresses which no certificate can foresee (a pod's) share a name. `peer_name` is what
+    a client's certificate must carry, where a server asks for one; with "" any of the CA's will do.
+    `client_ca` vouches for further clients of a server, and for no server.
     """
 
     ca: Path | None = None
@@ -40,18 +40,20 @@ class TlsConfig:
 
     @property
     def certificates(self) -> Certificates:
-        """What the files hold, now and later. Raises ConfigError when they cannot be used now."""
+        """Return what the files hold, now and later. Raises ConfigError when they cannot be used now."""
         return certificates_of(self.ca, self.cert, self.key, self.client_ca)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Each new connection is under the files as they are then. Raises ConfigError."""
+        """Make credentials by which each new connection is under the files as they are then. Raises
+        ConfigError.
+        """
         if self.cert is None:
             raise ConfigError("a TLS server needs a certificate and its key")
         certificates = self.certificates
         shown = certificates.look()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Called by a thread of gRPC's at each handshake; None: it goes on with what it has."""
+            """Return None to go on with what it has; a thread of gRPC's calls this at each handshake."""
             nonlocal shown
             if (pem := certificates.look()) is shown:
                 return None
@@ -68,12 +70,12 @@ class TlsConfig:
         )
 
     def for_channel(self, pem: Pem) -> grpc.ChannelCredentials:
-        """Without a CA the system's own are trusted."""
+        """Make credentials that trust the system's own authorities where there is no CA."""
         key, cert = (pem.key, pem.cert) if self.mutual else (None, None)
         return grpc.ssl_channel_credentials(pem.ca, key, cert)
 
     def open_channel(self, endpoint: str, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
-        """One that connects under the files as they are whenever it does. Raises ConfigError."""
+        """Open a channel that connects under the files as they are whenever it does. Raises ConfigError."""
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
 

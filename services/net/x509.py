@@ -1,4 +1,4 @@
-"""When certificates begin and end, read from PEM (RFC 7468) and DER (RFC 5280, section 4.1)."""
+"""This module reads when certificates begin and end from PEM (RFC 7468) and DER (RFC 5280, section 4.1)."""
 
 import base64
 import binascii
@@ -8,20 +8,22 @@ from datetime import UTC, datetime
 
 _BEGIN, _END = rb"-----BEGIN (?:X509 )?CERTIFICATE-----", rb"-----END (?:X509 )?CERTIFICATE-----"
 _PEM = re.compile(_BEGIN + rb"(.*?)" + _END, re.DOTALL)
-_VERSION = 0xA0  # the first field, explicit and optional
-_UTC_TIME = 0x17  # two digits of the year: 50 to 99 are of the last century
+_VERSION = 0xA0  # It is the first field, explicit and optional.
+_UTC_TIME = 0x17  # It has two digits of the year: 50 to 99 are of the last century.
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """Unix times, in seconds; both are still within."""
+    """These are Unix times, in seconds; both are still within."""
 
     not_before: float
     not_after: float
 
 
 def validities(pem: bytes) -> list[Validity]:
-    """Of each certificate of the file, in its order. Raises ValueError when one cannot be read."""
+    """Return the validity of each certificate of the file, in its order. Raises ValueError when one cannot be
+    read.
+    """
     return [_validity(_der(body)) for body in _PEM.findall(pem)]
 
 
@@ -45,11 +47,13 @@ def _validity(der: bytes) -> Validity:
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """The tags and contents that stand in a row. Raises IndexError, ValueError when they are cut short."""
+    """Yield the tags and contents that stand in a row. Raises IndexError,
+    ValueError if they are cut short.
+    """
     elements = []
     while der:
         tag, length, start = der[0], der[1], 2
-        if length & 0x80:  # the length's own length
+        if length & 0x80:  # These bits are the length's own length.
             start += length & 0x7F
             length = int.from_bytes(der[2:start], "big")
         if start + length > len(der):
