@@ -1,1 +1,1 @@
-"""What a process says about itself: log lines, metrics, traces."""
+"""This room has what a process says about itself: log lines, metrics and traces."""

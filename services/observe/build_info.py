@@ -1,4 +1,6 @@
-"""What a process is made of: isthmus_build_info, which Prometheus joins to all else that the process says."""
+"""isthmus_build_info tells what a process is made of; Prometheus joins it to
+all else that the process says.
+"""
 
 import platform
 from collections.abc import Iterator
@@ -7,7 +9,8 @@ from importlib import metadata
 
 from prometheus_client import CollectorRegistry, Info
 
-# Label -> distributions, the first that is installed: NIXL's comes by the version of CUDA.
+# Each label has its distributions, of which the first that is installed counts: NIXL's comes by the version
+# of CUDA.
 _DISTRIBUTIONS = {
     "version": ("isthmus",),
     "torch": ("torch",),
@@ -17,7 +20,7 @@ _DISTRIBUTIONS = {
 
 
 def register(registry: CollectorRegistry, engine: str) -> None:
-    """`engine` computes in this process: torch, sglang, fake; none in a router."""
+    """Register the metric. `engine` computes in this process (torch, sglang, fake); a router has none."""
     info = Info(
         "isthmus_build", "1; the labels say which versions are installed, or none.", registry=registry
     )
@@ -25,7 +28,7 @@ def register(registry: CollectorRegistry, engine: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Read from what is installed beside us; nothing is imported, for torch takes seconds."""
+    """Read versions from what is installed beside us; nothing is imported, for torch takes seconds."""
     return {label: next(_installed(names), "none") for label, names in _DISTRIBUTIONS.items()}
 
 

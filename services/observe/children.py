@@ -1,4 +1,4 @@
-"""A metric's children by their labels, for what is counted with every request."""
+"""A metric's children are kept by their labels, for what is counted with every request."""
 
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 
 class Children(dict[tuple[str, ...], _Metric]):
-    """As `metric.labels`, which checks and locks each time: here a child is found in a tenth of that."""
+    """This does as `metric.labels`, which checks and locks each time: a child is found in a tenth of that."""
 
     def __init__(self, metric: _Metric) -> None:
         super().__init__()

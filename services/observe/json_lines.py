@@ -1,12 +1,12 @@
-"""Log lines as JSON objects, one a line, whoever writes them: `--log-format=json`.
+"""Log lines become JSON objects, one a line, whoever writes them, with `--log-format=json`.
 
     our own logging --JSON--+
     gRPC's C++ core, NIXL --+--> descriptors 1 and 2 --> pipe --> this file, a process of its own --> stderr
     child processes --------+
 
 What is no JSON object becomes the `message` of one. The process outlives us: what we write in our last
-moment, in a crash too, comes through. It ends when nobody has the pipe open any more. This file is run by
-its path, without our packages: it is there within milliseconds.
+moment, in a crash too, comes through. It ends when nobody has the pipe open any more. This file is run by its
+path, without our packages: it is there within milliseconds.
 """
 
 import atexit
@@ -23,24 +23,23 @@ from contextlib import suppress
 from typing import BinaryIO
 
 FLAG = "--log-format=json"
-_PIPED = "ISTHMUS_JSON_LINES"  # in the environment: whoever started us has laid a pipe
-_DRAIN_S = 2.0  # a child of ours may hold the pipe open for longer than we wait
+_PIPED = "ISTHMUS_JSON_LINES"  # This is in the environment where whoever started us has laid a pipe.
+_DRAIN_S = 2.0  # A child of ours may hold the pipe open for longer than we wait.
 _CHUNK_BYTES = 1 << 16
-_LONGEST_BYTES = 1 << 20  # what is longer comes in pieces
+_LONGEST_BYTES = 1 << 20  # Whatever is longer comes in pieces.
 _STDOUT, _STDERR = 1, 2
-# absl/log: severity, date and time, thread, file and line.
+# absl/log writes severity, date and time, thread, file and line.
 _ABSL = re.compile(r"([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ([\w.+-]+:\d+)\] (.*)", re.DOTALL)
 _SEVERITIES = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 def timestamp(seconds: float) -> str:
-    """UTC, with milliseconds."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
 def json_line(line: str, service: str, now: float, level: str = "INFO") -> str:
-    """`line` itself if it is a JSON object, else one that has it as its message."""
+    """Return `line` itself if it is a JSON object, else one that has it as its message."""
     if _is_object(line):
         return line
     logger = "output"
@@ -64,16 +63,18 @@ def _refuse(constant: str) -> None:
 
 
 def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> None:
-    """From now on what is written to `descriptors`, by us or by a child, comes out of stderr as JSON objects.
+    """Make what is written to `descriptors` from now on, by us or by a child, come out of stderr as JSON
+    objects.
 
-    Nothing where whoever started us has done so. Should the process at the other end be killed, what follows
-    goes to where it went before.
+    This does nothing where whoever started us has done so. Should the process at the other end be killed,
+    what follows goes to where it went before.
     """
     if os.environ.get(_PIPED):
         return
     reading, writing = os.pipe()
     before = [(number, os.dup(number)) for number in descriptors]
-    # A session of its own: neither Ctrl-C nor a supervisor that kills a process group takes our last words.
+    # The process has a session of its own: neither Ctrl-C nor a supervisor that kills a process group takes
+    # our last words.
     reader = subprocess.Popen(
         [sys.executable, "-P", "-S", "-E", __file__, service],
         stdin=reading,
@@ -91,9 +92,9 @@ def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> N
             os.dup2(saved, number)
 
     def drain() -> None:
-        """In the end: in a container everything is killed once its first process has gone."""
+        """Wait for the last lines: in a container everything is killed once its first process has gone."""
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody reads
+            with suppress(OSError, ValueError):  # It is closed, or nobody reads it.
                 stream.flush()
         restore()
         with suppress(subprocess.TimeoutExpired):
@@ -132,7 +133,7 @@ def _write(line: str) -> None:
     try:
         sys.stdout.write(line)
         sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads any more, and nobody would read that
+    except BrokenPipeError:  # Nobody reads any more, and nobody would read that.
         os._exit(0)
 
 

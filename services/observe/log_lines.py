@@ -1,7 +1,8 @@
-"""Log lines: `time level service logger event key=value ...`, or with --log-format=json an object of these.
-At a terminal `time level event key=value ...`, in colours.
+"""Log lines are `time level service logger event key=value ...`, or an object of these with
+--log-format=json.
 
-Inside `request_context(id)` every line of the same task also carries `request_id=...`.
+At a terminal they are `time level event key=value ...`, in colours. Inside `request_context(id)` every line
+of the same task also carries `request_id=...`.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Log lines of this task, and of tasks started in it, carry the id."""
+    """Let log lines of this task, and of tasks started in it, carry the id."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -46,7 +47,7 @@ def _text(value: object) -> str:
 
 
 class _RequestIdFilter(logging.Filter):
-    """Runs in the task that logs, so that it sees the task's request id."""
+    """This filter runs in the task that logs, so that it sees the task's request id."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = _request_id.get()
@@ -66,7 +67,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _ShortFormatter(logging.Formatter):
-    """For whoever sits at the terminal, and knows what it started there."""
+    """This formatter is for whoever sits at the terminal, and knows what it started there."""
 
     def __init__(self, color: bool) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ def _of_request(record: logging.LogRecord) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line: an event's fields are its own, by their names."""
+    """This formatter writes one object a line; an event's fields are its own, by their names."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """As JSON has it, which knows neither infinity nor our types."""
+    """Return the value as JSON has it, which knows neither infinity nor our types."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value if value is None or type(value) in (str, int, bool) else str(value)  # type: ignore[return-value]
@@ -122,11 +123,11 @@ def _plain(value: object) -> str | int | float | bool | None:
 def setup_logging(
     service: str, level: str = "INFO", log_format: str = "text", color: bool | None = None
 ) -> None:
-    """Send every log line to stderr; replaces what was set up before.
+    """Send every log line to stderr; this replaces what was set up before.
 
     `service` names the process in each line ("decode-0/1"); `log_format` is text or json. On a terminal lines
-    are short, and coloured unless NO_COLOR is set; `color` says so whatever it is, or that it is none. Of
-    what others write there json_lines.lay_pipe makes JSON.
+    are short, and coloured unless NO_COLOR is set; `color` says so whatever it is, or that it is none.
+    json_lines.lay_pipe makes JSON of what others write there.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
@@ -149,5 +150,5 @@ def log_service(service: str, level: str, log_format: str) -> None:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A traceback is one object, too."""
+    """Log a traceback as one object, too."""
     logging.getLogger("uncaught").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))

@@ -1,4 +1,4 @@
-"""The page of metrics that Prometheus reads: /metrics on a port of its own, or wherever somebody shows it."""
+"""Prometheus reads the page of metrics: /metrics on a port of its own, or wherever somebody shows it."""
 
 import asyncio
 import contextlib
@@ -14,15 +14,18 @@ from prometheus_client.registry import Collector
 from services.host.ports import bindable, host_port
 from services.values.errors import ConfigError
 
-# Not `cluster`: by that many a Prometheus tells Kubernetes clusters apart (external_labels, relabelings), and
-# with honor_labels a label of ours would take its place.
+# There is no `cluster` here: by that many a Prometheus tells Kubernetes clusters apart (external_labels,
+# relabelings), and with honor_labels a label of ours would take its place.
 CLUSTER_LABEL = "isthmus_cluster"
-_SCRAPE_TIMEOUT_S = 10.0  # Prometheus's own
+_SCRAPE_TIMEOUT_S = 10.0  # It is Prometheus's own.
 
 
 class OnLoop(Collector):
-    """What another collector has, collected on the event loop that makes it: /metrics is served by a thread,
-    and what the loop owns must not change while it is read, nor by being read."""
+    """This collects what another collector has on the event loop that makes it.
+
+    /metrics is served by a thread, and what the loop owns must not change while it is read, nor by being
+    read.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -30,7 +33,7 @@ class OnLoop(Collector):
         self._thread = threading.get_ident()
 
     def collect(self) -> Iterable[Metric]:
-        """Raises TimeoutError where the loop does not answer."""
+        """Collect on the loop. Raises TimeoutError where it does not answer."""
         if threading.get_ident() == self._thread:
             return list(self._collector.collect())
         return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(_SCRAPE_TIMEOUT_S)
@@ -40,7 +43,7 @@ class OnLoop(Collector):
 
 
 class _Labelled(Collector):
-    """What another registry has, with the process's labels on every sample."""
+    """This collector puts the process's labels on every sample of another registry."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry = registry
@@ -65,8 +68,10 @@ class MetricsPage:
         self.registry.register(_Labelled(registry, labels))
 
     def rendered(self, accept: str) -> tuple[bytes, str]:
-        """In the format that this header of HTTP asks for, and that format's name. Not on the event loop: it
-        waits for that, at most as `OnLoop`."""
+        """Return the page in the format that this header of HTTP asks for, and that format's name.
+
+        It must not be called on the event loop, for which it waits, at most as long as `OnLoop`.
+        """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -74,10 +79,11 @@ class MetricsPage:
 def serve_metrics(
     host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
 ) -> tuple[int, Callable[[], None]]:
-    """Serve their MetricsPage on http://host:port/metrics from a thread of its own; port 0: a free one.
+    """Serve their MetricsPage on http://host:port/metrics from a thread of its own; port 0 stands for a free
+    one.
 
-    Returns the port, and a function that stops the server and returns when it has.
-    Raises ConfigError when the address cannot be bound.
+    Return the port, and a function that stops the server and returns when it has. Raises ConfigError when the
+    address cannot be bound.
     """
     page = MetricsPage(registry, labels)
     try:

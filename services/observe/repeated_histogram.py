@@ -1,4 +1,4 @@
-"""A histogram that takes in one value many times at the cost of one."""
+"""This histogram takes in one value many times at the cost of one."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,13 @@ from prometheus_client.utils import floatToGoString
 
 
 class RepeatedHistogram(Collector):
-    """Without labels and exemplars. Written by one thread; read when scraped."""
+    """It has neither labels nor exemplars. One thread writes it; it is read when scraped."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """`buckets`: their upper bounds, which belong to them, rising; another one is for what is above."""
+        """Make one with these `buckets`: upper bounds, which belong to them, rising.
+
+        Another bucket is for what is above.
+        """
         self._name, self._text = name, text
         self._bounds = tuple(buckets)
         self._counts = [0] * (len(self._bounds) + 1)

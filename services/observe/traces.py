@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry; they cost nothing until an OTLP endpoint is set.
+"""Traces are for OpenTelemetry; they cost nothing until an OTLP endpoint is set.
 
 One request is one trace; each service's span is the parent of the next one's, by the traceparent in its call:
 
@@ -31,17 +31,19 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from services.values.errors import Aborted
 
-TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, also the metadata key
-_LAST_SPANS_S = 2.0  # a collector that cannot be reached is tried again for longer than a process may take
+TRACEPARENT = "traceparent"  # This is also the metadata key: https://www.w3.org/TR/trace-context/.
+_LAST_SPANS_S = 2.0  # A collector that cannot be reached is tried again for longer than a process may take.
 _propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Whose spans they are: in OpenTelemetry's words service.name, service.instance.id, service.namespace."""
+    """OpenTelemetry calls what tells spans' processes apart service.name, service.instance.id,
+    service.namespace.
+    """
 
-    service: str  # router, prefill, decode
-    instance: str  # the router's name or the rank's, worker/rank
+    service: str  # It is router, prefill or decode.
+    instance: str  # It is the router's name, or the rank's as worker/rank.
     cluster: str
 
     def resource(self) -> Resource:
@@ -53,10 +55,10 @@ class Process:
 def setup_tracing(
     process: Process, otlp_endpoint: str | None, sample_ratio: float = 1.0
 ) -> Callable[[], None]:
-    """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); None: spans are not recorded.
+    """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); with None spans are not recorded.
 
-    Of the traces that begin here `sample_ratio` are recorded. Of others their beginning has decided.
-    Called once in a process: OpenTelemetry keeps its first provider. Returns a function that sends what is
+    Of the traces that begin here `sample_ratio` are recorded; of others their beginning has decided. This is
+    called once in a process: OpenTelemetry keeps its first provider. Return a function that sends what is
     left and stops, within a few seconds also where nobody takes it.
     """
     if otlp_endpoint is None:
@@ -81,12 +83,12 @@ def tracer() -> trace.Tracer:
 
 @contextlib.contextmanager
 def span(name: str, parent: str) -> Iterator[trace.Span]:
-    """A server's span under the traceparent `parent`, ended with the block, whichever way that ends.
+    """Yield a server's span under the traceparent `parent`, ended with the block, whichever way that ends.
 
     An empty or malformed parent begins a new trace. The attribute `outcome` is finished, cancelled or the
     error's class; an error is the span's status and its `error.type` as well, a call that its client gave up
-    is none. The span is never the current one: an async generator may hold it over a yield and be closed
-    from another task.
+    is none. The span is never the current one: an async generator may hold it over a yield and be closed from
+    another task.
     """
     held = tracer().start_span(name, _context_from(parent), SpanKind.SERVER)
     outcome = "finished"
@@ -106,7 +108,7 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
 
 
 def traceparent(span: trace.Span) -> str:
-    """The W3C traceparent for calls made under the span; "" outside any trace."""
+    """Return the W3C traceparent for calls made under the span; "" outside any trace."""
     if not span.get_span_context().is_valid:
         return ""
     carrier: dict[str, str] = {}
@@ -115,7 +117,7 @@ def traceparent(span: trace.Span) -> str:
 
 
 def exemplar(span: trace.Span) -> dict[str, str] | None:
-    """What leads from a metric to the request's trace; None where no trace is recorded."""
+    """Return what leads from a metric to the request's trace; None where no trace is recorded."""
     context = span.get_span_context()
     return {"trace_id": f"{context.trace_id:032x}"} if context.trace_flags.sampled else None
 
@@ -125,7 +127,7 @@ def _context_from(traceparent: str) -> Context:
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """From a call's metadata; "" when it has none."""
+    """Return the traceparent in a call's metadata; "" when it has none."""
     for key, value in metadata or ():
         if key == TRACEPARENT and isinstance(value, str):
             return value

@@ -1,1 +1,1 @@
-"""A process and its children: started, ready, alive, stopped, killed."""
+"""This room knows a process and its children: started, ready, alive, stopped, killed."""

@@ -1,10 +1,10 @@
-"""Waiting for what another task says."""
+"""These functions wait for what another task says."""
 
 import asyncio
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Returns when one is set, or the time is over."""
+    """Return when one is set, or the time is over."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -14,6 +14,6 @@ async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> No
 
 
 async def pass_on(source: asyncio.Event, target: asyncio.Event) -> None:
-    """Sets the one once the other is."""
+    """Set the one once the other is."""
     await source.wait()
     target.set()

@@ -1,4 +1,4 @@
-"""Whether a process has started, takes requests and lives, and the answers to those who probe it.
+"""A process says whether it has started, takes requests and lives, and answers those who probe it.
 
     starting --> waiting --> serving --> stopping     a child's phases, as notify.py reports them
                  |---------------------|
@@ -17,7 +17,8 @@ On --health-port, for a kubelet's probes:
     GET /ready     200 while it takes requests
     GET /live      200 unless nothing but a restart would help
 
-Otherwise 503 and the reason. Always plain HTTP: a kubelet has neither our authority nor a certificate.
+Otherwise the answer is 503 and the reason. It is always plain HTTP: a kubelet has neither our authority nor a
+certificate.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ from enum import Enum
 from services.host.ports import host_port, listen
 from services.values.errors import ConfigError
 
-SILENT_S = 60.0  # a loop that has not run for so long will not run again
-DEAF_S = 90.0  # by then its parent should have ended it
+SILENT_S = 60.0  # A loop that has not run for so long will not run again.
+DEAF_S = 90.0  # By then its parent should have ended it.
 _PROBE_TIMEOUT_S = 5.0
 
 
@@ -45,7 +46,7 @@ class ProcessPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """For each probe what is wrong; "" when it passes."""
+    """Each probe has what is wrong; "" when it passes."""
 
     startup: str = ""
     ready: str = ""
@@ -54,18 +55,20 @@ class Health:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Of one process, as it or its parent knows it."""
+    """This is the lifecycle of one process, as it or its parent knows it."""
 
     name: str
     clock: Callable[[], float] = time.monotonic
-    restart_timeout_s: float = math.inf  # it may neither wait nor serve for so long once it did
+    restart_timeout_s: float = math.inf  # It may neither wait nor serve for so long once it did.
     phase: ProcessPhase = ProcessPhase.STARTING
-    has_started: bool = False  # in this life or in an earlier one
-    has_served: bool = False  # likewise
-    last_words: str = ""  # why this life ends, or the last one ended, in its own words
-    last_end: str = ""  # how its last life ended, until it stands again
-    last_beat: float | None = None  # None: it is we ourselves, or it was not heard of in this life
-    _stood: float = 0.0  # if it has started and does not stand: when it last did, in whatever life
+    has_started: bool = False  # It has in this incarnation or in an earlier one.
+    has_served: bool = False  # It has in this incarnation or in an earlier one, too.
+    last_words: str = ""  # It says in its own words why this incarnation ends, or the last one ended.
+    last_end: str = ""  # This is how its last incarnation ended, until it stands again.
+    # None means that it is we ourselves, or that it was not heard of in this incarnation.
+    last_beat: float | None = None
+    # If it has started and does not stand, this is when it last did, in whatever incarnation.
+    _stood: float = 0.0
 
     def enter(self, phase: ProcessPhase) -> None:
         if self.beats:
@@ -77,13 +80,13 @@ class Lifecycle:
             self.last_end = ""
 
     def begin(self) -> None:
-        """Another life."""
+        """Begin another incarnation."""
         self.enter(ProcessPhase.STARTING)
         self.last_beat = None
 
     @property
     def beats(self) -> bool:
-        """Is it to be heard of every few seconds?"""
+        """Say whether it is to be heard of every few seconds."""
         return self.phase in (ProcessPhase.WAITING, ProcessPhase.SERVING)
 
     def health(self) -> Health:
@@ -109,9 +112,9 @@ class Lifecycle:
 
 @dataclass(slots=True)
 class SilentLooks:
-    """For how long a process has not been heard of, in looks at it.
+    """This counts for how long a process has not been heard of, in looks at it.
 
-    Not in seconds: whoever looks may have stood still together with it, and has not listened then.
+    It does not count seconds: whoever looks may have stood still together with it, and has not listened then.
     """
 
     looks: int = 0
@@ -124,7 +127,7 @@ class SilentLooks:
 
 
 def joint_health(parts: Sequence[Health]) -> Health:
-    """A probe passes when it passes for each."""
+    """Join the parts: a probe passes when it passes for each."""
 
     def reasons(name: str) -> str:
         return "; ".join(filter(None, (getattr(part, name) for part in parts)))
@@ -134,10 +137,10 @@ def joint_health(parts: Sequence[Health]) -> Health:
 
 @contextlib.asynccontextmanager
 async def answering(host: str, port: int | None, check: Callable[[], Health]) -> AsyncIterator[int | None]:
-    """Answer probes with what `check` says; yields the port. Port 0: a free one; None: no probes.
+    """Answer probes with what `check` says; yield the port. Port 0 stands for a free one, None for no probes.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: The address cannot be bound.
     """
     if port is None:
         yield None

@@ -1,10 +1,10 @@
-"""A child process tells its parent how it is: sd_notify(3), which systemd understands too.
+"""A child process tells its parent how it is by sd_notify(3), which systemd understands too.
 
     X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
     STATUS=why it cannot start, or go on
 
-X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it.
-Datagrams to the socket that NOTIFY_SOCKET names: no port, and no thread.
+X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it. They are datagrams to the
+socket that NOTIFY_SOCKET names: that takes no port, and no thread.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ _PHASES = {_WAITING: ProcessPhase.WAITING, _READY: ProcessPhase.SERVING, _STOPPI
 
 @contextlib.contextmanager
 def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
-    """Follow one life of a child process; yields what its environment needs. On the running loop.
+    """Follow one incarnation of a child process on the running loop; yield what its environment needs.
 
-    The socket is the life's own: what an earlier life still had to say is not heard.
+    The socket is the incarnation's own: what an earlier one still had to say is not heard.
     """
     loop = asyncio.get_running_loop()
     child.begin()
     child.last_words = ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as receiver:
-        receiver.bind("")  # the kernel chooses an abstract name: unix(7), autobind
+        receiver.bind("")  # The kernel chooses an abstract name: unix(7), autobind.
         loop.add_reader(receiver, _hear, receiver, child)
         try:
             yield {NOTIFY_SOCKET: "@" + receiver.getsockname()[1:].decode()}
         finally:
             loop.remove_reader(receiver)
-            while _hear(receiver, child):  # what it said last, before its end was seen
+            while _hear(receiver, child):  # It said this last, before its end was seen.
                 pass
             child.begin()
 
 
 def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
-    """False: it has said nothing more."""
+    """Return False where it has said nothing more."""
     try:
         message = receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace")
     except BlockingIOError:
@@ -66,9 +66,10 @@ def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
 
 @dataclass(slots=True)
 class Notifier:
-    """Tells whoever started us. Without NOTIFY_SOCKET nobody asked, and nothing is sent."""
+    """This tells whoever started us. Without NOTIFY_SOCKET nobody asked, and nothing is sent."""
 
-    address: str = field(default_factory=lambda: os.environ.pop(NOTIFY_SOCKET, ""))  # not our children's
+    # It is not our children's.
+    address: str = field(default_factory=lambda: os.environ.pop(NOTIFY_SOCKET, ""))
 
     def send(self, message: str) -> None:
         if not self.address:
@@ -87,11 +88,11 @@ class Notifier:
         self.send(_READY)
 
     def ends(self, why: str) -> None:
-        """Whoever probes our parent is told."""
+        """Tell why, for whoever probes our parent."""
         self.send(_STATUS + " ".join(why.split())[:_MAX_STATUS_CHARS])
 
     async def beat_until(self, stopping: asyncio.Event) -> None:
-        """WATCHDOG=1 as long as this loop runs, STOPPING=1 once `stopping` is set."""
+        """Send WATCHDOG=1 as long as this loop runs, and STOPPING=1 once `stopping` is set."""
         while not stopping.is_set():
             self.send("WATCHDOG=1")
             with contextlib.suppress(TimeoutError):

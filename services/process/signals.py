@@ -1,4 +1,4 @@
-"""When a process is told to end, and how it does."""
+"""A process is told to end, and ends."""
 
 import asyncio
 import atexit
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set, from now to the end of the running loop."""
+    """Return an event that SIGTERM and SIGINT set, from now to the end of the running loop."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -21,7 +21,7 @@ def stop_on_signals() -> asyncio.Event:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Around all that a service's process does, imports of large libraries included.
+    """Stand around all that a service's process does, imports of large libraries included.
 
     Until a loop asks for it (`stop_on_signals`) SIGINT ends the process as SIGTERM does. Python would raise
     KeyboardInterrupt wherever it is, and libraries that are being imported were seen to swallow that.
@@ -48,7 +48,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _others_run() -> bool:
-    """Whether there are threads that Python does not wait for."""
+    """Say whether there are threads that Python does not wait for."""
     return any(thread.daemon for thread in threading.enumerate())
 
 
@@ -59,6 +59,6 @@ def _leave(code: object) -> None:
         code = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with suppress(OSError, ValueError):  # Nobody reads it, or it is closed.
             stream.flush()
     os._exit(code or 0)

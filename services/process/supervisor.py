@@ -11,10 +11,10 @@ A rank that refuses its settings (ConfigError) and has never served would refuse
 served, a refusal is a fault like any other, of which its siblings hear nothing: somebody else had its port
 for a moment, or a file was being replaced.
 
-A rank is a process group of its own: engines start processes too. A rank counts as gone only when
-every process of its group has been killed and reaped, so a restart is proof that nothing of the old
-life can still write. Should the supervisor itself be killed, the kernel kills the ranks
-(PR_SET_PDEATHSIG). What the ranks say of themselves (services/process/notify.py) is what probes are answered.
+A rank is a process group of its own: engines start processes too. A rank counts as gone only when every
+process of its group has been killed and reaped, so a restart is proof that nothing of the old incarnation can
+still write. Should the supervisor itself be killed, the kernel kills the ranks (PR_SET_PDEATHSIG). What the
+ranks say of themselves (services/process/notify.py) is what probes are answered.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from services.process.notify import listening
 
 logger = logging.getLogger(__name__)
 
-# ConfigError (config.refusing), and a flag that config.load refused.
+# It is a ConfigError (config.refusing), or a flag that config.load refused.
 REFUSALS = (os.EX_CONFIG, 2)
 
 _REAP_INTERVAL_S = 0.01
 _SILENCE_CHECK_S = 1.0
 
-# linux/prctl.h
+# linux/prctl.h defines it.
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -74,19 +74,19 @@ class StopAll:
 
 @dataclass(frozen=True, slots=True)
 class RestartDelays:
-    """Delays before restarts: first_s, doubled at each failure in a row, max_s at most."""
+    """A restart waits for first_s, doubled at each failure in a row, and for max_s at most."""
 
     first_s: float = 0.5
     max_s: float = 10.0
-    healthy_s: float = 60.0  # a rank that lived this long starts counting its failures anew
+    healthy_s: float = 60.0  # A rank that lived this long starts counting its failures anew.
 
 
 def on_exit(
     exit_code: int, lived_s: float, failures: int, has_served: bool, delays: RestartDelays = RestartDelays()
 ) -> Restart | StopAll:
-    """What follows when a rank ends unasked.
+    """Decide what follows when a rank ends unasked.
 
-    `failures` exits in a row came before this one; `has_served` in any of its lives.
+    `failures` exits in a row came before this one; `has_served` is true if it has in any of its incarnations.
     """
     if exit_code in REFUSALS and not has_served:
         return StopAll(os.EX_CONFIG)
@@ -97,14 +97,16 @@ def on_exit(
 
 
 def why_killed(exit_code: int) -> str:
-    """Of a process that ended unasked; empty where it was not killed. A process that is killed for the memory
-    it takes is told nothing."""
+    """Return why a process that ended unasked was killed; "" where it was not.
+
+    A process that is killed for the memory it takes is told nothing.
+    """
     return "killed, probably out of memory" if exit_code == -signal.SIGKILL else ""
 
 
 @contextmanager
 def chosen_ports(host: str, base_port: int, count: int) -> Iterator[tuple[int, ...]]:
-    """base_port, base_port + 1, ...; for base_port 0, `count` ports of `held_ports`."""
+    """Yield base_port, base_port + 1, ...; for base_port 0, `count` ports of `held_ports`."""
     if base_port:
         yield tuple(range(base_port, base_port + count))
     else:
@@ -115,7 +117,7 @@ def chosen_ports(host: str, base_port: int, count: int) -> Iterator[tuple[int, .
 def rank_commands(
     module: str, flags: Sequence[str], flags_by_rank: Mapping[str, Sequence[int]]
 ) -> list[list[str]]:
-    """The command of each rank: `python -m module *flags --rank-index=K --NAME=VALUE...`.
+    """Return the command of each rank: `python -m module *flags --rank-index=K --NAME=VALUE...`.
 
     `flags_by_rank` names a setting and gives its value for each rank: {"port": (7000, 7001)}.
     """
@@ -134,11 +136,11 @@ def run(
     restart_timeout_s: float = math.inf,
     own_health: Callable[[], Health] = Health,
 ) -> int:
-    """Supervise until told to stop; returns the exit code. Linux only; called in the main thread. A command
-    begins with the path of a program.
+    """Supervise until told to stop; return the exit code. It is called in the main thread, on Linux only.
 
-    Probes are answered on host:health_port; None: nowhere. /live fails once a rank that stood has
-    been away for `restart_timeout_s`. `own_health` is of what they all share.
+    A command begins with the path of a program. Probes are answered on host:health_port, or nowhere with
+    None. /live fails once a rank that stood has been away for `restart_timeout_s`. `own_health` is of what
+    they all share.
     """
     ranks = [
         Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
@@ -174,7 +176,7 @@ async def supervise(
     ranks: Sequence[Lifecycle],
     delays: RestartDelays = RestartDelays(),
 ) -> int:
-    """Keep one process per command running until `stopping` is set; returns the exit code.
+    """Keep one process per command running until `stopping` is set; return the exit code.
 
     `ranks` are kept up to date, one for each command. A rank that refuses its settings and has never served
     sets `stopping` itself. When this returns, every process that it started has been reaped.
@@ -198,7 +200,7 @@ class _RankProcess:
     lifecycle: Lifecycle
 
     async def keep_running(self) -> int:
-        """Start the rank again and again until `stopping`; returns the exit code for the supervisor."""
+        """Start the rank again and again until `stopping`; return the exit code for the supervisor."""
         loop = asyncio.get_running_loop()
         failures = 0
         while not self.stopping.is_set():
@@ -224,14 +226,14 @@ class _RankProcess:
         return os.EX_OK
 
     async def _live_once(self, environment: Mapping[str, str]) -> tuple[int, bool]:
-        """One life, with `environment` on top of ours: its exit code, or minus the signal that killed it, and
-        whether it ended before we asked it to.
+        """Run one incarnation, with `environment` on top of ours.
 
-        When it returns, the rank's whole process group has been reaped.
+        Return its exit code, or minus the signal that killed it, and whether it ended before we asked it to.
+        When this returns, the rank's whole process group has been reaped.
         """
         try:
             process = _start(self.command, environment)
-        except OSError as error:  # no process to be had at present
+        except OSError as error:  # No process is to be had at present.
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
             return os.EX_OSERR, True
         event(logger, "rank_started", rank=self.index, pid=process.pid)
@@ -249,8 +251,10 @@ class _RankProcess:
         return process.returncode, by_itself
 
     async def _hangs(self) -> None:
-        """Returns when the rank has stood and then fallen silent, or stops for longer than the grace: no
-        signal that asks would be heard."""
+        """Return when the rank has stood and then fallen silent, or stops for longer than the grace.
+
+        No signal that asks would be heard then.
+        """
         silence, ending = SilentLooks(), 0
         while silence.looks * _SILENCE_CHECK_S < SILENT_S and ending * _SILENCE_CHECK_S < self.grace_s:
             await asyncio.sleep(_SILENCE_CHECK_S)
@@ -265,18 +269,19 @@ class _RankProcess:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks the ranks.
+    # The rank has a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks
+    # the ranks.
     return subprocess.Popen(dying_with_us(command), env={**os.environ, **environment}, start_new_session=True)
 
 
 def _become_subreaper() -> None:
-    """Orphans of a dead rank become our children, so that we can wait for their end."""
+    """Make orphans of a dead rank our children, so that we can wait for their end."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 async def _exited(pid: int) -> None:
-    """Returns when our child `pid` has ended; it is not reaped, so the pid is still its own."""
+    """Return when our child `pid` has ended; it is not reaped, so the pid is still its own."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)
@@ -289,12 +294,13 @@ async def _exited(pid: int) -> None:
 
 
 async def _reap_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the rank's process group; returns when all of it has been reaped."""
+    """Kill what is left of the rank's process group; return when all of it has been reaped."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     while process.poll() is None:
         await asyncio.sleep(_REAP_INTERVAL_S)
-    # The leader is gone, so its orphans are our children now. ChildProcessError: there are none left.
+    # The leader is gone, so its orphans are our children now. ChildProcessError says that there are none
+    # left.
     with suppress(ChildProcessError):
         while True:
             pid, _ = os.waitpid(-process.pid, os.WNOHANG)

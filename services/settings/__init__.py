@@ -1,1 +1,1 @@
-"""Settings, read from flags once and written back as flags."""
+"""This room reads settings from flags once, and writes them back as flags."""

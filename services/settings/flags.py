@@ -1,15 +1,15 @@
 """Read a service's settings from command-line flags, and write them back as flags.
 
 A frozen dataclass is the only list of a service's settings: `page_size: int = setting(64, "...")` is
-`--page-size=64`. A chart passes its values through as flags, a supervisor passes its own on with
-`to_flags`. Flags, not environment variables: Kubernetes injects <SERVICE>_PORT=tcp://... into every
+`--page-size=64`. A chart passes its values through as flags, and a supervisor passes its own on with
+`to_flags`. They are flags, not environment variables: Kubernetes injects <SERVICE>_PORT=tcp://... into every
 pod of a namespace, and would answer for us.
 
-A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these
-or None (`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=`
-is the empty tuple; with `split=False` a comma is part of the value). Of a flag that is no tuple and is
-given again, the last one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given
-without its name: what a command is about. One that is `bare` may be: `isthmus up MODEL` is `--model=MODEL`.
+A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these or None
+(`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=` is the empty
+tuple; with `split=False` a comma is part of the value). If a flag that is no tuple is given again, the last
+one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given without its name: it is
+what a command is about. One that is `bare` may be: `isthmus up MODEL` is `--model=MODEL`.
 """
 
 import math
@@ -33,16 +33,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which values a setting takes. Of a tuple each item; None, where a setting may be it, is always one."""
+    """These are the values that a setting takes, or each item of a tuple; None,
+    where it may be, is always one.
+    """
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
-    pattern: str | None = None  # a regular expression of the whole text, in the syntax that Go's RE2 has too
+    # This is a regular expression of the whole text, in the syntax that Go's RE2 has too.
+    pattern: str | None = None
     form: str = ""  # what that stands for, in words
 
     def refusal(self, value: Any) -> str | None:
-        """Completes a sentence that begins with the flag; None: the value is one of them."""
+        """Complete a sentence that begins with the flag, or return None where the value is within bounds."""
         wrong = (
             (self.at_least is not None and not value >= self.at_least)
             or (self.at_most is not None and not value <= self.at_most)
@@ -73,15 +76,20 @@ def setting(
     bare: str = "",
     bounds: Bounds = _ANY,
 ) -> Any:
-    """A dataclass field with the sentence that `--help` shows; required when it has no default, as one must
-    be that is `positional`. One setting may be `bare`: what help calls it where its name is left out.
-    `check_bounds` holds it to its `bounds`, and so does the chart's schema."""
+    """Make a dataclass field with the sentence that `--help` shows.
+
+    It is required when it has no default, as one must be that is `positional`. One setting may be `bare`:
+    that is what help calls it where its name is left out. `check_bounds` holds it to its `bounds`, and so
+    does the chart's schema.
+    """
     about = {"help": help, "split": split, "positional": positional, "bare": bare, "bounds": bounds}
     return field(default=default, metadata=about)
 
 
 def check_bounds(config: Any) -> None:
-    """For a config's __post_init__. Raises ConfigError naming the flag whose value is out of its bounds."""
+    """Raise ConfigError naming the flag whose value is out of its bounds; a
+    config's __post_init__ calls it.
+    """
     for member in fields(config):
         bounds, value = member.metadata.get("bounds", _ANY), getattr(config, member.name)
         for item in value if isinstance(value, tuple) else (value,):
@@ -93,8 +101,8 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
     """Build the dataclass `cls` from `argv` (default: sys.argv[1:]), then from its own defaults.
 
     Raises:
-        SystemExit: 2, when a flag is unknown, missing or unreadable, or when `cls` refused the
-            values with ConfigError; stderr has one sentence that says which. 0, for --help.
+        SystemExit: The code is 2 when a flag is unknown, missing or unreadable, or when `cls` refused the
+            values with ConfigError; stderr has one sentence that says which. It is 0 for --help.
     """
     flags = _flags_of(cls)
     parser = Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
@@ -113,29 +121,29 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
 
 @dataclass(frozen=True, slots=True)
 class FlagDescription:
-    """A setting as people read of it."""
+    """This is a setting as people read of it."""
 
     name: str  # without the dashes: page-size
     hint: str  # N, TEXT, on|off
-    default: tuple[str, ...] | None  # as it would be given; None: required
+    default: tuple[str, ...] | None  # This is as it would be given; None stands for one that is required.
     repeated: bool
     help: str
-    choices: tuple[str, ...] = ()  # if no others may be given
+    choices: tuple[str, ...] = ()  # These are all that may be given, where there are any.
     positional: bool = False
     bare: str = ""
     bounds: Bounds = _ANY
 
 
 def describe(cls: type) -> list[FlagDescription]:
-    """Every setting of the dataclass, in its order: for references and for a chart's schema."""
+    """Return every setting of the dataclass, in its order, for references and for a chart's schema."""
     return [flag.description() for flag in _flags_of(cls)]
 
 
 def to_flags(config: Any) -> list[str]:
-    """The flags from which `load` makes an equal `config`; settings at their default are left out.
+    """Return the flags from which `load` makes an equal `config`; settings at their default are left out.
 
     Raises:
-        ConfigError: a value cannot be said as a flag (a comma in a tuple's string, say).
+        ConfigError: A value cannot be said as a flag (a comma in a tuple's string, say).
     """
     values = [(flag, getattr(config, flag.name)) for flag in _flags_of(type(config))]
     return [text for flag, value in values if value != flag.default for text in flag.write(value)]
@@ -158,7 +166,7 @@ def refusing(prog: str, tell: Callable[[str], None] = lambda why: None) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """How one value is read and written; `read` raises ValueError, `expected` completes "expected ..."."""
+    """`read` raises ValueError, `expected` completes "expected ..."."""
 
     read: Callable[[str], Any]
     write: Callable[[Any], str]
@@ -173,9 +181,9 @@ class _Flag:
     scalar: _Scalar
     optional: bool
     repeated: bool
-    default: Any  # MISSING: required
+    default: Any  # MISSING stands for a required one.
     help: str
-    split: bool  # of a tuple: commas separate
+    split: bool  # Commas separate the items of a tuple.
     positional: bool
     bare: str
     bounds: Bounds
@@ -226,11 +234,11 @@ class _Flag:
         if self.default is MISSING:
             return " (required)"
         default = ", ".join(self._texts(self.default))
-        said = not default and "default: " in self.help  # what stands for it there
+        said = not default and "default: " in self.help  # Help says there what stands for it.
         return "" if said else f" (default: {default or 'none'})"
 
     def read(self, texts: Sequence[str]) -> Any:
-        """Raises ConfigError naming the flag."""
+        """Read the value. Raises ConfigError naming the flag."""
         if self.repeated:
             return tuple(self._read_one(item) for text in texts for item in self._items(text) if item)
         if self.optional and not texts[-1]:
@@ -284,7 +292,7 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
 
 
 def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
-    """With `--name=true` for each bool that stands alone before `--`, behind which nothing is a flag."""
+    """Write `--name=true` for each bool that stands alone before `--`, behind which nothing is a flag."""
     bools = {flag.text for flag in flags if flag.scalar is _SCALARS[bool]}
     end = argv.index("--") if "--" in argv else len(argv)
     spelled = [
@@ -295,7 +303,7 @@ def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
-    """Whether `hint` is `X | None`, and X; or `hint` itself."""
+    """Return whether `hint` is `X | None`, and X; or `hint` itself."""
     if get_origin(hint) not in (Union, UnionType):
         return False, hint
     others = [member for member in get_args(hint) if member is not NoneType]
@@ -323,13 +331,13 @@ def _choice(values: dict[str, Any]) -> _Scalar:
 
 def _read_number(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value):  # it would travel as a deadline, and peers take none that never comes
+    if not math.isfinite(value):  # It would travel as a deadline, and peers take none that never comes.
         raise ValueError("not finite")
     return value
 
 
 def _read_text(text: str) -> str:
-    """A byte of a command line that is not UTF-8 comes as a surrogate, which no message can carry."""
+    """Refuse a byte that is not UTF-8: it comes as a surrogate, which no message can carry."""
     text.encode()
     return text
 

@@ -1,9 +1,9 @@
-"""A checkpoint by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
+"""A checkpoint may be given by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
 
-a path that exists              as it is, but for a GGUF file
-a short name that is known      its directory in our own cache (known_models.py); nobody is asked
-all of it in the local cache    the snapshot's directory; nobody is asked
-else                            downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
+a path that exists              as it is, but for a GGUF file a short name that is known      its directory in
+our own cache (known_models.py); nobody is asked all of it in the local cache    the snapshot's directory;
+nobody is asked else                            downloaded into the cache, if there is a network and
+HF_HUB_OFFLINE is unset
 
 Whoever reads `--model` resolves it once, where its flags have been read; processes that it starts get the
 directory. The cache is where HF_HOME and HF_HUB_CACHE say.
@@ -27,7 +27,7 @@ MODEL_HELP = (
 )
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?")
-# What no engine of ours reads: other formats of the same weights.
+# No engine of ours reads these: they are other formats of the same weights.
 _LEFT_OUT = ("original/*", "onnx/*", "metal/*", "*.gguf")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _WEIGHTS, _INDEX = "*.safetensors", "model.safetensors.index.json"
@@ -44,21 +44,21 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """None: a path, or nothing that could be on the hub."""
+    """Return the name, or None for a path or for nothing that could be on the hub."""
     found = _NAME.fullmatch(text)
     return None if found is None or Path(text).exists() else HubName(found[1], found[2])
 
 
 def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda what: None) -> T:
-    """With directories for what names a checkpoint; a model that came from the hub is served under its name
-    there, unless `model_name` says otherwise.
+    """Return the config with directories for what names a checkpoint.
 
-    `weights`: they are needed, and not the tokenizer and the configuration alone. `tell` hears of what takes
-    a while, such as a download.
+    A model that came from the hub is served under its name there, unless `model_name` says otherwise.
+    `weights` says that they are needed, and not the tokenizer and the configuration alone. `tell` gets what
+    takes a while, such as a download.
 
     Raises:
-        ConfigError: there is no such checkpoint, or none for us, such as a GGUF file.
-        Unavailable: it is not in the cache, and the hub cannot be reached.
+        ConfigError: There is no such checkpoint, or none for us, such as a GGUF file.
+        Unavailable: It is not in the cache, and the hub cannot be reached.
     """
     values = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
@@ -76,11 +76,11 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
 @dataclass(frozen=True, slots=True)
 class _Found:
     directory: Path
-    name: str  # which it is served under
+    name: str  # It is served under this name.
 
 
 def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> _Found | None:
-    """None: it is a path."""
+    """Return the directory, or None for a path."""
     if (name := hub_name(text)) is not None:
         return _Found(_directory(name, flag, weights, tell), name.repository)
     if (model := known_model(text)) is not None:
@@ -104,22 +104,22 @@ def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], No
 
 
 def _cached(name: HubName, flag: str) -> Path | None:
-    """The snapshot, whatever it holds. Raises ConfigError for a name that the hub would not take."""
+    """Return the snapshot, whatever it holds. Raises ConfigError for a name that the hub would not take."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
-    except FileNotFoundError:  # LocalEntryNotFoundError is one
+    except FileNotFoundError:  # LocalEntryNotFoundError is one.
         return None
-    except HFValidationError as error:  # a path, more likely
+    except HFValidationError as error:  # It is a path, more likely.
         raise ConfigError(
             f"{flag}: there is no directory {name} here, and nothing on the hub may be called so"
         ) from error
 
 
 def _has_weights(directory: Path) -> bool:
-    """All of them: a download may have been cut."""
+    """Say whether all of them are there: a download may have been cut."""
     index = directory / _INDEX
     if not index.is_file():
         return any(directory.glob(_WEIGHTS))

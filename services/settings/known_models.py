@@ -1,4 +1,4 @@
-"""Models that Isthmus knows by a short name: `isthmus up smollm2`. And what is said of a GGUF file.
+"""Isthmus knows some models by a short name: `isthmus up smollm2`. This module also refuses GGUF files.
 
 `isthmus fetch-model NAME` gets one and converts it into the cache, `$XDG_CACHE_HOME/isthmus/models`; whoever
 else is given the name finds it there. No service downloads anything by such a name.
@@ -29,7 +29,7 @@ class KnownModel:
     sha256: str
     licence: str
     warning: str
-    sampling: Mapping[str, float]  # by which its publisher samples it
+    sampling: Mapping[str, float]  # Its publisher samples it so.
 
     @property
     def requirement(self) -> str:
@@ -37,7 +37,7 @@ class KnownModel:
 
     @property
     def cached(self) -> Path:
-        """Its checkpoint is here, or would be."""
+        """Return where its checkpoint is, or would be."""
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return Path(home).expanduser() / "isthmus" / "models" / f"{self.name}-{self.version}"
 
@@ -55,7 +55,8 @@ KNOWN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
             warning="A 4-bit model of 135 million parameters is readable and not to be believed.",
-            # The example of its model card on the Hugging Face hub, HuggingFaceTB/SmolLM2-135M-Instruct.
+            # The example is that of its model card on the Hugging Face hub,
+            # HuggingFaceTB/SmolLM2-135M-Instruct.
             sampling={"temperature": 0.2, "top_p": 0.9},
         ),
     )
@@ -63,12 +64,12 @@ KNOWN = {
 
 
 def known_model(text: str) -> KnownModel | None:
-    """A path of that name comes first."""
+    """Return the model, or None where a path of that name comes first."""
     return None if Path(text).exists() else KNOWN.get(text)
 
 
 def cached_directory(model: KnownModel, flag: str) -> Path:
-    """Raises ConfigError where it has not been fetched yet."""
+    """Return the directory. Raises ConfigError where the model has not been fetched yet."""
     if not is_whole(model.cached):
         raise ConfigError(
             f"{flag}: {model.name} has not been fetched to this machine yet: `isthmus up {model.name}` and "
@@ -78,7 +79,7 @@ def cached_directory(model: KnownModel, flag: str) -> Path:
 
 
 def is_whole(directory: Path) -> bool:
-    """Every file of a converted checkpoint is there, and its weights go on to their end."""
+    """Say whether every file of a converted checkpoint is there, and its weights go on to their end."""
     if not all((directory / name).is_file() for name in FILES):
         return False
     file = directory / WEIGHTS
@@ -91,12 +92,12 @@ def is_whole(directory: Path) -> bool:
             stated = json.loads(weights.read(min(length, file.stat().st_size)))
             ends = [int(entry["data_offsets"][1]) for name, entry in stated.items() if name != "__metadata__"]
         except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError):
-            return False  # it is no object of tensors
+            return False  # It is no object of tensors.
     return file.stat().st_size == 8 + length + max(ends, default=0)
 
 
 def refuse_gguf(path: Path, flag: str) -> None:
-    """Raises ConfigError where `path` is a GGUF file, or a directory that has no other weights."""
+    """Raise ConfigError where `path` is a GGUF file, or a directory that has no other weights."""
     found = [path] if path.is_file() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if path.is_dir() and (path / "config.json").is_file():
         return

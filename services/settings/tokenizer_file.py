@@ -30,12 +30,13 @@ _PROBES = (
 
 
 def tokenizer_of_file(loaded: Any, directory: Path) -> Any:
-    """`loaded`, transformers' tokenizer of `directory`, where the texts are the same to it as to the file's
-    own; else the latter. A tokenizer that is none of the `tokenizers` library, or has no such file, stays.
+    """Return `loaded`, transformers' tokenizer of `directory`, or one that does what the file says.
 
-    A line of the log tells what was changed.
+    It is `loaded` where the texts are the same to it as to the file's own. A tokenizer that is none of the
+    `tokenizers` library, or has no such file, stays. A line of the log tells what was changed.
     """
-    # Not at the top: whoever loads a tokenizer may first see to it that transformers comes without torch.
+    # The import is not at the top: whoever loads a tokenizer may first see to it that transformers comes
+    # without torch.
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     has_class = isinstance(loaded, PreTrainedTokenizerFast) and type(loaded) is not PreTrainedTokenizerFast
@@ -58,7 +59,7 @@ def tokenizer_of_file(loaded: Any, directory: Path) -> Any:
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """A text that two `tokenizers.Tokenizer` encode otherwise, or whose ids they decode otherwise."""
+    """Return a text that two `tokenizers.Tokenizer` encode otherwise, or whose ids they decode otherwise."""
     for text in _texts(other):
         ids = other.encode(text, add_special_tokens=False).ids
         if one.encode(text, add_special_tokens=False).ids != ids or _decoded(one, ids) != _decoded(
