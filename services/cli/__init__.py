@@ -1,1 +1,1 @@
-"""The command `isthmus`."""
+"""This room is the command `isthmus`."""

@@ -1,4 +1,4 @@
-"""The command `isthmus`."""
+"""This is the command `isthmus`."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from services.cli.commands import COMMANDS, listed, module_of, unknown
 from services.observe import build_info, json_lines, log_lines
 from services.values.errors import ConfigError, IsthmusError
 
-# As a shell tells of a program that SIGPIPE ended, and as `head` leaves other programs.
+# A shell tells so of a program that SIGPIPE ended, and `head` leaves other programs so.
 _PIPE_CLOSED = 141
 
 
@@ -34,13 +34,13 @@ def main() -> None:
 
 
 def _asked(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The command and its arguments; `help COMMAND` is `COMMAND --help`."""
+    """Return the command and its arguments; `help COMMAND` is `COMMAND --help`."""
     name, arguments = (words[0], [*words[1:]]) if words else ("", [])
     return (arguments[0], ["--help"]) if name == "help" and arguments else (name, arguments)
 
 
 def _stop_writing() -> None:
-    """Whoever read our output has gone (`| head`); what Python still holds of it must not fail at exit."""
+    """Let nothing fail at exit of what Python still holds of our output: its reader has gone (`| head`)."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -50,11 +50,10 @@ def _set_up_logging(arguments: list[str]) -> None:
     log_format = "json" if json_lines.FLAG in arguments else "text"
     log_lines.setup_logging("isthmus", "warning", log_format)
     if log_format == "json":
-        json_lines.lay_pipe("isthmus", descriptors=(2,))  # what a command has to say is on the other one
+        json_lines.lay_pipe("isthmus", descriptors=(2,))  # What a command has to say is on the other one.
 
 
 def _tell(name: str) -> int:
-    """What can be asked of the command itself."""
     if name == "--version":
         print(f"isthmus {build_info.versions()['version']}")
         return 0

@@ -1,4 +1,4 @@
-"""A terminal's end of the gRPC Generate API."""
+"""This is a terminal's end of the gRPC Generate API."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,8 +18,6 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """How a command reaches a router."""
-
     router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
     tls_ca: Path | None = setting(None, "PEM of the authority of its certificate; turns TLS on")
     tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
@@ -28,7 +26,7 @@ class ClientConfig:
     api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
     def open_channel(self) -> grpc.aio.Channel:
-        """Raises ConfigError when the TLS flags cannot work."""
+        """Open the channel. Raises ConfigError when the TLS flags cannot work."""
         if self.tls_ca is None:
             if self.tls_cert or self.tls_key or self.tls_server_name:
                 raise ConfigError("the --tls flags need --tls-ca, which turns TLS on")
@@ -39,7 +37,7 @@ class ClientConfig:
 
 
 def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
-    """What goes with each call to a router that asks for a key. Raises ConfigError."""
+    """Return what goes with each call to a router that asks for a key. Raises ConfigError."""
     if api_key_file is None:
         return ()
     try:
@@ -52,7 +50,7 @@ def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 def given_prompt(prompt: str) -> str:
-    """`prompt`, or else what comes on standard input. Raises InvalidRequest when that is no text."""
+    """Return `prompt`, or else what comes on standard input. Raises InvalidRequest when that is no text."""
     try:
         text = prompt or sys.stdin.read()
         text.encode()
@@ -68,7 +66,7 @@ async def responses(
     metadata: Sequence[tuple[str, str]] = (),
     router: str = "",
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """The answer as it comes. Raises as `naming`."""
+    """Yield the answer as it comes. Raises as `naming`."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     bounded_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S)
     call = stub.Generate(request, timeout=bounded_s, metadata=tuple(metadata))
@@ -80,15 +78,17 @@ async def responses(
         call.cancel()
 
 
-# As gRPC's own sentences begin where nobody was reached, and speak of somebody who hung up.
+# gRPC's own sentences begin so where nobody was reached, and speak so of somebody who hung up.
 _NOBODY = ("failed to connect to all addresses", "errors resolving")
 _HUNG_UP = ("Socket closed", "Connection reset", "handshake failed", "Ssl")
 
 
 @contextmanager
 def naming(router: str) -> Iterator[None]:
-    """Around a call to the router: raises its error as one of ours. PeerFailed says what to do where nobody
-    answers on that HOST:PORT."""
+    """Raise the error of a call to the router as one of ours.
+
+    PeerFailed says what to do where nobody answers on that HOST:PORT.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:

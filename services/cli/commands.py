@@ -1,4 +1,4 @@
-"""The commands, and what is said of them all: their list, and what stands for one that does not exist."""
+"""This module lists the commands, and says what stands for one that does not exist."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from services.settings.parser import nearest
 @dataclass(frozen=True, slots=True)
 class Command:
     group: str
-    room: str  # of its module, in services.cli
+    room: str  # It is the room of its module, in services.cli.
     meaning: str
 
 
@@ -39,22 +39,21 @@ _TITLE = "isthmus: LLM serving in which prefill and decode run apart"
 
 
 def module_of(name: str) -> ModuleType:
-    """A command's libraries (torch, for one) are loaded only when it is used: help answers at once."""
+    """Load a command's module, with its libraries (torch, for one), only when
+    it is used: help answers at once.
+    """
     return importlib.import_module(f"services.cli{COMMANDS[name].room}.{name.replace('-', '_')}")
 
 
 def config_of(name: str) -> Any:
-    """The dataclass of its settings."""
     return getattr(module_of(name), f"{name.title().replace('-', '')}Config")
 
 
 def listed() -> str:
-    """All commands by groups."""
     return "\n".join([_TITLE, "", "usage: isthmus COMMAND [--help]", "       isthmus --version", *_groups()])
 
 
 def unknown(name: str) -> str:
-    """One sentence on a command that does not exist."""
     return (
         f"isthmus: there is no command {name!r}{nearest(name, [*COMMANDS, 'help'])} (isthmus help lists them)"
     )

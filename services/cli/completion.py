@@ -1,4 +1,4 @@
-"""`isthmus completion`: a script that lets a shell complete commands, flags and their choices.
+"""`isthmus completion` prints a script that lets a shell complete commands, flags and their choices.
 
 shtab writes it from an argparse parser, which has every command as a subparser.
 """

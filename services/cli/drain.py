@@ -1,4 +1,4 @@
-"""`isthmus drain`: take ranks out of service in peace, and put them back.
+"""`isthmus drain` takes ranks out of service in peace, and puts them back.
 
     in service --drain--> takes nothing new, what runs goes on --its last request ends--> empty: exit code 0
          ^                                |                                                |
@@ -28,7 +28,7 @@ from services.wire import convert
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 _POLL_S = 1.0
-_ANSWER_TIMEOUT_S = 10.0  # on top of what a rank is asked to wait: it tells the routers first
+_ANSWER_TIMEOUT_S = 10.0  # This comes on top of what a rank is asked to wait: it tells the routers first.
 _MOST_SHOWN = 20
 
 
@@ -80,7 +80,9 @@ async def _run(config: DrainConfig) -> int:
 
 
 def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[ListedRank]:
-    """In the order of their keys, each once. Raises NotFound when a target is no rank's or worker's name."""
+    """Return the ranks in the order of their keys, each once. Raises NotFound
+    for a name of no rank or worker.
+    """
     named: dict[str, ListedRank] = {}
     for target in targets:
         found = [rank for rank in listed if target in (str(rank), rank.address.id.worker)]
@@ -91,7 +93,7 @@ def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[Li
 
 
 def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[tuple[str, Role]]:
-    """Models and roles of which nobody is left in service when these leave."""
+    """Return models and roles of which nobody is left in service when these leave."""
     left = {(rank.model, rank.role) for rank in listed if not rank.draining and rank not in leaving}
     without = {(rank.model, rank.role) for rank in leaving} - left
     return sorted(without, key=lambda each: (each[0], each[1].value))
@@ -101,9 +103,6 @@ def _there_are(listed: Sequence[ListedRank]) -> str:
     names = sorted(str(rank) for rank in listed)
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return f"there are {', '.join(names[:_MOST_SHOWN])}{more}" if names else "no rank is registered"
-
-
-# -- where they are -------------------------------------------------------------------------------
 
 
 async def _listed_by_router(config: DrainConfig) -> list[ListedRank]:
@@ -126,13 +125,10 @@ async def _read_etcd(config: DrainConfig) -> list[ListedRank]:
     return [ListedRank(known.role, known.model, known.address, known.draining) for known in registrations]
 
 
-# -- what they are asked --------------------------------------------------------------------------
-
 _Act = Callable[[grpc.aio.Channel, ListedRank, float], Awaitable[bool]]
 
 
 async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
-    """Whether the rank is as it was asked to be."""
     try:
         async with channels.open_channel(rank.address.endpoint, config.tls()) as channel:
             return await act(channel, rank, config.timeout_s)
@@ -160,7 +156,7 @@ async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) 
 
 
 async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float, only_wait: bool) -> int:
-    """Returns how many requests run there."""
+    """Return how many requests run there."""
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
     request = rank_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
     return int((await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)).running)

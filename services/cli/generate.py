@@ -1,4 +1,4 @@
-"""`isthmus generate`: one prompt, streamed."""
+"""`isthmus generate` streams the answer to one prompt."""
 
 import asyncio
 import sys
@@ -58,7 +58,7 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
     request = generation_pb2.GenerateRequest(sampling=sampling, conversation_id=config.conversation)
     if config.chat:
         request.chat.messages.add(role="user", content=prompt)
-        request.chat.raw_answer = True  # thinking is shown, too
+        request.chat.raw_answer = True  # Thinking is shown, too.
     else:
         request.text = prompt
     return request
@@ -92,12 +92,11 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
 
 
 def _drafted(usage: generation_pb2.Usage) -> str:
-    """Nothing without speculation."""
     drafted = usage.drafted_tokens
     return f", {usage.accepted_draft_tokens} of {drafted} drafts were right" if drafted else ""
 
 
 def _carried(usage: generation_pb2.Usage) -> str:
-    """What of it comes with every transfer; nothing with full attention alone."""
+    """Say what of it comes with every transfer, which is nothing with full attention alone."""
     of_kind = [f"{kind} {format_bytes(size)}" for kind, size in sorted(usage.carried_bytes.items())]
     return f" (of it {', '.join(of_kind)})" if of_kind else ""

@@ -1,4 +1,4 @@
-"""The ranks of a cluster, for commands that look at them or call them: a router is asked, or etcd is read."""
+"""This module finds the ranks of a cluster for commands: a router is asked, or etcd is read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,12 @@ _ANSWER_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig(ClusterConfig):
-    """How a command finds the ranks: through a router, unless --etcd is given."""
-
     router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
     api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
 
 async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
-    """What the router knows of every rank of its model. Raises its error as one of ours."""
+    """Return what the router knows of every rank of its model. Raises its error as one of ours."""
     metadata = key_metadata(config.api_key_file)
     async with channels.open_channel(config.router, config.tls()) as channel:
         list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks

@@ -1,4 +1,4 @@
-"""What is known of the terminal that a command writes to."""
+"""This module knows the terminal that a command writes to."""
 
 import shutil
 import sys
@@ -13,7 +13,9 @@ COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is se
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Columns; None where it is no terminal, and lines are as long as they are: programs read them."""
+    """Return its columns; None where it is no terminal, and lines are as long
+    as they are: programs read them.
+    """
     stream = sys.stdout if stream is None else stream
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
@@ -23,7 +25,6 @@ def is_colored(choice: Color, stream: TextIO) -> bool:
 
 
 def console(stream: TextIO, choice: Color) -> Console:
-    """To write to it with styles; without colours there are none at all."""
     colored = is_colored(choice, stream)
     return Console(
         file=stream,

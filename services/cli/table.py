@@ -1,4 +1,4 @@
-"""Tables for a terminal, and what else is held to its width."""
+"""This module makes tables for a terminal, and holds other texts to its width."""
 
 import re
 import textwrap
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 _GAP = "  "
 _INDENT = "     "
-_ALWAYS_SHOWN = 2  # columns, where the others do not fit beside them
+_ALWAYS_SHOWN = 2  # So many columns are shown where the others do not fit beside them.
 
 
 def format_table(
@@ -15,11 +15,11 @@ def format_table(
     width: int | None = None,
     lead: Sequence[str] = (),
 ) -> str:
-    """Columns as wide as they need; numbers to the right, text to the left.
+    """Make columns as wide as they need, with numbers to the right and text to the left.
 
-    `width`: columns of the terminal; None: as many as it takes. Where that is too few headings are broken,
-    and where that does not do either, only the columns of `lead` (default: the first two) stand side by side:
-    the others follow each row, named, without those that are empty.
+    `width` is the columns of the terminal; with None the table takes as many as it needs. Where that is too
+    few headings are broken, and where that does not do either, only the columns of `lead` (default: the first
+    two) stand side by side: the others follow each row, named, without those that are empty.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     numeric = [
@@ -49,7 +49,6 @@ def _lines(
 
 
 def _broken(heading: str) -> list[str]:
-    """At blanks and behind underscores: "decode_prefix_len" -> ["decode_", "prefix_", "len"]."""
     return re.findall(r"[^ _]+_?", heading) or [heading]
 
 
@@ -71,7 +70,6 @@ def _folded(
 
 
 def _filled(texts: Sequence[str], width: int) -> Iterator[str]:
-    """As many to a line as it holds; none is broken."""
     line = ""
     for text in texts:
         if line and len(line) + len(_GAP) + len(text) > width:
@@ -83,7 +81,7 @@ def _filled(texts: Sequence[str], width: int) -> Iterator[str]:
 
 
 def fold(line: str, width: int | None, indent: int = 0) -> str:
-    """A sentence, its later lines `indent` columns in; blanks in its first line stay."""
+    """Fold a sentence, its later lines `indent` columns in; blanks in its first line stay."""
     if width is None or len(line) <= width:
         return line
     wrapper = textwrap.TextWrapper(
@@ -93,7 +91,6 @@ def fold(line: str, width: int | None, indent: int = 0) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
     if size_bytes < 1024:
         return f"{size_bytes:.0f} B"
     units = ["KiB", "MiB", "GiB"]

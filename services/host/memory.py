@@ -50,6 +50,5 @@ def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
 
 
 def _cached_bytes(cgroup: Path) -> int:
-    """Return the bytes of cached files, which the kernel gives up first."""
     lines = (cgroup / "memory.stat").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))

@@ -53,7 +53,6 @@ def bindable(host: str) -> str:
 
 
 def host_port(host: str, port: int) -> str:
-    """Return HOST:PORT, for IPv6 [HOST]:PORT."""
     bare = host.removeprefix("[").removesuffix("]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
@@ -90,7 +89,6 @@ def held_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Return ports that are free on `host` now, as `held_ports` finds them."""
     with held_ports(host, count) as ports:
         return ports
 

@@ -173,7 +173,6 @@ class Certificates:
             event(log, "tls_certificate_ended", WARNING, file=self._name(), ended=_day(self.ends))
 
     def _read(self) -> Pem:
-        """Read the files. Raises ConfigError when they cannot be used."""
         pem = Pem(*(_read(path) for path in self._paths))
         try:
             pem.validities()

@@ -91,8 +91,6 @@ async def _as_it_comes(messages: Any, context: grpc.aio.ServicerContext, held: H
 
 
 def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
-    """Return a receiver that raises InvalidRequest when there is no message, or one that cannot be read."""
-
     async def receive(messages: Any, context: grpc.aio.ServicerContext, held: HeldBytes | None) -> Any:
         raw = await (context.read() if held is None else held.read(context.read))
         if raw is grpc.aio.EOF:

@@ -40,7 +40,6 @@ class TlsConfig:
 
     @property
     def certificates(self) -> Certificates:
-        """Return what the files hold, now and later. Raises ConfigError when they cannot be used now."""
         return certificates_of(self.ca, self.cert, self.key, self.client_ca)
 
     def for_server(self) -> grpc.ServerCredentials:

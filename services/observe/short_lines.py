@@ -26,7 +26,6 @@ class LogLine:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return the fields that have no blank in their value."""
         return dict(word.split("=", 1) for word in self.message.split()[1:] if "=" in word)
 
     def short(self, color: bool) -> str:

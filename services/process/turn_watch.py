@@ -39,7 +39,6 @@ class TurnWatch:
         self._resting = False
 
     def rests(self) -> None:
-        """Rest until somebody asks something of the thread."""
         self._resting = True
 
     def look(self) -> None:

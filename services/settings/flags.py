@@ -121,8 +121,6 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
 
 @dataclass(frozen=True, slots=True)
 class FlagDescription:
-    """This is a setting as people read of it."""
-
     name: str  # without the dashes: page-size
     hint: str  # N, TEXT, on|off
     default: tuple[str, ...] | None  # This is as it would be given; None stands for one that is required.
@@ -238,7 +236,6 @@ class _Flag:
         return "" if said else f" (default: {default or 'none'})"
 
     def read(self, texts: Sequence[str]) -> Any:
-        """Read the value. Raises ConfigError naming the flag."""
         if self.repeated:
             return tuple(self._read_one(item) for text in texts for item in self._items(text) if item)
         if self.optional and not texts[-1]:

@@ -80,7 +80,6 @@ class _Found:
 
 
 def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> _Found | None:
-    """Return the directory, or None for a path."""
     if (name := hub_name(text)) is not None:
         return _Found(_directory(name, flag, weights, tell), name.repository)
     if (model := known_model(text)) is not None:

@@ -1,1 +1,1 @@
-"""`isthmus bench`: a load of prompts, and what its clients see."""
+"""`isthmus bench` sends a load of prompts, and tells what its clients see."""

@@ -1,4 +1,4 @@
-"""`isthmus bench`: measure a cluster under a load."""
+"""`isthmus bench` measures a cluster under a load."""
 
 import asyncio
 import importlib
@@ -29,7 +29,7 @@ from services.cli.client import key_metadata
 from services.settings.flags import load
 from services.values.errors import ConfigError, root_cause
 
-_STOPPED = 130  # as a shell tells of Ctrl-C
+_STOPPED = 130  # A shell tells so of Ctrl-C.
 _USUAL_CONCURRENCY = 8
 _WARM_UP_OUTPUT = 32
 _BAR_EVERY_S = 0.25
@@ -63,7 +63,7 @@ def _report(config: BenchConfig, side: Side, meter: Meter) -> None:
 
 
 async def _measured(config: BenchConfig, side: Side) -> Meter:
-    """Until all is answered, or Ctrl-C: then what was measured so far."""
+    """Measure until all is answered, or Ctrl-C: then what was measured so far counts."""
     total = total_of(config)
     chance = Chance(config.seed, config.vocab_size or await vocab_size_of(side))
     await _warm_up(config, chance, side)
@@ -84,7 +84,7 @@ async def _measured(config: BenchConfig, side: Side) -> Meter:
 
 
 async def _warm_up(config: BenchConfig, chance: Chance, side: Side) -> None:
-    """Raises ConfigError where nothing was answered: nothing would be."""
+    """Warm up. Raises ConfigError where nothing was answered: nothing would be."""
     output_len = min(_WARM_UP_OUTPUT, config.output_len)
     sessions = workload.warm_up(chance, config.warm_up, config.input_len, output_len)
     meter = Meter(time.perf_counter)
@@ -105,7 +105,7 @@ async def send(config: BenchConfig, chance: Chance, side: Side, meter: Meter) ->
 
 
 def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
-    """Raises ConfigError, when it comes to a line of the trace that is none."""
+    """Return the load. Raises ConfigError, when it comes to a line of the trace that is none."""
     lengths = (config.input_len, config.output_len, config.range_ratio)
     match config.workload:
         case "random":
@@ -128,7 +128,7 @@ def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
 
 
 def total_of(config: BenchConfig) -> int:
-    """Requests. Raises ConfigError when a trace is not there."""
+    """Count the requests. Raises ConfigError when a trace is not there."""
     match config.workload:
         case "shared-prefix":
             return config.gsp_num_groups * config.gsp_prompts_per_group
@@ -141,7 +141,6 @@ def total_of(config: BenchConfig) -> int:
 
 
 def open_side(config: BenchConfig) -> Side:
-    """Raises ConfigError."""
     metadata = key_metadata(config.api_key_file)
     tenant = "" if config.reuse else f"bench-{secrets.token_hex(4)}"
     if not config.http:
@@ -160,7 +159,7 @@ def _settings(config: BenchConfig, side: Side) -> Mapping[str, object]:
 
 @asynccontextmanager
 async def _bar(meter: Meter, total: int, console: Console | None = None) -> AsyncIterator[None]:
-    """On standard error; nothing where that is no terminal."""
+    """Draw a bar on standard error; nothing where that is no terminal."""
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         yield
@@ -184,7 +183,6 @@ async def _follow(meter: Meter, progress: Progress, bar: TaskID) -> None:
 
 
 def _now(meter: Meter) -> str:
-    """Short enough to stand beside a bar in 80 columns."""
     failed = f"  {meter.errors.total()} failed" if meter.errors else ""
     ttft_ms, itl_ms = 1e3 * meter.ttft.mean, 1e3 * meter.itl.mean
     return f"{meter.running} running  TTFT {ttft_ms:.0f} ms  ITL {itl_ms:.1f} ms{failed}"

@@ -1,4 +1,4 @@
-"""The settings of `isthmus bench`."""
+"""These are the settings of `isthmus bench`."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -64,5 +64,5 @@ class BenchConfig(ClientConfig):
 
     @property
     def is_open(self) -> bool:
-        """A trace has times of its own, unless a concurrency alone is given."""
+        """Say whether the loop is open: a trace has times of its own, unless a concurrency alone is given."""
         return self.rate is not None or (self.workload == "trace" and self.concurrency is None)

@@ -1,5 +1,6 @@
-"""A load over the OpenAI API, as other benchmarks send it: a connection for each request, streamed
-completions."""
+"""This side sends a load over the OpenAI API, as other benchmarks do: each request has a connection, and its
+completion is streamed.
+"""
 
 import asyncio
 import json
@@ -40,11 +41,10 @@ class Url:
     host: str
     port: int
     tls: bool
-    path: str  # before the API's own
+    path: str  # It stands before the API's own path.
 
     @classmethod
     def parse(cls, text: str) -> "Url":
-        """Raises ConfigError."""
         parts = urlsplit(text if "://" in text else f"http://{text}")
         try:
             port = parts.port
@@ -99,13 +99,13 @@ class HttpSide:
         return True
 
     async def close(self) -> None:
-        """Each request has closed its own connection."""
+        pass
 
     @asynccontextmanager
     async def _posted(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator["_Exchange"]:
-        """Raises the error that the answer is, and PeerFailed where there is none."""
+        """Post it. Raises the error that the answer is, and PeerFailed where there is none."""
         url = self._url
         try:
             reader, writer = await asyncio.open_connection(
@@ -124,15 +124,13 @@ class HttpSide:
 
 
 class _Exchange:
-    """One request and its answer."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.CLIENT)
 
     async def send(self, host: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        """Returns when the answer has begun. Raises the error that it is."""
+        """Return when the answer has begun. Raises the error that it is."""
         content = json.dumps(body, separators=(",", ":")).encode()
         fields = [("host", host), ("content-type", "application/json"), ("content-length", str(len(content)))]
         fields += [("connection", "close"), *headers.items()]
@@ -163,7 +161,7 @@ class _Exchange:
 
 
 async def _events(answer: _Exchange) -> AsyncIterator[Mapping[str, Any]]:
-    """Raises PeerFailed with the sentence of an event that is an error."""
+    """Yield the events. Raises PeerFailed with the sentence of an event that is an error."""
     rest = b""
     async for data in answer.data():
         *lines, rest = (rest + data).split(b"\n")
@@ -176,7 +174,6 @@ async def _events(answer: _Exchange) -> AsyncIterator[Mapping[str, Any]]:
 
 
 def _counted(event: Mapping[str, Any], before: Counts) -> Counts:
-    """OpenAI's usage, and beside it ours, where the event has them."""
     usage, ours = event.get("usage") or {}, event.get("isthmus") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     told = {**ours, **usage, "reused_tokens": cached}

@@ -1,7 +1,7 @@
-"""How sessions are sent.
+"""Sessions are sent in one of two loops.
 
-closed loop   so many sessions at a time, the next one when one has ended
-open loop     each at its time, whatever still runs; with a concurrency, at most so many at a time
+closed loop   so many sessions at a time, the next one when one has ended open loop     each at its time,
+whatever still runs; with a concurrency, at most so many at a time
 """
 
 import asyncio
@@ -36,7 +36,7 @@ async def open_loop(
     clock: Clock,
     sleep: Sleep = asyncio.sleep,
 ) -> None:
-    """Each session has its `at_s`. One that comes late does not delay those after it."""
+    """Send each session at its `at_s`. One that comes late does not delay those after it."""
     began_s, room = clock(), asyncio.Semaphore(concurrency) if concurrency else None
 
     async def in_turn(session: LoadSession) -> None:
@@ -56,7 +56,7 @@ async def open_loop(
 
 
 async def converse(side: Side, session: LoadSession, meter: Meter) -> None:
-    """All turns, one after another. A turn that fails ends it, counted by its error."""
+    """Send all turns, one after another. A turn that fails ends it, counted by its error."""
     said: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
     for turn, last in zip(session.turns, _is_last(len(session.turns)), strict=True):
@@ -74,7 +74,7 @@ def _is_last(count: int) -> Iterator[bool]:
 
 
 async def _ask(side: Side, asked: LoadRequest, meter: Meter) -> list[int] | None:
-    """The answer's ids, as far as the server tells them; None: it failed."""
+    """Return the answer's ids, as far as the server tells them; None where it failed."""
     request, answer, counts = meter.begin(), list[int](), Counts()
     try:
         async with aclosing(side.ask(asked)) as coming:  # type: ignore[type-var]

@@ -1,5 +1,4 @@
-"""What a run came to: figures by the names that sglang.bench_serving gives them, and as a table of 80
-columns."""
+"""A run comes to figures by the names that sglang.bench_serving gives them, and to a table of 80 columns."""
 
 from collections.abc import Iterator, Mapping
 
@@ -42,7 +41,7 @@ def figures_of(meter: Meter) -> dict[str, object]:
 
 
 def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
-    """For a person; `width` as in format_table."""
+    """Yield what a person reads; `width` is as in format_table."""
     counts, seconds = meter.counts, meter.duration_s
     per_s = f"{counts.prompt_tokens / seconds:.0f} input and {counts.completion_tokens / seconds:.0f} output"
     yield fold(
@@ -67,7 +66,6 @@ def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
 
 
 def _rows(figures: Figures) -> Iterator[list[str]]:
-    """Texts, so that two digits stay behind the point; to the right, as numbers stand."""
     cells = {
         label: [f"{figures[f'{kind}_{name}_ms']:.2f}" for kind in _COLUMNS]
         for name, label in _LATENCIES.items()

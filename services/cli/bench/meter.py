@@ -1,4 +1,4 @@
-"""What is noted of each request while it runs. The definitions are those of sglang.bench_serving:
+"""A meter notes each request while it runs. The definitions are those of sglang.bench_serving:
 
     TTFT   sent until the first tokens came
     ITL    between tokens; those that came together share the time since the ones before
@@ -18,13 +18,12 @@ from services.cli.bench.side import Came, Counts
 
 @dataclass(slots=True)
 class Running:
-    """One request."""
-
     sent_s: float
     num_tokens: int = 0
     ttft_s: float = 0.0
     last_s: float = 0.0
-    gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, and how many
+    # Each item has the seconds between tokens, and how many.
+    gaps: list[tuple[float, int]] = field(default_factory=list)
 
     def came(self, num_tokens: int, now_s: float) -> None:
         if self.num_tokens:
@@ -36,13 +35,11 @@ class Running:
 
 
 class Meter:
-    """Of a whole run; `clock` in seconds."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self.ttft, self.itl, self.tpot, self.e2e = (Samples() for _ in range(4))
         self.counts = Counts()
         self.sent = self.completed = self.cut_off = self.running = self.most_running = 0
-        self.stopped = False  # before its end
+        self.stopped = False  # It was stopped before its end.
         self.errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
         self.tokens_by_second: Counter[int] = Counter()
@@ -81,7 +78,6 @@ class Meter:
         self.first_errors.setdefault(name, str(error))
 
     def cut(self) -> None:
-        """One that was still running when the run was stopped."""
         self._leave(self._clock())
         self.cut_off += 1
 
@@ -91,5 +87,4 @@ class Meter:
 
     @property
     def duration_s(self) -> float:
-        """Up to the last request's end."""
         return max(self.ended_s - self.began_s, 1e-9)

@@ -1,5 +1,6 @@
-"""Pictures of a run. Imports matplotlib, which only the extra isthmus[plots] installs: nobody else imports
-this."""
+"""This module draws a run. It imports matplotlib, which only the extra isthmus[plots] installs: nobody else
+imports this.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ _PERCENTILES = ((50, "-"), (90, "--"), (99, ":"))
 
 
 def draw(meter: Meter, path: Path, title: str) -> None:
-    """A PNG: how latencies are spread, and the output as time goes on."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     spreads = {"TTFT (ms)": meter.ttft, "ITL (ms)": meter.itl, "TPOT (ms)": meter.tpot, "E2E (ms)": meter.e2e}
@@ -28,7 +28,6 @@ def draw(meter: Meter, path: Path, title: str) -> None:
 
 
 def _spread(axes: Any, samples: Samples, name: str) -> None:
-    """The share of requests, or of tokens, that took at most so long."""
     values = 1e3 * np.sort(np.asarray(samples.values()))
     axes.set(xlabel=name, ylabel="share", ylim=(0, 1.02))
     if len(values):

@@ -1,4 +1,4 @@
-"""Many numbers in little memory."""
+"""This module keeps many numbers in little memory."""
 
 import random
 from array import array
@@ -10,8 +10,9 @@ _EXACT = 1_000_000
 
 
 class Samples:
-    """All of them up to `exact`; of more an even draw of so many. Count, mean and maximum are always of
-    all."""
+    """All of them are kept up to `exact`, and of more an even draw. Count,
+    mean and maximum are always of all.
+    """
 
     def __init__(self, exact: int = _EXACT, seed: int = 0) -> None:
         self.count = 0
@@ -36,24 +37,20 @@ class Samples:
 
     @property
     def mean(self) -> float:
-        """0 where there are none."""
         return self.total / self.count if self.count else 0.0
 
     @property
     def std(self) -> float:
-        """Of what is kept."""
         return float(np.std(self._kept)) if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Between neighbours on a straight line, as numpy has it; 0 where there are none."""
+        """Interpolate between neighbours on a straight line, as numpy does; 0 where there are none."""
         return float(np.percentile(self._kept, percent)) if self.count else 0.0
 
     def values(self) -> "array[float]":
-        """What is kept, for a plot."""
         return self._kept
 
     def figures(self, name: str, scale: float = 1e3) -> Mapping[str, float]:
-        """By sglang.bench_serving's names: mean_ttft_ms and so on."""
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (90, 95, 99)}
         told = {"mean": self.mean, "median": self.percentile(50), "std": self.std, **percentiles}
         return {f"{kind}_{name}_ms": scale * value for kind, value in told.items()}

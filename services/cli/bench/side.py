@@ -1,4 +1,4 @@
-"""What a load is sent through: our gRPC API, or the OpenAI API over HTTP."""
+"""A load is sent through one of two sides: our gRPC API, or the OpenAI API over HTTP."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
@@ -14,8 +14,6 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request; `conversation` may be empty."""
-
     token_ids: Sequence[int]
     max_tokens: int
     conversation: str
@@ -23,8 +21,6 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one request, or the sums of many, as usage has them."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reused_tokens: int = 0
@@ -42,8 +38,10 @@ COUNTED = tuple(each.name for each in fields(Counts))
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Tokens that came together; the last one has what the request counted. `token_ids` are empty where a
-    server tells its text alone."""
+    """These tokens came together; the last one has what the request counted.
+
+    `token_ids` are empty where a server tells its text alone.
+    """
 
     num_tokens: int = 0
     token_ids: Sequence[int] = ()
@@ -54,7 +52,7 @@ class Side(Protocol):
     name: str
 
     def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
-        """Raises an IsthmusError, or TimeoutError."""
+        """Send the request. Raises an IsthmusError, or TimeoutError."""
 
     async def is_token(self, token_id: int) -> bool: ...
 
@@ -62,7 +60,7 @@ class Side(Protocol):
 
 
 async def vocab_size_of(side: Side) -> int:
-    """Found by asking which ids are tokens: there is no call that tells it."""
+    """Find it by asking which ids are tokens: there is no call that tells it."""
     low, high = 0, 1
     while await side.is_token(high):
         low, high = high, 2 * high

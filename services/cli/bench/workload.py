@@ -1,7 +1,7 @@
-"""What is asked. A workload is a function of its settings and the seed; it is made as it is sent. Pure.
+"""A workload is a pure function of its settings and the seed; it is made as it is sent.
 
-A session is a conversation, of one turn or more: what each turn adds to what was said, and how long its
-answer is.
+A session is a conversation, of one turn or more: each turn adds something to what was said, and has an answer
+of some length.
 """
 
 import json
@@ -27,7 +27,7 @@ class LoadTurn:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """`at_s`: when it comes, from the beginning, where the workload itself says so."""
+    """`at_s` is when it comes, from the beginning, where the workload itself says so."""
 
     name: str
     turns: Sequence[LoadTurn]
@@ -36,7 +36,7 @@ class LoadSession:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """Draws that depend on the seed and on what they are of, not on their order."""
+    """Draws depend on the seed and on what they are of, not on their order."""
 
     seed: int
     vocab_size: int
@@ -46,17 +46,14 @@ class Chance:
         return drawn
 
     def length(self, most: int, range_ratio: float, *what: int) -> int:
-        """From range_ratio * most to most, each as likely."""
         least = max(1, int(most * range_ratio))
         return int(self._of(what).integers(least, most + 1))
 
     def order(self, count: int, *what: int) -> TokenIds:
-        """The numbers below `count`, shuffled."""
         drawn: TokenIds = self._of(what).permutation(count).tolist()
         return drawn
 
     def pauses_s(self, rate: float, *what: int) -> Iterator[float]:
-        """Of a Poisson process, without end."""
         rng = self._of(what)
         while True:
             yield float(rng.exponential(1.0 / rate))
@@ -65,20 +62,20 @@ class Chance:
         return np.random.default_rng((self.seed, *what))
 
 
-_SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(8)  # what a draw is of
+# These say what a draw is of.
+_SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(8)
 
 
 def random_prompts(
     chance: Chance, count: int, input_len: int, output_len: int, range_ratio: float = 1.0
 ) -> Iterator[LoadSession]:
-    """Prompts that share nothing."""
     return conversations(chance, count, 1, input_len, output_len, range_ratio)
 
 
 def conversations(
     chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
 ) -> Iterator[LoadSession]:
-    """Each turn adds `input_len` tokens to what was said."""
+    """Make conversations in which each turn adds `input_len` tokens to what was said."""
     for number in range(count):
         turns = []
         for turn in range(num_turns):
@@ -98,8 +95,10 @@ def shared_prefixes(
     range_ratio: float = 1.0,
     ordered: bool = False,
 ) -> Iterator[LoadSession]:
-    """SGLang's generated-shared-prefix: the prompts of a group begin with the same system prompt. Shuffled,
-    unless `ordered`."""
+    """Make SGLang's generated-shared-prefix: the prompts of a group begin with the same system prompt.
+
+    They are shuffled, unless `ordered`.
+    """
     count = num_groups * prompts_per_group
     for number in range(count) if ordered else chance.order(count, _ORDER):
         group = number // prompts_per_group
@@ -112,8 +111,10 @@ def shared_prefixes(
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A line of a trace: ms since its beginning, tokens, and a name for each block of the prompt. Prompts
-    whose names begin alike begin alike."""
+    """This is a line of a trace: ms since its beginning, tokens, and a name for each block of the prompt.
+
+    Prompts whose names begin alike begin alike.
+    """
 
     timestamp: float
     input_length: int
@@ -121,11 +122,11 @@ class Traced:
     hash_ids: Sequence[int]
 
 
-_TRACE_BLOCK = 512  # tokens that a name stands for, as Mooncake's traces have it
+_TRACE_BLOCK = 512  # A name stands for so many tokens, as Mooncake's traces have it.
 
 
 def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: float) -> Iterator[LoadSession]:
-    """`slowdown` stretches the time, `scale` the lengths and the blocks."""
+    """Replay a trace; `slowdown` stretches the time, `scale` the lengths and the blocks."""
     block, first_ms = max(1, round(_TRACE_BLOCK * scale)), None
     for number, line in enumerate(lines):
         first_ms = line.timestamp if first_ms is None else first_ms
@@ -139,7 +140,7 @@ def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: fl
 
 
 def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> Iterator[LoadSession]:
-    """At times of a Poisson process of so many a second, the first at once."""
+    """Let them come at times of a Poisson process of so many a second, the first at once."""
     at_s, pauses_s = 0.0, chance.pauses_s(rate, _ARRIVALS)
     for session in sessions:
         yield LoadSession(session.name, session.turns, at_s)
@@ -147,7 +148,7 @@ def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> It
 
 
 def warm_up(chance: Chance, count: int, input_len: int, output_len: int) -> Iterator[LoadSession]:
-    """Shares nothing with the load, and is not measured."""
+    """Make sessions that share nothing with the load, and are not measured."""
     for number in range(count):
         yield LoadSession(f"warm-up-{number}", [LoadTurn(chance.ids(input_len, WARM_UP, number), output_len)])
 
@@ -170,7 +171,6 @@ def read_trace(path: Path, most: int | None) -> Iterator[Traced]:
 
 
 def count_lines(path: Path, most: int | None) -> int:
-    """Raises ConfigError when there is no file."""
     return sum(1 for _ in islice(_trace_lines(path), most))
 
 

@@ -1,1 +1,1 @@
-"""`isthmus chat`: a conversation at a terminal, or through a pipe."""
+"""`isthmus chat` holds a conversation at a terminal, or through a pipe."""

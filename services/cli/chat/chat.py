@@ -1,4 +1,4 @@
-"""`isthmus chat`: talk to a model, and see what the cluster does for each turn."""
+"""`isthmus chat` talks to a model, and shows what the cluster does for each turn."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import IsthmusError
 from services.wire.isthmus.v1 import common_pb2
 
-_LEFT = 130  # as of any program that Ctrl-C ends
+_LEFT = 130  # Any program that Ctrl-C ends has this code.
 _HINT = "/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
@@ -76,14 +76,13 @@ async def _open(config: ChatConfig) -> Session:
 
 
 def _sampling(config: ChatConfig) -> common_pb2.SamplingParams:
-    """A value of None stays unset: the router then takes the model's own."""
+    """Leave a value of None unset: the router then takes the model's own."""
     return common_pb2.SamplingParams(
         temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
     )
 
 
 def _answer_pipe(runner: asyncio.Runner, session: Session) -> int:
-    """Raises the first error that comes."""
     for line in lines.piped():
         try:
             runner.run(_act(session, line))

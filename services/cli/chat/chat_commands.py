@@ -1,4 +1,4 @@
-"""What can be asked of the chat itself: lines that begin with a slash."""
+"""Lines that begin with a slash are for the chat itself."""
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ class ChatCommand:
 
 
 class Leave(Exception):
-    """Enough was said."""
+    pass
 
 
 async def _explain(session: Session, question: str) -> None:
@@ -85,7 +85,7 @@ _KEYS = (
 
 
 async def obey(session: Session, line: str) -> None:
-    """`line` begins with a slash. Raises InvalidRequest where there is no such command."""
+    """Obey a `line` that begins with a slash. Raises InvalidRequest where there is no such command."""
     name, _, argument = line[1:].partition(" ")
     if name not in CHAT_COMMANDS:
         meant = nearest(f"/{name}", [f"/{known}" for known in CHAT_COMMANDS])
@@ -94,7 +94,7 @@ async def obey(session: Session, line: str) -> None:
 
 
 def _write(conversation: Conversation, path: Path) -> None:
-    """Raises OSError; FileExistsError where there is one already."""
+    """Write it to a file. Raises OSError; FileExistsError where there is one already."""
     is_json = path.suffix == ".json"
     text = _as_json(conversation) if is_json else "\n".join(_as_lines(conversation))
     with path.open("x", encoding="utf-8") as file:
@@ -102,7 +102,6 @@ def _write(conversation: Conversation, path: Path) -> None:
 
 
 def _as_json(conversation: Conversation) -> str:
-    """Messages as the API has them, with the ids of the answers, and what each turn did."""
     said = {
         "conversation_id": conversation.id,
         "messages": [MessageToDict(m, preserving_proto_field_name=True) for m in conversation.messages()],

@@ -1,4 +1,4 @@
-"""What has been said, and the request for the next turn."""
+"""A conversation knows what has been said, and makes the request for the next turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Conversation:
         self.turns.clear()
 
     def messages(self) -> list[generation_pb2.ChatMessage]:
-        """An answer that says nothing takes its question with it."""
+        """Return the messages; an answer that says nothing takes its question with it."""
         said = [generation_pb2.ChatMessage(role="system", content=self.system)] if self.system else []
         for turn in self.turns:
             if (message := turn.answer.message()) is not None:

@@ -1,4 +1,4 @@
-"""What a person sees of an answer as it comes, and what a program reads of it."""
+"""A person sees an answer as it comes, and a program reads something else of it."""
 
 import sys
 from dataclasses import dataclass, field
@@ -17,27 +17,27 @@ _THINKING, _CALL, _ASIDE, _ERROR = "dim italic", "cyan", "dim", "red"
 class Display(Protocol):
     @property
     def width(self) -> int | None:
-        """Columns; None: no terminal."""
+        pass
 
     def piece(self, response: generation_pb2.GenerateResponse) -> None:
-        """Show what has come."""
+        pass
 
     def end(self, answer: StreamedAnswer) -> None:
-        """That was the answer."""
+        pass
 
     def say(self, text: str) -> None:
-        """What a command has to say."""
+        pass
 
     def aside(self, text: str) -> None:
-        """What is said of the chat, not in it."""
+        """Show what is said of the chat, not in it."""
 
     def error(self, text: str) -> None:
-        """What went wrong."""
+        pass
 
 
 @dataclass(slots=True)
 class Plain:
-    """The answers alone, one after the other; thinking is left out."""
+    """It writes the answers alone, one after the other; thinking is left out."""
 
     width: int | None = None
 
@@ -51,7 +51,7 @@ class Plain:
         print(text, flush=True)
 
     def aside(self, text: str) -> None:
-        """Nobody reads along."""
+        pass
 
     def error(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -59,12 +59,12 @@ class Plain:
 
 @dataclass(slots=True)
 class Terminal:
-    """Thinking dim before the answer, calls in a line each, a line of figures behind it."""
+    """It writes thinking dim before the answer, calls in a line each, and a line of figures behind it."""
 
     stream: TextIO
     color: screen.Color
     _console: Console = field(init=False)
-    _section: object = None  # of which the last piece was
+    _section: object = None  # The last piece belonged to it.
 
     def __post_init__(self) -> None:
         self._console = screen.console(self.stream, self.color)
@@ -117,7 +117,7 @@ def shown_call(call: generation_pb2.ToolCall) -> str:
 
 
 def visible(text: str) -> str:
-    """Without what would command the terminal: a model may write any character."""
+    """Leave out what would command the terminal: a model may write any character."""
     return text.translate(_CONTROLS)
 
 

@@ -1,4 +1,4 @@
-"""Where the lines of a chat come from: somebody who types, or a pipe."""
+"""The lines of a chat come from somebody who types, or from a pipe."""
 
 import atexit
 import os
@@ -15,7 +15,7 @@ _MOST_REMEMBERED = 1000
 
 
 def piped() -> Iterator[str]:
-    """One turn a line; blank ones say nothing. Raises InvalidRequest where it is no text."""
+    """Yield one turn a line; blank ones say nothing. Raises InvalidRequest where it is no text."""
     try:
         yield from (text for line in sys.stdin if (text := line.strip()))
     except UnicodeDecodeError as error:
@@ -23,7 +23,9 @@ def piped() -> Iterator[str]:
 
 
 def typed(commands: Sequence[str], say_leaving: str, is_colored: bool) -> Iterator[str]:
-    """What is typed, until Ctrl-D, or Ctrl-C twice. A line that ends with a backslash goes on in the next."""
+    """Yield what is typed, until Ctrl-D, or Ctrl-C twice. A line that ends with
+    a backslash goes on in the next.
+    """
     _set_up(commands)
     warned = False
     while True:
@@ -52,7 +54,7 @@ def _whole(is_colored: bool) -> str:
 
 
 def _marked(prompt: str) -> str:
-    """Bold; between 1 and 2 stands what takes no column, as readline wants to be told."""
+    """Make it bold; between 1 and 2 stands what takes no column, as readline wants to be told."""
     return f"\001\x1b[1m\002{prompt}\001\x1b[0m\002"
 
 
@@ -61,7 +63,7 @@ def _set_up(commands: Sequence[str]) -> None:
     readline.set_completer(completer(commands))
     readline.parse_and_bind("tab: complete")
     file = history_file()
-    with suppress(OSError):  # none yet, or none that we may read
+    with suppress(OSError):  # There is none yet, or none that we may read.
         readline.read_history_file(file)
     readline.set_history_length(_MOST_REMEMBERED)
     atexit.register(_keep, file)
@@ -81,13 +83,13 @@ class _Completer:
 
 
 def history_file() -> Path:
-    """As the XDG base directory specification has it."""
+    """Return the file as the XDG base directory specification has it."""
     folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(folder) / "isthmus" / "chat_history"
 
 
 def _keep(file: Path) -> None:
-    """For its owner's eyes alone; a home that cannot be written to keeps none."""
+    """Keep it for its owner's eyes alone; a home that cannot be written to keeps none."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""A conversation with a router: turns, prices, and a way to stop an answer.
+"""A session is a conversation with a router: turns, prices, and a way to stop an answer.
 
 a turn --Ctrl-C--> Abort to the router, the answer ends as it stands
        --again---> the call is cancelled, and so is the turn
@@ -35,7 +35,7 @@ class Session:
     timeout_s: float
     metadata: _Metadata = ()
     clock: Callable[[], float] = time.monotonic
-    _request_id: str = ""  # of the turn that runs
+    _request_id: str = ""  # It belongs to the turn that runs.
     _task: "asyncio.Task[None] | None" = None
     _abort: "asyncio.Task[None] | None" = None
     _stub: generation_pb2_grpc.GenerationStub = field(init=False)
@@ -44,7 +44,7 @@ class Session:
         self._stub = generation_pb2_grpc.GenerationStub(self.channel)
 
     async def greeting(self) -> str:
-        """What is served. Raises the router's error as one of ours."""
+        """Say what is served. Raises the router's error as one of ours."""
         with naming(self.router):
             request = generation_pb2.ListModelsRequest()
             answer = await self._stub.ListModels(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)
@@ -84,14 +84,15 @@ class Session:
             self._task.cancel()
 
     async def _send_abort(self) -> None:
-        """A router that does not take it any more has ended the turn, or cannot be asked: the next interrupt
-        leaves."""
+        """Send it. A router that does not take it any more has ended the turn, or cannot be asked: the next
+        interrupt leaves.
+        """
         request = generation_pb2.AbortRequest(request_id=self._request_id)
         with suppress(grpc.aio.AioRpcError):
             await self._stub.Abort(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)
 
     async def explain(self, question: str) -> generation_pb2.ExplainResponse:
-        """Where the next turn would go, if that were asked. Raises the router's error as one of ours."""
+        """Ask where the next turn would go, if that were asked. Raises the router's error as one of ours."""
         request = generation_pb2.ExplainRequest(request=self.conversation.request(question))
         with naming(self.router):
             answer = await self._stub.Explain(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)

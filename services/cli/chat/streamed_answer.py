@@ -1,4 +1,4 @@
-"""One answer, put together from its responses as they come."""
+"""An answer is put together from its responses as they come."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class StreamedAnswer:
     finish: generation_pb2.Finish | None = None
     _first_s: float | None = None
     _last_s: float = 0.0
-    _after_first: int = 0  # tokens that came after those of the first response
+    _after_first: int = 0  # These tokens came after those of the first response.
 
     def take(self, response: generation_pb2.GenerateResponse) -> None:
         self.text += response.text
@@ -41,7 +41,7 @@ class StreamedAnswer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first; None where none came later."""
+        """Return the pace after the first tokens; None where none came later."""
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         return self._after_first / (self._last_s - self._first_s)
@@ -51,7 +51,7 @@ class StreamedAnswer:
         return self.finish is not None and self.finish.reason == common_pb2.FINISH_REASON_ABORTED
 
     def message(self) -> generation_pb2.ChatMessage | None:
-        """As it goes back with the next turn; None: it says nothing.
+        """Return it as it goes back with the next turn; None where it says nothing.
 
         Its ids stand in the prompt as they are, at any router. One that thinks or calls tools goes by its
         name instead, for the template decides what of that is shown again; the router has the ids.

@@ -1,4 +1,4 @@
-"""What the cluster did for a turn, in figures."""
+"""This module tells in figures what the cluster did for a turn."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from services.cli.chat.streamed_answer import StreamedAnswer
 from services.cli.table import format_bytes, format_table
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-# As a request meets them: the fields of StageTimes in each; the last is their sum.
+# A request meets them in this order: the fields of StageTimes in each; the last is their sum.
 _STAGES = {
     "tokenize": ("tokenize_s",),
     "route": ("route_s", "router_queue_s"),
@@ -20,7 +20,7 @@ _STAGES = {
     "TTFT": ("first_token_s",),
 }
 _MOVED = ("#", "decode rank", "plan", "prompt", "found", "delta", "KV moved", "answer", "TTFT ms", "tokens/s")
-_LEAST_MS = 0.05  # less is 0.0
+_LEAST_MS = 0.05  # Less than this is shown as 0.0.
 _ENDS = {
     common_pb2.FINISH_REASON_ABORTED: "stopped",
     common_pb2.FINISH_REASON_LENGTH: "cut",
@@ -29,7 +29,6 @@ _ENDS = {
 
 
 def summary(answer: StreamedAnswer) -> str:
-    """One line on a turn."""
     finish = answer.finish
     if finish is None or not finish.usage.prompt_tokens:
         return _end(answer)
@@ -46,7 +45,7 @@ def _end(answer: StreamedAnswer) -> str:
 
 
 def statistics(turns: Sequence[ChatTurn], width: int | None) -> str:
-    """Per turn: what was found, what moved, how fast; then where the time to the first token went."""
+    """Tell per turn what was found, what moved and how fast; then where the time to the first token went."""
     finished = [(number, turn.answer) for number, turn in enumerate(turns, start=1) if turn.answer.finish]
     if not finished:
         return "nothing has been answered yet"
@@ -64,7 +63,6 @@ def _row(number: int, answer: StreamedAnswer) -> Iterator[object]:
 
 
 def _stages(finished: Sequence[tuple[int, StreamedAnswer]], width: int | None) -> str:
-    """Stages that took nothing in any turn are left out."""
     times = {stage: [_stage_ms(answer, stage) for _, answer in finished] for stage in _STAGES}
     shown = {stage: row for stage, row in times.items() if max(row) >= _LEAST_MS}
     rows = zip(*([f"{ms:.1f}" for ms in row] for row in shown.values()), strict=True)
@@ -86,7 +84,7 @@ def _rank(finish: generation_pb2.Finish) -> str:
 
 
 def placed(answer: StreamedAnswer) -> str:
-    """Where a turn went and what was thought of it, beside what was true."""
+    """Say where a turn went and what was thought of it, beside what was true."""
     if answer.finish is None:
         return ""
     finish, placement = answer.finish, answer.finish.placement

@@ -1,1 +1,1 @@
-"""A cluster of processes on this machine."""
+"""This room runs a cluster of processes on this machine."""

@@ -1,4 +1,4 @@
-"""`isthmus demo`: a cluster on this machine holds a conversation, and a table shows what moved."""
+"""`isthmus demo` lets a cluster on this machine hold a conversation, and a table shows what moved."""
 
 import asyncio
 import sys
@@ -72,7 +72,7 @@ _SMALL_TALK = Talk(
 # Two SGLangs that start on two cores need a minute or two.
 _READY_TIMEOUT_S = {"torch": 300.0, "sglang": 600.0}
 _DEFAULT = KNOWN["smollm2"]
-_SPEAKER, _WIDEST = 11, 110  # columns
+_SPEAKER, _WIDEST = 11, 110  # These are columns.
 _HEADINGS = (
     "turn",
     "decode rank",
@@ -116,7 +116,7 @@ def run(argv: list[str]) -> int:
 
 
 def _chosen(config: DemoConfig, folder: Path) -> tuple[Path, Talk]:
-    """Raises ConfigError or Unavailable where the one that was named cannot be had."""
+    """Choose the model. Raises ConfigError or Unavailable where the one that was named cannot be had."""
     name = config.model or (_DEFAULT.name if config.engine == "torch" else _RANDOM)
     try:
         if name != _RANDOM:
@@ -135,8 +135,6 @@ def _chosen(config: DemoConfig, folder: Path) -> tuple[Path, Talk]:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """As `resolved` takes it."""
-
     model: str
 
 
@@ -192,7 +190,6 @@ async def _converse(channel: grpc.aio.Channel, config: DemoConfig, talk: Talk) -
 
 
 def _indented(text: str) -> str:
-    """A text of several paragraphs, folded beside who says it."""
     indent = " " * _SPEAKER
     width = min(screen.width() or _WIDEST, _WIDEST)
     lines = (

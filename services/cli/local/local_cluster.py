@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: etcd, routers, prefill and decode workers as processes.
+"""A whole cluster runs on this machine: etcd, routers, prefill and decode workers as processes.
 
     start: preflight -> etcd -> workers and routers at once -> our own routers listen -> every rank is
            connected -> READY
@@ -42,7 +42,7 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LAST_LINES_S = 5.0  # in which the last lines of a process that has ended are read
+_LAST_LINES_S = 5.0  # The last lines of a process that has ended are read within this.
 
 _GRACE_FLAG = "--grace-s="
 # A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and takes a moment itself.
@@ -51,7 +51,7 @@ _AFTER_GRACE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What to start, and with which flags on top of what the cluster itself sets."""
+    """It says what to start, and with which flags on top of what the cluster itself sets."""
 
     model: Path
     data_dir: Path
@@ -60,14 +60,14 @@ class Shape:
     prefill_dp_size: int = 1
     decode_workers: int = 1
     decode_dp_size: int = 2
-    etcd: tuple[str, ...] = ()  # empty: an embedded one
+    etcd: tuple[str, ...] = ()  # An empty one stands for an embedded etcd.
     host: str = "127.0.0.1"
-    port: int = 0  # of the first router; the others follow
+    port: int = 0  # It is the first router's; the others follow.
     http_port: int = 0
     common_flags: tuple[str, ...] = ()
     rank_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
-    ready_timeout_s: float | None = 120.0  # None: for as long as none of them ends
+    ready_timeout_s: float | None = 120.0  # None waits for as long as none of them ends.
 
     @property
     def decode_ranks(self) -> int:
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def threads_per_rank(self) -> int:
-        """All ranks share this machine's cores; with more threads than cores torch crawls."""
+        """Share this machine's cores among all ranks; with more threads than cores torch crawls."""
         return max(1, (os.cpu_count() or 1) // (self.decode_ranks + self.prefill_ranks))
 
     @property
@@ -85,17 +85,17 @@ class Shape:
 
 @dataclass(slots=True)
 class Child:
-    """One process and the task that passes on its log lines."""
-
     name: str
     command: list[str]
     process: asyncio.subprocess.Process
     log_task: "asyncio.Task[None]"
-    life: Lifecycle  # as it tells; supervisors tell nothing
+    life: Lifecycle  # It is as the child tells; supervisors tell nothing.
 
     @property
     def stop_timeout_s(self) -> float:
-        """Within it a service ends by itself, by its own flags; one that it cannot read it refuses itself."""
+        """Return the time in which a service ends by itself, by its own flags; it refuses one that it cannot
+        read.
+        """
         grace_s = ClusterConfig().grace_s
         for text in self.command:
             with suppress(ValueError):
@@ -103,7 +103,7 @@ class Child:
         return grace_s + _AFTER_GRACE_S
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Signal it and wait; SIGKILL when it takes too long. Returns the exit code."""
+        """Signal it and wait; SIGKILL when it takes too long. Return the exit code."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
         try:
@@ -119,7 +119,7 @@ class Child:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """`async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
+    """Use it as `async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
 
     shape: Shape
     show_line: Callable[[str, str], None]
@@ -128,10 +128,12 @@ class LocalCluster:
     http_ports: tuple[int, ...] = ()
     etcd_endpoints: tuple[str, ...] = ()
     etcd: EmbeddedEtcd | None = None
-    kv_pages: int | None = None  # of each rank, where we have chosen them
-    router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))  # of the first
+    kv_pages: int | None = None  # Each rank has so many, where we have chosen them.
+    # It is the first one's.
+    router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    _lives: dict[str, ExitStack] = field(default_factory=dict)  # what each child's life is told through
+    # Each child tells its lifecycle through one of these.
+    _lives: dict[str, ExitStack] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         try:
@@ -150,16 +152,16 @@ class LocalCluster:
         return host_port(self.shape.host, self.router_ports[index])
 
     def open_channel(self, index: int = 0) -> grpc.aio.Channel:
-        """To that router, with TLS where its flags say so."""
+        """Open a channel to that router, with TLS where its flags say so."""
         return channels.open_channel(self.router_endpoint(index), self.router_config.tls())
 
     async def is_whole(self, index: int = 0) -> bool:
-        """That router sees every rank, and could choose each."""
+        """Say whether that router sees every rank, and could choose each."""
         async with self.open_channel(index) as channel:
             return await self._serves(generation_pb2_grpc.GenerationStub(channel))
 
     async def wait_for_exit(self) -> Child:
-        """Returns a child that ended although nobody asked it to."""
+        """Return a child that ended although nobody asked it to."""
         waits = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -179,15 +181,15 @@ class LocalCluster:
             code = await child.process.wait()
             await asyncio.wait(
                 [child.log_task], timeout=_LAST_LINES_S
-            )  # what it started may hold its pipe open
+            )  # What it started may hold its pipe open.
             failures = await self._start_again(child, code, loop.time() - began_s, failures)
 
     async def _start_again(self, child: Child, code: int, lived_s: float, failures: int) -> int:
-        """Also where the machine has no process to give at first. Returns the failures in a row."""
+        """Start it, also where the machine has no process to give at first. Return the failures in a row."""
         how = _ended(child)
         while True:
             decision = supervisor.on_exit(code, lived_s, failures, has_served=True)
-            assert isinstance(decision, supervisor.Restart)  # as of everything that has served
+            assert isinstance(decision, supervisor.Restart)  # It is so of everything that has served.
             failures, delay_s = decision.failures, decision.delay_s
             log_lines.event(log, "process_ended", logging.WARNING, how=how, starts_again_in_s=delay_s)
             await asyncio.sleep(delay_s)
@@ -237,12 +239,12 @@ class LocalCluster:
         await self._until_ready()
 
     def check(self) -> None:
-        """What can be told to fail before anything is started.
+        """Tell what will fail before anything is started.
 
         Raises:
-            ConfigError: the checkpoint or a port cannot be used, or memory or an etcd is missing.
-            Unavailable: there is not enough memory now.
-            SystemExit: a service would refuse its flags; standard error says which, and why.
+            ConfigError: The checkpoint or a port cannot be used, or memory or an etcd is missing.
+            Unavailable: There is not enough memory now.
+            SystemExit: A service would refuse its flags; standard error says which, and why.
         """
         shape = self.shape
         ranks = []
@@ -263,7 +265,6 @@ class LocalCluster:
         preflight.check_ports(shape.host, named, shape.routers)
 
     def _plan(self) -> list[tuple[str, str, list[str]]]:
-        """Name, module and flags of every child."""
         shape = self.shape
         common = [f"--model={shape.model}", f"--host={shape.host}", *shape.common_flags]
         advertised = ["--advertise-host=127.0.0.1"] if is_wildcard(shape.host) else []
@@ -295,12 +296,12 @@ class LocalCluster:
             self.show_line(name, line)
 
     async def _until_ready(self) -> None:
-        """Every router sees every rank and can place a request.
+        """Return when every router sees every rank and can place a request.
 
         Raises:
-            ConfigError: a process has refused its settings, or they do not find each other in time, if there
+            ConfigError: A process has refused its settings, or they do not find each other in time, if there
                 is a limit.
-            Unavailable: a process ended otherwise: another start may do.
+            Unavailable: A process ended otherwise: another start may do.
         """
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
@@ -324,7 +325,6 @@ class LocalCluster:
             await self._router_ready(index)
 
     async def _router_ready(self, index: int) -> None:
-        """Our own one has said so, and not who else may listen there."""
         own = self.children[_router_name(index, self.shape.routers)]
         while not (own.life.phase is ProcessPhase.SERVING and await self.is_whole(index)):
             await asyncio.sleep(0.1)
@@ -350,13 +350,13 @@ class LocalCluster:
             told.close()
 
     def kill(self) -> None:
-        """At once, without any grace. Leaving the context reaps them."""
+        """Kill them at once, without any grace. Leaving the context reaps them."""
         for child in self.children.values():
             with suppress(ProcessLookupError):
                 child.process.kill()
 
     async def _stop_children(self) -> None:
-        """Routers first, so that nobody asks the ranks for more."""
+        """Stop routers first, so that nobody asks the ranks for more."""
         for role in ("router", "decode", "prefill"):
             children = [c for name, c in self.children.items() if name.startswith(role)]
             await asyncio.gather(*(child.stop() for child in children))

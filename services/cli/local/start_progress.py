@@ -1,6 +1,6 @@
-"""What `isthmus up` says at a terminal: its steps until all is ready, then the services' log in short lines.
+"""`isthmus up` shows its steps at a terminal until all is ready, then the services' log in short lines.
 
-Until then of the log only what is wrong is shown, and what no service of ours wrote.
+Until then only what is wrong is shown of the log, and what no service of ours wrote.
 """
 
 import sys
@@ -13,13 +13,11 @@ from services.cli.table import format_bytes
 from services.observe.short_lines import LogLine, read_line
 
 _QUIET = ("DEBUG", "INFO")
-_STEP = 10  # columns
+_STEP = 10  # These are columns.
 
 
 @dataclass(slots=True)
 class StartProgress:
-    """`num_ranks`: how many there will be."""
-
     num_ranks: int
     color: bool
     stream: TextIO = field(default_factory=lambda: sys.stderr)
@@ -33,7 +31,6 @@ class StartProgress:
         )
 
     def line(self, child: str, text: str) -> None:
-        """Of a child's log."""
         line = read_line(text)
         if line is None:
             print(f"{child:<9}| {text}", file=self.stream, flush=True)
@@ -56,14 +53,12 @@ class StartProgress:
             self.step("ready", line.service)
 
     def over(self, addresses: Mapping[str, str]) -> None:
-        """All is ready, there."""
         self._is_over = True
         for what, address in addresses.items():
             self.step("", f"{what:<11} {address}")
 
 
 def planned(shape: Shape) -> str:
-    """What is started, in words."""
     counts = {"router": shape.routers, "prefill rank": shape.prefill_ranks, "decode rank": shape.decode_ranks}
     parts = [f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items() if count]
     return ", ".join(parts if shape.etcd else ["etcd", *parts])

@@ -1,10 +1,9 @@
-"""`isthmus up`: a cluster on this machine until Ctrl-C.
+"""`isthmus up` runs a cluster on this machine until Ctrl-C.
 
-Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0
-a process ends       it is started again, as a worker's supervisor does with ranks
-memory is short      nothing is started, or all is stopped again: exit code 75; 78 where no other try can do
-a second one         everything is killed at once, exit code 130
-standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
+Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0 a process
+ends       it is started again, as a worker's supervisor does with ranks memory is short      nothing is
+started, or all is stopped again: exit code 75; 78 where no other try can do a second one         everything
+is killed at once, exit code 130 standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from services.settings.flags import load, refusing, setting
 from services.settings.hub import MODEL_HELP, resolved
 from services.values.errors import Unavailable
 
-_KILLED = 130  # as of any program that Ctrl-C ends
+_KILLED = 130  # Any program that Ctrl-C ends has this code.
 
 
 def _passed_on(to: str) -> Any:
@@ -85,7 +84,7 @@ class UpConfig:
             ),
             rank_flags=tuple(f"--{flag}" for flag in self.rank_flag),
             router_flags=tuple(f"--{flag}" for flag in self.router_flag),
-            ready_timeout_s=None,  # a large model loads for as long as it does; Ctrl-C is at hand
+            ready_timeout_s=None,  # A large model loads for as long as it does; Ctrl-C is at hand.
         )
 
     def _tls_flags(self) -> tuple[str, ...]:
@@ -95,7 +94,7 @@ class UpConfig:
 
 @dataclass(slots=True)
 class _Signals:
-    """What was asked of us so far; made on the running loop."""
+    """This counts what was asked of us so far; it is made on the running loop."""
 
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     killing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -129,7 +128,6 @@ def _run(config: UpConfig) -> int:
 
 
 def _progress(config: UpConfig) -> StartProgress | None:
-    """Where a person reads along."""
     if config.log_format == "json" or not sys.stderr.isatty():
         return None
     shape = config.shape()
@@ -143,7 +141,7 @@ def _tell(what: str) -> None:
 
 
 def _show_nothing(name: str, line: str) -> None:
-    """Nothing was started that could say anything."""
+    pass
 
 
 async def _up(config: UpConfig, progress: StartProgress | None) -> int:
@@ -168,7 +166,7 @@ async def _up(config: UpConfig, progress: StartProgress | None) -> int:
     if serve.done():
         return serve.result()
     _say("stopping; Ctrl-C again kills everything at once")
-    serve.cancel()  # leaving its context stops every process, also those that are starting
+    serve.cancel()  # Leaving its context stops every process, also those that are starting.
     return await _until_stopped(serve, cluster, signals.killing)
 
 
@@ -178,7 +176,6 @@ def _as_logged(config: UpConfig, name: str, line: str) -> str:
 
 
 async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, killing: asyncio.Event) -> int:
-    """The exit code."""
     killed = asyncio.create_task(killing.wait())
     await asyncio.wait({serve, killed}, return_when=asyncio.FIRST_COMPLETED)
     if killing.is_set() and not serve.done():
@@ -190,7 +187,6 @@ async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, kill
 
 
 async def _serve(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> int:
-    """Until it is cancelled."""
     async with cluster:
         _tell_ready(config, cluster, progress)
         await cluster.keep_running()
@@ -216,11 +212,10 @@ def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: StartProgress
 
 
 def _host_to_open(host: str, port: int) -> str:
-    """As a browser on this machine takes it."""
     return host_port("localhost" if is_wildcard(host) else host, port)
 
 
 def _say(line: str) -> None:
-    """On standard output, if anybody still reads it."""
+    """Print it on standard output, if anybody still reads it."""
     with suppress(BrokenPipeError):
         print(line, flush=True)

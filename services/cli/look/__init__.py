@@ -1,1 +1,1 @@
-"""Commands that look at a cluster, or at a model, and change nothing."""
+"""These commands look at a cluster, or at a model, and change nothing."""

@@ -1,4 +1,4 @@
-"""Bytes of what a sequence needs beside full attention's pages, at most. Pure."""
+"""These pure functions reckon the most bytes that a sequence needs beside full attention's pages."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _CHUNK_SIZE = PoolSizes().chunk_size
 
 
 def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
-    """Of a windowed group: what a sequence needs to go on, at whatever position."""
+    """Count the pages of a windowed group that a sequence needs to go on, at whatever position."""
     group = window.in_layout("float32", page_size)
     # From `window` on tails are full, and they are alike every `window` and every `page_size` tokens.
     positions = range(window.window, window.window + max(window.window, page_size))
@@ -18,7 +18,7 @@ def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
 
 
 def running_pages(window: AttentionGroup, page_size: int, running: int) -> int:
-    """Of a windowed group: what so many sequences take, with the default --chunk-size."""
+    """Count the pages of a windowed group that so many sequences take, with the default --chunk-size."""
     return units_for(window.in_layout("float32", page_size), page_size, _CHUNK_SIZE, running)
 
 
@@ -27,14 +27,16 @@ def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int 
 
 
 def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int = 1) -> int:
-    """What crosses with each request beside its delta, and what a resume point holds: tails and a state."""
+    """Reckon what crosses with each request beside its delta, and what a
+    checkpoint holds: tails and a state.
+    """
     tails = sum(tail_bytes(window, dtype, page_size, tp_size) for window in groups.windows)
     return tails + (groups.recurrent.state_bytes(dtype, tp_size) if groups.recurrent else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPools:
-    """Of one decode rank, on each of its GPUs: what `running` sequences and `resume_points` take."""
+    """`running` sequences and `resume_points` take so much of one decode rank, on each of its GPUs."""
 
     groups: LayerGroups
     dtype: str
@@ -52,7 +54,7 @@ class CarriedPools:
 
     @property
     def slots(self) -> int:
-        """One a sequence: what it leaves at the last border is one of the resume points."""
+        """Count one slot a sequence: what it leaves at the last border is one of the checkpoints."""
         return self.running + self.resume_points if self.groups.recurrent else 0
 
     @property

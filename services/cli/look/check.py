@@ -1,4 +1,4 @@
-"""`isthmus check`: does a cluster find a conversation's KV again? What `helm test` runs.
+"""`isthmus check` asks whether a cluster finds a conversation's KV again; `helm test` runs it.
 
 `isthmus check DIR` asks a checkpoint instead: checkpoint_report.py.
 """
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 
 async def check(config: CheckConfig, rng: random.Random) -> int:
-    # Drawn anew each time: the first turn of a second check must not find the first check's KV.
+    # It is drawn anew each time: the first turn of a second check must not find the first check's KV.
     conversation_id = f"check-{rng.getrandbits(64):016x}"
     prompt = " ".join(rng.choices(_WORDS, k=config.words))
     try:
@@ -63,10 +63,10 @@ async def check(config: CheckConfig, rng: random.Random) -> int:
 
 
 def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
-    """What is wrong with how the second turn was served; "" when nothing is."""
+    """Say what is wrong with how the second turn was served; "" when nothing is."""
     if second.usage.decode_prefix_len:
         return ""
-    before = (first.placements[-1] if first.placements else first.placement).decode  # where it ended
+    before = (first.placements[-1] if first.placements else first.placement).decode  # It ended there.
     after = second.placement.decode
     if (before.worker, before.rank) != (after.worker, after.rank):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"
@@ -76,7 +76,6 @@ def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
 async def _first_answer(
     channel: grpc.aio.Channel, config: CheckConfig, prompt: str, conversation_id: str
 ) -> tuple[str, generation_pb2.Finish]:
-    """Waits for a router and ranks that are not there yet."""
     while True:
         try:
             return await _ask(channel, config, prompt, conversation_id)

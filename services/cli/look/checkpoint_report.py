@@ -1,4 +1,6 @@
-"""`isthmus check DIR`: what a checkpoint's layers keep, in how many bytes, and which engine serves it."""
+"""`isthmus check DIR` tells what a checkpoint's layers keep, in how many
+bytes, and which engine serves it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from services.values.kv import GroupKind
 
 _HEADINGS = ("group", "layers", "what is kept", "bytes")
 _ENGINES = ("torch", "sglang")
-# By model_type: what the torch engine's check finds at the start, for config.json does not tell what a
+# The torch engine's check finds these by model_type at the start, for config.json does not tell what a
 # definition does (tests/engine/torch/model/test_self_check.py).
 _FAIL_AT_START = {"jamba": "its scan begins each chunk from zeros"}
 _NAMES = {
@@ -54,7 +56,7 @@ def run(argv: list[str]) -> int:
     checkpoint, width = read_config(config.directory), screen.width()
     try:
         print("\n".join(report(config, checkpoint, width)))
-    except ConfigError as error:  # an engine may know more of it, or tell why it refuses it
+    except ConfigError as error:  # An engine may know more of it, or tell why it refuses it.
         print(error)
     refusals = {engine: _refusal(engine, config.directory, checkpoint) for engine in _ENGINES}
     for engine, refusal in refusals.items():
@@ -64,7 +66,9 @@ def run(argv: list[str]) -> int:
 
 
 def report(config: CheckpointConfig, checkpoint: Mapping[str, Any], width: int | None = None) -> list[str]:
-    """Lines for people, none wider than the terminal. Raises ConfigError where config.json does not do."""
+    """Return lines for people, none wider than the terminal. Raises
+    ConfigError where config.json does not do.
+    """
     dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
     lines = [", ".join(_title(checkpoint, dtype)), ""]
     lines += format_table(_HEADINGS, list(_rows(groups, dtype, config.page_size)), width).splitlines()
@@ -135,7 +139,6 @@ def _served(engine: str, config: CheckpointConfig, checkpoint: Mapping[str, Any]
 
 
 def _refusal(engine: str, directory: Path, checkpoint: Mapping[str, Any]) -> str | None:
-    """Why the engine would not serve it, by what its files say."""
     try:
         check_checkpoint(engine, directory)
     except (ConfigError, Unavailable) as error:

@@ -1,4 +1,4 @@
-"""The config.json of a checkpoint, as a command is told of it."""
+"""A command is given a checkpoint, and reads its config.json."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ from services.values.errors import ConfigError
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Of a checkpoint's directory, or the file itself. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text())

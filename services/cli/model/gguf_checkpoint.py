@@ -1,4 +1,4 @@
-"""A GGUF file of the llama family, written as a checkpoint in float32."""
+"""This module writes a GGUF file of the llama family as a checkpoint in float32."""
 
 import json
 import mmap
@@ -12,7 +12,7 @@ from services.model.gguf_llama import LlamaGguf, llama_of
 from services.settings.known_models import WEIGHTS
 from services.values.errors import ConfigError
 
-# (what, bytes that are done, of how many)
+# It is called with what, the bytes that are done, and of how many.
 Follow = Callable[[str, int, int], None]
 _FLOAT_BYTES = 4
 
@@ -20,11 +20,11 @@ _FLOAT_BYTES = 4
 def write_checkpoint(
     file: Path, directory: Path, follow: Follow, sampling: Mapping[str, float] | None = None
 ) -> None:
-    """`sampling`: for its generation_config.json. One tensor is in memory at a time.
+    """Write it; `sampling` is for its generation_config.json. One tensor is in memory at a time.
 
     Raises:
-        ConfigError: it cannot be read, or not be converted; the message says why.
-        OSError: it cannot be written.
+        ConfigError: It cannot be read, or not be converted; the message says why.
+        OSError: It cannot be written.
     """
     with _mapped(file) as data:
         try:
@@ -41,7 +41,7 @@ def _mapped(file: Path) -> mmap.mmap:
     try:
         with file.open("rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: it is empty
+    except (OSError, ValueError) as error:  # ValueError says that it is empty.
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
@@ -64,4 +64,4 @@ def _write_weights(path: Path, read: LlamaGguf, data: Any, follow: Follow) -> No
             file.write(weight.floats(data).data)
             follow("converting", stated[weight.name]["data_offsets"][1], end)
         file.flush()
-        os.fsync(file.fileno())  # before the directory has its name
+        os.fsync(file.fileno())  # It is synced before the directory has its name.

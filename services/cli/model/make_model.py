@@ -1,11 +1,11 @@
-"""`isthmus make-model`: a tiny random checkpoint that makes exactness hard to fake.
+"""`isthmus make-model` writes a tiny random checkpoint that makes exactness hard to fake.
 
-Made for tests, demos and benchmarks without a download: real architecture, real files, no meaning.
-An ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced
-page of KV goes unseen. Here every prompt token counts: change any one of some 200 and the greedy
-continuation changes, within a few tokens. tests/cli/model/test_make_model.py holds it to that.
+It is made for tests, demos and benchmarks without a download: real architecture, real files, no meaning. An
+ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced page of KV goes
+unseen. Here every prompt token counts: change any one of some 200 and the greedy continuation changes, within
+a few tokens. tests/cli/model/test_make_model.py holds it to that.
 
-The tokenizers, and what becomes of text:
+A tokenizer makes ids of text in one of two ways:
   characters  an id is exactly one printable character: text and ids map one to one, both ways.
               A character outside the vocabulary (a line break too) becomes UNKNOWN, id 0, itself an
               ordinary character. The end of sequence, id 1, is the character EOS, declared special.
@@ -15,8 +15,8 @@ The tokenizers, and what becomes of text:
 The chat templates are those of chat_templates.py. A model with tools calls only what it must (tool_choice
 required), and is steered (`_steer`) so that its strings and answers end.
 
-Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the
-highest of hundreds lies near 9.
+Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the highest of
+hundreds lies near 9.
 """
 
 import math
@@ -66,27 +66,25 @@ _Tokenizers = Literal["characters", "bytes"]
 _ChatTemplates = Literal["plain", "tools", "thinking"]
 TOKENIZERS = get_args(_Tokenizers)
 
-# Found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed prompt tokens
-# (4 architectures, 48 models and prompts, 32 greedy outputs) none went unnoticed in prompts of 200 tokens;
-# of 960 one in 400 tokens, of 192 seven in 1,000. With all gains 1 every third did in 200. The first layers
-# mix widely, so that each position carries all before it; the last one looks sharply, which turns a small
-# difference into another token. A branch outweighs the residual, or the last token alone would rule. Quick
-# rotation (a small theta) tells positions apart and breaks loops. Float32 rounding stays below 3e-5 standard
-# deviations of the logits.
-_GAIN_AT = 0.2  # the initializer_range that the gains are meant for
+# The gains were found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed
+# prompt tokens (4 architectures, 48 models and prompts, 32 greedy outputs) none went unnoticed in prompts of
+# 200 tokens; of 960 one in 400 tokens, of 192 seven in 1,000. With all gains 1 every third did in 200. The
+# first layers mix widely, so that each position carries all before it; the last one looks sharply, which
+# turns a small difference into another token. A branch outweighs the residual, or the last token alone would
+# rule. Quick rotation (a small theta) tells positions apart and breaks loops. Float32 rounding stays below
+# 3e-5 standard deviations of the logits.
+_GAIN_AT = 0.2  # The gains are meant for this initializer_range.
 _QUERY_GAIN, _LAST_QUERY_GAIN = 1.6, 7.0
 _OUTPUT_GAIN, _LAST_OUTPUT_GAIN = 5.0, 12.0
 _MLP_GAIN, _LAST_MLP_GAIN = 6.0, 40.0
 _HEAD_GAIN = 3.0
-_BIAS_GAIN = 0.05  # what all values have in common would drown what one token adds
+_BIAS_GAIN = 0.05  # What all values have in common would drown what one token adds.
 _ROPE_THETA = 100.0
-_WINDOW = 24  # tokens
+_WINDOW = 24  # These are tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What make-model is told of any architecture."""
-
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -129,14 +127,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture beside ARCHITECTURES, for callers that bring one.
+    """This is an architecture beside ARCHITECTURES, for callers that bring one.
 
     `config` raises whatever transformers raises where it has no model of these sizes. `fill` draws every
     weight of a model from a seed, at a scale of 1 by default.
     """
 
     config: Callable[[Sizes], PreTrainedConfig]
-    num_layers: int  # the default
+    num_layers: int  # It is the default.
     fill: Callable[[PreTrainedModel, int, float], None]
     has_window: bool = False
 
@@ -191,13 +189,13 @@ def make_model(
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: safetensors, float32, untied embeddings.
 
-    The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it
-    is always 259, and 2 or 4 more with markers. A lower `initializer_range` makes a milder model; below 0.1
-    outputs would hardly depend on the prompt. One layer is too few for every token to count. `changes`
-    are of the config, by its own names.
+    The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it is always
+    259, and 2 or 4 more with markers. A lower `initializer_range` makes a milder model; below 0.1 outputs
+    would hardly depend on the prompt. One layer is too few for every token to count. `changes` are of the
+    config, by its own names.
 
     Raises:
-        ConfigError: the sizes do not fit together, a name is unknown, or nothing can be written there.
+        ConfigError: The sizes do not fit together, a name is unknown, or nothing can be written there.
     """
     tokens = _make_tokenizer(tokenizer, vocab_size, chat_template)
     tokens.model_max_length = max_context_tokens
@@ -219,7 +217,7 @@ def make_model(
         window,
     )
     config.update({"initializer_range": initializer_range, **(changes or {})})
-    with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill = family.fill if family else _fill
     fill(model, seed, initializer_range / _GAIN_AT)
@@ -228,7 +226,7 @@ def make_model(
         _steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        disable_progress_bar()  # there is nothing to wait for
+        disable_progress_bar()  # There is nothing to wait for.
         model.save_pretrained(directory)
         tokens.save_pretrained(directory)
     except (OSError, SafetensorError) as error:
@@ -238,7 +236,7 @@ def make_model(
 def run(argv: list[str]) -> int:
     config = load(MakeModelConfig, argv, prog="isthmus make-model")
     if not config.overwrite:
-        # save_pretrained would replace what is there without a word
+        # save_pretrained would replace what is there without a word.
         require_empty(config.directory, "--overwrite writes there all the same")
     if config.grown_from is not None:
         grow(config.grown_from, config.directory, config.extra_layers, config.extra_gain, config.seed)
@@ -279,7 +277,7 @@ def _make_config(architecture: str | Family, sizes: Sizes, window: int | None) -
     if isinstance(architecture, Family):
         try:
             return architecture.config(sizes)
-        except Exception as error:  # transformers' checks of a config share no class but this
+        except Exception as error:  # transformers' checks of a config share no class but this.
             raise ConfigError(f"no such model of these sizes: {error}") from error
     return _MODELS[architecture][0](**sizes.layered, sliding_window=window)
 
@@ -361,10 +359,10 @@ def _bytes() -> Tokenizer:
     return tokenizer
 
 
-_CONSTANT = 8.0  # about a third of what is beside it then, after the last norm
+_CONSTANT = 8.0  # It is about a third of what is beside it then, after the last norm.
 _WRITES = ("o_proj.weight", "down_proj.weight")
 _READS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
-_PROBED = 64  # tokens
+_PROBED = 64  # These are tokens.
 
 
 def _steer(model: PreTrainedModel, likings: Mapping[int, float]) -> None:
@@ -419,7 +417,7 @@ def grow(source: Path, directory: Path, extra_layers: int, gain: float, seed: in
         small = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32)
         grown = _with_layers(small, extra_layers)
         _fill_new(grown, small.config.num_hidden_layers, gain, seed)
-        shutil.copytree(source, directory, dirs_exist_ok=True)  # the tokenizer, too
+        shutil.copytree(source, directory, dirs_exist_ok=True)  # The tokenizer goes along.
         grown.save_pretrained(directory)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot grow {source} into {directory}: {error}") from error

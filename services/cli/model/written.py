@@ -1,4 +1,6 @@
-"""Directories that a command writes a checkpoint into: empty before, whole after, or not there at all."""
+"""A command writes a checkpoint into a directory that is empty before, and
+whole after, or not there at all.
+"""
 
 import errno
 import fcntl
@@ -10,12 +12,12 @@ from pathlib import Path
 
 from services.values.errors import ConfigError, Unavailable
 
-# Another try may do: a disk that is full, or a limit of the process.
+# Another try may do: a disk is full, or a limit of the process is reached.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def require_empty(directory: Path, hint: str) -> None:
-    """It may be a checkpoint that took hours to fetch. Raises ConfigError, which ends with `hint`."""
+    """Raise ConfigError, which ends with `hint`, for a directory that may be a checkpoint of hours."""
     try:
         found = sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:
@@ -29,7 +31,7 @@ def require_empty(directory: Path, hint: str) -> None:
 
 @contextmanager
 def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[[], None]) -> Iterator[Path]:
-    """A directory beside it to write into, which takes its place at the end, or is gone.
+    """Yield a directory beside it to write into, which takes its place at the end, or is gone.
 
     Of two processes that want the same one the second calls `wait`, and then waits. What lies under
     `directory` is replaced, unless `is_there` says, once it is our turn, that there is nothing to do: then
@@ -37,8 +39,8 @@ def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[
     begins with that.
 
     Raises:
-        ConfigError: it cannot be written.
-        Unavailable: the disk is full.
+        ConfigError: It cannot be written.
+        Unavailable: The disk is full.
     """
     partial = directory.parent / f".{directory.name}.partial"
     with _writing(directory), _alone_in(partial, wait):
@@ -51,13 +53,13 @@ def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[
                 partial.rename(directory)
                 is_moved = True
         finally:
-            if not is_moved:  # else the next one has begun there
+            if not is_moved:  # Else the next one has begun there.
                 shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def _alone_in(partial: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Nobody else writes there for as long as the context is. The kernel lets go of it if we die."""
+    """Let nobody else write there for as long as the context is. The kernel lets go of it if we die."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
@@ -79,7 +81,7 @@ def _lock(descriptor: int, wait: Callable[[], None]) -> None:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Whoever held it before has not moved it away."""
+    """Say whether nobody who held it before has moved it away."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""`isthmus top`: the cluster as it is now, at a terminal."""
+"""`isthmus top` shows the cluster as it is now, at a terminal."""

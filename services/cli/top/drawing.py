@@ -1,4 +1,4 @@
-"""A picture of the cluster as lines of a terminal. Pure."""
+"""These pure functions draw the cluster as lines of a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -56,8 +56,8 @@ _FAILURES = {
     "INVALID_ARGUMENT": "refused",
     "INTERNAL": "error",
 }
-_LEAST_LINES = 3  # of a table, where there is little room
-_BEHIND_S = 1.0  # of which an index is not usually
+_LEAST_LINES = 3  # A table has so many, where there is little room.
+_BEHIND_S = 1.0  # An index is not usually behind by that much.
 
 
 def draw(
@@ -71,7 +71,9 @@ def draw(
     most_finished: int | None = None,
     glyphs: Glyphs = BLOCKS,
 ) -> Text:
-    """`height`: lines there are; None: as many as it takes. `title`: who is watched, of whom."""
+    """Draw the picture in `height` lines, or in as many as it takes (None). `title` says who is watched, of
+    whom.
+    """
     finished = picture.finished(now)[:most_finished]
     head = [*_head(picture, now, title, width), Text()]
     running = picture.running(now)
@@ -91,7 +93,7 @@ def draw(
 
 
 def _fitted(tables: list[list[Text]], height: int) -> list[list[Text]]:
-    """Of all three something is seen, and of ranks the most; where some are left out it says how many."""
+    """Show something of all three tables, and of ranks the most; where some are left out it says how many."""
     ranks, running, finished = tables
     ranks = _first(ranks, height - _reserved(running) - _reserved(finished), "ranks")
     left = height - len(ranks)
@@ -101,7 +103,6 @@ def _fitted(tables: list[list[Text]], height: int) -> list[list[Text]]:
 
 
 def _reserved(table: list[Text]) -> int:
-    """Lines, with an empty one before."""
     return 1 + min(len(table), _LEAST_LINES) if table else 0
 
 
@@ -141,7 +142,7 @@ def _head(picture: Picture, now: float, title: str, width: int) -> Iterator[Text
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:
-    """In a line, without the last of those that it does not hold."""
+    """Join the parts in a line, without the last of those that it does not hold."""
     line = Text()
     for part in parts:
         if line and len(line) + 2 + len(part) > width:
@@ -181,7 +182,9 @@ def _rank_row(rank: RankStatus, rates: dict[RankName, float]) -> list[Cell]:
 
 
 def _tokens_per_s(rank: RankStatus) -> str:
-    """Of a prefill rank, at which it computes prompts; of a decode rank, that its sequences get in all."""
+    """Return the rate at which a prefill rank computes prompts, or that a
+    decode rank's sequences get in all.
+    """
     load = rank.load
     if rank.role == common_pb2.ROLE_PREFILL:
         rate = load.prefill_tokens_per_s
@@ -233,7 +236,6 @@ def _name(rank: common_pb2.RankId) -> str:
 
 
 def _time(seconds: float) -> str:
-    """0.0123 -> "12 ms"."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.0f} ms"
     if seconds < 99.95:

@@ -1,4 +1,4 @@
-"""A router's news as long as they are wanted: who goes away is asked again."""
+"""A feed brings a router's news as long as they are wanted: who goes away is asked again."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,23 +18,21 @@ from services.values.errors import (
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
 
 _AGAIN_S = 1.0
-# A router that starts again, or a proxy before it. What else it may say will not change by itself.
+# A router may start again, or a proxy before it. What else it may say will not change by itself.
 _PASSING = (Unavailable, PeerFailed, NoCapacity, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """`is_first`: of a stream."""
+    """`is_first` says that it is a stream's first."""
 
     response: WatchClusterResponse
     is_first: bool
-    of_all: bool  # tenants
+    of_all: bool  # They are of all tenants.
 
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """Nothing new comes for now, and why."""
-
     reason: str
 
 
@@ -49,7 +47,7 @@ async def follow(
     with_candidates: bool = False,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncGenerator[News | Away, None]:
-    """Of a tenant; without one of all, where the router lets us, else of those that it shows.
+    """Follow a tenant; without one all tenants, where the router lets us, else those that it shows.
 
     Raises what keeps it from beginning, and later what does not pass.
     """
@@ -74,7 +72,7 @@ async def follow(
         except IsthmusError as error:
             if not has_begun or not isinstance(error, _PASSING):
                 raise
-            reason = str(error).partition(": `")[0]  # what to do about it we do
+            reason = str(error).partition(": `")[0]  # We do what is to be done about it.
         finally:
             call.cancel()
         yield Away(f"{reason}; trying again")

@@ -1,4 +1,4 @@
-"""Columns that fit a terminal: bars take what is left, names give way. Pure."""
+"""These pure functions fit columns to a terminal: bars take what is left, names give way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _HEADING = "dim"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Of a bar's parts, in their order, and what stands for what was left out."""
+    """These draw a bar's parts, in their order, and stand for what was left out."""
 
     full: str
     half: str
@@ -24,15 +24,13 @@ BLOCKS, ASCII = Glyphs("█", "▒", "░", "…"), Glyphs("#", "=", ".", "~")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Parts of a whole, each with a style."""
-
     full: int
     half: int
     whole: int
     styles: tuple[str, str, str] = ("green", "yellow", "dim")
 
     def drawn(self, width: int, glyphs: Glyphs) -> Text:
-        """What is there is seen, however little it is."""
+        """Draw it so that what is there is seen, however little it is."""
         if not self.whole:
             return Text(" " * width)
         full = _cells(self.full, self.whole, width)
@@ -51,22 +49,26 @@ Cell = str | Text | Bar
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`spare`: left out where the others do not fit beside it; of several the highest goes first. `least`: as
-    narrow as it may get, cut in the middle; None: it stays as it is."""
+    """A `spare` one is left out where the others do not fit beside it; of several the highest goes first.
+
+    It may get as narrow as `least`, cut in the middle; with None it stays as it is.
+    """
 
     heading: str
     right: bool = False
     spare: int = 0
     least: int | None = None
-    most: int = 40  # of a bar
+    most: int = 40  # A bar is as wide at most.
 
 
-_Table = list[tuple[Column, list[Cell]]]  # by columns
+_Table = list[tuple[Column, list[Cell]]]  # It goes by columns.
 
 
 def grid(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int, glyphs: Glyphs) -> list[Text]:
-    """The headings' line and one for each row, none longer than `width`. A spare column is shown where
-    something stands in it."""
+    """Return the headings' line and one for each row, none longer than `width`.
+
+    A spare column is shown where something stands in it.
+    """
     table = [(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
     table = [(column, cells) for column, cells in table if not column.spare or any(map(_is_filled, cells))]
     while (widths := _widths(table, width)) is None:
@@ -83,7 +85,6 @@ def _is_filled(cell: Cell) -> bool:
 
 
 def _widths(table: _Table, width: int) -> list[int] | None:
-    """None: they do not fit."""
     widths = [_natural(column, cells) for column, cells in table]
     left = width - sum(widths) - _GAP * (len(table) - 1)
     for i, (column, _) in enumerate(table):
@@ -105,7 +106,7 @@ def _natural(column: Column, cells: Sequence[Cell]) -> int:
 
 
 def _line(table: _Table, number: int, widths: Sequence[int], glyphs: Glyphs, width: int) -> Text:
-    """Of the row of that number; -1: the headings."""
+    """Return the row of that number; -1 stands for the headings."""
     line = Text(no_wrap=True)
     for i, ((column, cells), cell_width) in enumerate(zip(table, widths, strict=True)):
         cell = Text(column.heading, _HEADING) if number < 0 else cells[number]
@@ -121,7 +122,7 @@ def _line(table: _Table, number: int, widths: Sequence[int], glyphs: Glyphs, wid
 
 
 def _cut(cell: str | Text, width: int, more: str) -> Text:
-    """In the middle: names of pods are alike at the front, and a rank's number stands at the end."""
+    """Cut it in the middle: names of pods are alike at the front, and a rank's number stands at the end."""
     text = Text(cell) if isinstance(cell, str) else cell.copy()
     if len(text) <= width:
         return text

@@ -1,4 +1,4 @@
-"""What is known of a cluster, made of a router's news. Pure."""
+"""This pure module makes a picture of a cluster of a router's news."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.wire.isthmus.v1.generation_pb2 import (
     WatchClusterResponse,
 )
 
-_KEPT = 200  # finished requests to be shown
+_KEPT = 200  # So many finished requests are kept to be shown.
 
 
 class Picture:
@@ -23,10 +23,10 @@ class Picture:
         self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
         self._heard_s = now
         self._last = WatchClusterResponse()
-        self.away = ""  # why nothing new comes
+        self.away = ""  # It says why nothing new comes.
 
     def hear(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
-        """`is_first`: of a stream; it has all ranks."""
+        """Take news in; a stream's first (`is_first`) has all ranks."""
         if is_first:
             self._ranks.clear()
         for rank in response.gone:
@@ -40,7 +40,7 @@ class Picture:
 
     @property
     def ranks(self) -> Sequence[RankStatus]:
-        """Decode ranks first, as they get the requests."""
+        """Return decode ranks first, as they get the requests."""
         return sorted(self._ranks.values(), key=lambda s: (-s.role, s.rank.worker, s.rank.rank))
 
     @property
@@ -64,11 +64,11 @@ class Picture:
         return self._window.window_s
 
     def running(self, now: float) -> Sequence[tuple[float, RunningRequest]]:
-        """Each with its age, the oldest first."""
+        """Return each with its age, the oldest first."""
         return [(each.age_s + now - self._heard_s, each) for each in self._last.running]
 
     def finished(self, now: float) -> Sequence[tuple[float, FinishedRequest]]:
-        """Each with the seconds since it was heard of, the latest first."""
+        """Return each with the seconds since it was heard of, the latest first."""
         return [(now - heard_s, each) for heard_s, each in self._finished]
 
     def totals(self, now: float) -> Totals:

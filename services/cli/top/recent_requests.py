@@ -1,4 +1,4 @@
-"""What the requests of the last while had in common. Pure."""
+"""This pure module tells what the requests of the last while had in common."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,13 +8,15 @@ from math import ceil
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import Finish, FinishedRequest
 
-RankName = tuple[str, int]  # worker and rank
-_MOST = 20_000  # requests that are reckoned with
+RankName = tuple[str, int]  # It is worker and rank.
+_MOST = 20_000  # It reckons with so many requests.
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`hit_rate`: of the prompts' tokens, those that were found; None: there were none. Times in seconds."""
+    """`hit_rate` is the share of the prompts' tokens that were found, or None
+    without any. Times are in seconds.
+    """
 
     requests_per_s: float = 0.0
     failed: int = 0
@@ -24,7 +26,7 @@ class Totals:
 
 
 class RecentRequests:
-    """Of the requests that ended within `window_s`. Times are seconds on one clock."""
+    """It has the requests that ended within `window_s`. Times are seconds on one clock."""
 
     def __init__(self, window_s: float, began_s: float) -> None:
         self.window_s = window_s
@@ -51,7 +53,7 @@ class RecentRequests:
         )
 
     def hit_rates(self, now: float) -> dict[RankName, float]:
-        """Of each rank that had prompts: what decode held of them, and what prefill did."""
+        """Return for each rank that had prompts what decode held of them, and what prefill did."""
         self._forget(now)
         had: dict[RankName, list[tuple[int, int]]] = {}
         for finish in self._finishes():
@@ -74,7 +76,6 @@ class RecentRequests:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:
-    """The least value that so many are not above; None of none."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else None
 
 
@@ -83,6 +84,5 @@ def name_of(rank: RankId) -> RankName:
 
 
 def _share(parts: Iterable[tuple[int, int]]) -> float:
-    """Of tokens; there are some."""
     founds, wholes = zip(*parts, strict=True)
     return float(sum(founds) / sum(wholes))

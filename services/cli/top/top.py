@@ -1,4 +1,4 @@
-"""`isthmus top`: ranks, requests and what was found of their prompts, live."""
+"""`isthmus top` shows ranks, requests and what was found of their prompts, live."""
 
 import asyncio
 import json
@@ -26,11 +26,11 @@ from services.process.signals import stop_on_signals
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
-_REDRAW_S = 0.2  # no sooner than that, however fast requests end
+_REDRAW_S = 0.2  # It redraws no sooner than that, however fast requests end.
 _AGES_GROW_S = 1.0
 _PLAIN_WIDTH, _PLAIN_FINISHED = 80, 10
 _HINT = "q leaves"
-_LEAVE = frozenset(b"qQ\x03\x04")  # Ctrl-C and Ctrl-D too, where they come as characters
+_LEAVE = frozenset(b"qQ\x03\x04")  # Ctrl-C and Ctrl-D leave, too, where they come as characters.
 
 _Feed = AsyncGenerator[News | Away, None]
 
@@ -98,7 +98,7 @@ async def _news(config: TopConfig) -> AsyncIterator[_Feed]:
             config.router,
             config.interval_s,
             config.tenant,
-            with_candidates=config.json,  # a picture has no place for them
+            with_candidates=config.json,  # A picture has no place for them.
         )
         async with aclosing(news):
             yield news
@@ -158,8 +158,6 @@ async def _follow(news: _Feed, view: "_View") -> None:
 
 
 class _View:
-    """The picture and the terminal that it is drawn for."""
-
     def __init__(self, config: TopConfig) -> None:
         self._config = config
         self._picture = Picture(config.window_s, time.monotonic())
@@ -183,7 +181,6 @@ class _View:
         self.heard.clear()
 
     def drawn(self) -> Text:
-        """As large as the screen."""
         width, height = self.console.size
         return draw(
             self._picture,
@@ -214,7 +211,9 @@ class _View:
 
 @contextmanager
 def _leaving(leave: Callable[[], None]) -> Iterator[None]:
-    """Within it q calls `leave`, and what is typed is not shown; without a terminal to type at, nothing."""
+    """Call `leave` at q within this context, where what is typed is not shown;
+    do nothing without a terminal.
+    """
     if not sys.stdin.isatty():
         yield
         return
@@ -222,7 +221,7 @@ def _leaving(leave: Callable[[], None]) -> Iterator[None]:
 
     def read() -> None:
         typed = os.read(descriptor, 64)
-        if not typed:  # it has hung up
+        if not typed:  # It has hung up.
             loop.remove_reader(descriptor)
         if not typed or _LEAVE.intersection(typed):
             leave()
