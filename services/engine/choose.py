@@ -94,10 +94,10 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
 
 def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
-        from services.engine.torch.draft import DraftSettings
+        from services.engine.torch.draft import DraftModelSettings
         from services.engine.torch.runner import TorchRunner
 
-        draft = DraftSettings(
+        draft = DraftModelSettings(
             Path(settings.draft_model),
             every_chunk=role is Role.PREFILL,
             catch_up_tokens=settings.draft_catch_up_tokens,

@@ -15,8 +15,7 @@ from typing import Any
 
 from services.engine.settings import DEFAULT_KV_PAGES, EngineSettings
 from services.kv.carried.pool_sizes import PoolSizes
-from services.model.draft import draft_groups
-from services.model.layer_groups import LayerGroups, layer_groups
+from services.model.layer_groups import LayerGroups, draft_groups, layer_groups
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.model.weights import weights
 from services.values.errors import ConfigError, Unavailable

@@ -19,7 +19,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from services.grammar.schema import fitted_text
+from services.grammar.json_schema import fitted_text
 from services.values.constraint import Constraint, ConstraintKind
 
 # What a schema asks that is not supported is an error, whatever the schema's own x-guidance says.

@@ -23,7 +23,7 @@ _MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MaskRequest:
     """Of one sequence; `drafts` follow one another in its constraint."""
 
     matcher: Matcher
@@ -80,7 +80,7 @@ class MaskMaker:
             self._threads = LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         return self._threads
 
-    def make(self, asked: Sequence[Asked]) -> Masks:
+    def make(self, asked: Sequence[MaskRequest]) -> Masks:
         """The rows of each in turn. Their matchers stay where they are."""
         began = self._clock()
         num_rows = sum(each.num_rows for each in asked)
@@ -99,7 +99,7 @@ class MaskMaker:
         self._counts = MaskCounts(counts.rows + num_rows, counts.seconds + self._clock() - began)
         return masks
 
-    def _fill_plain(self, asked: Sequence[Asked], words: NDArray[np.int32]) -> None:
+    def _fill_plain(self, asked: Sequence[MaskRequest], words: NDArray[np.int32]) -> None:
         matchers, first = [], 0
         for each in asked:
             if not each.drafts:
@@ -108,7 +108,7 @@ class MaskMaker:
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, *_memory(words))
 
-    def _fill_drafted(self, asked: Asked, words: NDArray[np.int32]) -> None:
+    def _fill_drafted(self, asked: MaskRequest, words: NDArray[np.int32]) -> None:
         copy, drafts = asked.matcher.inner.deep_copy(), list(asked.drafts)
         self._executor.unsafe_compute_mask_ptr_with_draft_token([(copy, 0, drafts)], *_memory(words))
         if not copy.is_error():

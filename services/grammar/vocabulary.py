@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.model.byte_tokens import SPACE, bytes_of_byte_level, bytes_of_sentencepiece
-from services.model.vocabulary import ids_of
+from services.model.token_ids import ids_of
 from services.values.errors import ConfigError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -104,6 +104,20 @@ def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
         raise ConfigError(f"config.json does not tell what its layers keep: {said}") from error
 
 
+def draft_groups(draft: Mapping[str, Any], target: Mapping[str, Any]) -> LayerGroups:
+    """Its layers; all keep every token. Raises ConfigError where it cannot draft, or says too little."""
+    groups, own, wanted = layer_groups(draft), _vocab_size(draft), _vocab_size(target)
+    if own != wanted:
+        raise ConfigError(f"the draft model's vocabulary has {own} ids, the model's {wanted}")
+    if groups.recurrent is not None:
+        raise ConfigError("a model with recurrent layers cannot draft: their states are of one position")
+    return groups
+
+
+def _vocab_size(config: Mapping[str, Any]) -> Any:
+    return text_config(config).get("vocab_size")
+
+
 def _groups(config: Mapping[str, Any]) -> LayerGroups:
     kinds = layer_kinds(config)
     recurrent = tuple(layer for layer, own in enumerate(kinds) if GroupKind.RECURRENT in own)

@@ -7,7 +7,7 @@ from engine.torch.sequences import Carried, Guessing, PageTables, Sequence, gene
 from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.engine.torch.draft import DraftSettings
+from services.engine.torch.draft import DraftModelSettings
 from services.engine.torch.runner import TorchRunner
 from services.kv.carried.pool_sizes import PoolSizes
 
@@ -83,7 +83,7 @@ def test_drafts_change_nothing(device, family):
 
 
 def test_a_small_model_drafts_what_comes_true(device):
-    draft = DraftSettings(tiny_checkpoint())
+    draft = DraftModelSettings(tiny_checkpoint())
     runner = TorchRunner(grown_checkpoint(), device=device, num_pages=64, page_size=16, draft=draft)
     tables = PageTables(runner)
     prompt = random_prompt(60, seed=60)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
 from services.engine.torch.attention.agreement import require_agreement, require_causal
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import open_device
 

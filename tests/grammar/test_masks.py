@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import ids_of_text, write_tokenizer
 from services.grammar.grammars import Grammars
-from services.grammar.masks import Asked, MaskMaker, Masks
+from services.grammar.masks import MaskMaker, MaskRequest, Masks
 from services.grammar.matcher import Matcher
 from services.grammar.vocabulary import read_vocabulary
 from services.values.constraint import Constraint, ConstraintKind
@@ -47,7 +47,7 @@ def by_itself(matcher: Matcher) -> set[int]:
 
 def expected_of(matcher: Matcher) -> set[int]:
     """What it says of each id, but where it dictates text: that is written in one way alone, whoever asks."""
-    may, plain = by_itself(matcher), allowed(MAKER.make([Asked(matcher)]), 0)
+    may, plain = by_itself(matcher), allowed(MAKER.make([MaskRequest(matcher)]), 0)
     assert plain == may or (len(plain) == 1 and plain < may)
     return plain
 
@@ -73,7 +73,7 @@ def test_a_row_allows_what_may_come_there(
             drafts += step
             expected.append(expected_of(going))
             alone += _mask_of(going)
-        asked.append(Asked(matcher, drafts))
+        asked.append(MaskRequest(matcher, drafts))
     before = [by_itself(each.matcher) for each in asked]
     masks = MAKER.make(asked)
     rows = [allowed(masks, row) for row in range(len(masks))]
@@ -85,7 +85,7 @@ def test_a_row_allows_what_may_come_there(
 
 
 def _mask_of(matcher: Matcher) -> list[set[int]]:
-    return [allowed(MAKER.make([Asked(matcher)]), 0)]
+    return [allowed(MAKER.make([MaskRequest(matcher)]), 0)]
 
 
 def _walk(matcher: Matcher, num_tokens: int, chance: random.Random) -> list[int]:
@@ -103,7 +103,7 @@ def test_what_ends_an_answer_is_allowed_where_its_text_is_whole(subtests, gramma
         with subtests.test(ending=ending):
             ends = [EOS, *ending.encode()]
             matcher = grammars.matcher(Constraint(ConstraintKind.REGEX, ("ac*b?",)), ending_ids=ends)
-            masks = MAKER.make([Asked(matcher, list(b"ab"))])
+            masks = MAKER.make([MaskRequest(matcher, list(b"ab"))])
             a, b, c = b"abc"
             assert [allowed(masks, row) for row in range(3)] == [{a, AB}, {b, c, EOS}, {EOS, *ends}]
 
@@ -115,11 +115,11 @@ def test_a_dead_end_behind_a_draft_harms_no_other_row() -> None:
     constraint = Constraint(ConstraintKind.REGEX, (r"a(x\n|yz)",))
     matcher = Grammars(directory, 512).matcher(constraint)
     a, x, y, z = ids_of_text(vocabulary, "axyz")
-    masks = maker.make([Asked(matcher, [a, x])])
+    masks = maker.make([MaskRequest(matcher, [a, x])])
     assert [set(np.flatnonzero(row)) for row in masks.expanded()] == [{a}, {x, y}, set()]
     assert matcher.num_fitting([a, y, z]) == 3
     matcher.advance([a, x])
-    [row] = maker.make([Asked(matcher)]).expanded()
+    [row] = maker.make([MaskRequest(matcher)]).expanded()
     assert not row.any()
     assert matcher.problem
 
@@ -141,5 +141,5 @@ def test_what_is_dictated_is_written_in_long_tokens_and_rows_are_counted(subtest
         ticks = iter([1.0, 1.5])
         maker = MaskMaker(VOCAB_SIZE, lambda: next(ticks))
         matcher = grammars.matcher(CONSTRAINTS[0])
-        maker.make([Asked(matcher), Asked(matcher, list(b"{"))])
+        maker.make([MaskRequest(matcher), MaskRequest(matcher, list(b"{"))])
         assert (maker.counts.rows, maker.counts.seconds) == (3, 0.5)

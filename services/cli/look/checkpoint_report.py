@@ -13,8 +13,7 @@ from services.cli.look.config_json import read_config
 from services.cli.table import fold, format_bytes, format_table
 from services.engine.choose import check_checkpoint
 from services.model.context_length import context_tokens
-from services.model.draft import draft_groups
-from services.model.layer_groups import LayerGroups, RecurrentGroup, layer_groups, text_config
+from services.model.layer_groups import LayerGroups, RecurrentGroup, draft_groups, layer_groups, text_config
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.settings.hub import MODEL_HELP, resolved

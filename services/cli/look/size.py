@@ -10,8 +10,7 @@ from services.cli.look.carried_bytes import CarriedPools, tail_bytes
 from services.cli.look.config_json import read_config
 from services.cli.table import fold, format_bytes
 from services.model.context_length import context_tokens
-from services.model.draft import draft_groups
-from services.model.layer_groups import layer_groups, text_config
+from services.model.layer_groups import draft_groups, layer_groups, text_config
 from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.engine.paged.scored_prompt import Scoring
-from services.grammar.masks import Asked, MaskCounts
+from services.grammar.masks import MaskCounts, MaskRequest
 from services.grammar.matcher import Matcher
 from services.values.kv import KvLayout, PageId, PoolMemory
 from services.values.request import SamplingParams, TokenLogprobs
@@ -203,5 +203,5 @@ def keep_accepted(drafts: Sequence[int], choices: Sequence[Sampled]) -> tuple[Sa
     return tuple(choices)
 
 
-def masks_asked(chunks: Sequence[Chunk]) -> list[Asked]:
-    return [Asked(c.matcher, c.drafts) for c in chunks if c.sample and c.matcher is not None]
+def masks_asked(chunks: Sequence[Chunk]) -> list[MaskRequest]:
+    return [MaskRequest(c.matcher, c.drafts) for c in chunks if c.sample and c.matcher is not None]

@@ -1,9 +1,12 @@
 """A checkpoint directory on the local disk: what is in it, its fingerprint, and the model made from it."""
 
 import json
+import logging
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,14 +21,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from services.engine.start_fault import reading, start_fault
-from services.engine.torch import load_progress
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.model.architectures import disagreement, is_quantized
 from services.model.context_length import context_tokens
 from services.values.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,6 +39,7 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 # Say nothing about what the model computes, or are said by the weights' headers.
 _IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLE_BYTES = 4096
+_TELLING_EVERY_S = 2.0
 
 # While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
 # process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
@@ -106,7 +111,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     """
     disable_progress_bar()  # a rank's standard error is a log
     try:
-        with LOADING, load_progress.telling():
+        with LOADING, telling_progress():
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.directory,
                 config=checkpoint.config,
@@ -261,3 +266,40 @@ def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
     except ValueError as error:
         raise ConfigError(f"a safetensors header is not JSON: {error}") from error
     return (tensor for name, tensor in sorted(tensors.items()) if name != "__metadata__")
+
+
+@contextmanager
+def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """`weights_loading done=120 of=290`, every two seconds, while transformers goes through them. One model
+    at a time: the hook is the process's."""
+    before = set_tqdm_hook(
+        lambda make, arguments, fields: _told(make(*arguments, **fields), arguments, clock)
+    )
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
+
+
+def _told(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> Any:
+    """The bar, which goes through its items; what is no loop over a known number of them is left alone."""
+    total = len(arguments[0]) if arguments and hasattr(arguments[0], "__len__") else 0
+    return _Telling(bar, total, clock) if total else bar
+
+
+class _Telling:
+    """As the bar is used: it is gone through, or asked for what a bar has."""
+
+    def __init__(self, bar: Any, total: int, clock: Callable[[], float]) -> None:
+        self._bar, self._total, self._clock = bar, total, clock
+
+    def __iter__(self) -> Iterator[Any]:
+        said_s = self._clock()
+        for done, item in enumerate(self._bar):
+            if (now := self._clock()) - said_s >= _TELLING_EVERY_S:
+                said_s = now
+                log.info("weights_loading done=%d of=%d", done, self._total)
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)

@@ -57,7 +57,7 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
         config.CACHE_DIR = before
 
 
-class Turn:
+class CompileTurn:
     """To compile, of one process at a time, as far as the disk can tell. Ends with the process."""
 
     def __init__(self, path: Path, patience_s: float = _PATIENCE_S) -> None:
@@ -101,7 +101,7 @@ class _Kept(FunctionCache):
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _Files(self.cache_path, self._impl.filename_base, stamp)
-        self._turn = Turn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
+        self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """None: it is our turn to compile it, which ends when it is saved."""
@@ -156,7 +156,7 @@ def kernels_folder() -> Path | None:
 
 def kernel_sources() -> list[Path]:
     """All that is compiled into kernels, and this."""
-    return sorted([Path(__file__), _ROOM / "lanes.py", *_ROOM.rglob("*_kernel.py")])
+    return sorted([Path(__file__), _ROOM / "vector_lanes.py", *_ROOM.rglob("*_kernel.py")])
 
 
 def digest(files: list[Path]) -> str:

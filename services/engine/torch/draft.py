@@ -28,7 +28,7 @@ from services.engine.torch.pools import Pools
 from services.engine.torch.sampling.sample import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
-from services.model.vocabulary import first_difference
+from services.model.token_ids import first_difference
 from services.values.errors import ConfigError
 from services.values.kv import DraftKv, PageId, PoolMemory
 from services.values.request import SamplingParams
@@ -41,7 +41,7 @@ _TIMED_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSettings:
+class DraftModelSettings:
     directory: Path
     every_chunk: bool = False  # also those of one token: on a prefill rank, where nobody decodes
     catch_up_tokens: int = 512  # computed at most, beside prompt chunks, before a step's drafts
@@ -81,7 +81,7 @@ class TorchDraft:
 
     def __init__(
         self,
-        settings: DraftSettings,
+        settings: DraftModelSettings,
         target: Checkpoint,
         *,
         num_pages: int,

@@ -11,14 +11,14 @@ from services.engine.paged.drafts.draft_failures import DraftFailures
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
-from services.engine.torch.draft import DraftSettings, TorchDraft
+from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.sampling.prompt_scores import tell_scores
 from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
 from services.grammar.masks import MaskCounts
 from services.kv.carried.pool_sizes import PoolSizes
@@ -45,7 +45,7 @@ class TorchRunner:
         index_block: int = 64,
         self_check: bool = True,
         shares_weights: bool = False,
-        draft: DraftSettings | None = None,
+        draft: DraftModelSettings | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
@@ -143,7 +143,7 @@ class TorchRunner:
             return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
 
-    def _open_draft(self, settings: DraftSettings, target: Checkpoint) -> TorchDraft:
+    def _open_draft(self, settings: DraftModelSettings, target: Checkpoint) -> TorchDraft:
         num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size
         return TorchDraft(settings, target, num_pages=num_pages, page_size=page_size, device=self._device)
 

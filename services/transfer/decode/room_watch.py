@@ -2,7 +2,7 @@
 
 services/kv/handshake.py draws its states. This adds to them:
 
-    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, the writer's next incarnation seen
+    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, next incarnation seen
                       |   ^-- its owner: renew, abort
                       +--> outcome: by the first word, or the loss of the stream; the others change nothing
                       +--> writer_stopped: the quarantine is over, by a word or by fence time

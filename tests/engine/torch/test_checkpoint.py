@@ -1,6 +1,7 @@
 import errno
 import itertools
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import set_tqdm_hook, tqdm
 
 from exactness.checkpoints import tiny_checkpoint
-from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
+from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint, telling_progress
 from services.values.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -254,3 +256,19 @@ def fail_to_read(checkpoint, read, number, raised, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(raised):
             patch.setattr(Path, verb, fail)
             read(checkpoint)
+
+
+def test_loading_is_told_every_two_seconds(caplog):
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    with telling_progress(lambda: now[0]):
+        seen = []
+        for name in tqdm({"a": 1, "b": 2, "c": 3, "d": 4}.items(), desc="Loading weights"):
+            seen.append(name)
+            now[0] += 1.0
+        bar = tqdm(total=3)  # one that is not gone through
+        bar.update(1)
+        bar.close()
+    assert [name for name, _ in seen] == ["a", "b", "c", "d"]
+    assert [record.getMessage() for record in caplog.records] == ["weights_loading done=2 of=4"]
+    assert set_tqdm_hook(None) is None

@@ -12,7 +12,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import random_prompt
 from services.engine.paged.runner import Chunk
-from services.engine.torch.draft import DraftSettings
+from services.engine.torch.draft import DraftModelSettings
 from services.engine.torch.runner import TorchRunner
 from services.values.errors import ConfigError
 from services.values.request import SamplingParams
@@ -21,7 +21,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, se
 
 
 def make_runner(target=None, draft=None, **settings):
-    draft = DraftSettings(draft or tiny_checkpoint(), self_check=False, **settings)
+    draft = DraftModelSettings(draft or tiny_checkpoint(), self_check=False, **settings)
     target = target or grown_checkpoint()
     return TorchRunner(target, num_pages=64, page_size=16, self_check=False, draft=draft)
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from services.grammar.schema import fitted_text
+from services.grammar.json_schema import fitted_text
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.request import GenerationRequest, SamplingParams

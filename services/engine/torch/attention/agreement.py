@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.engine.paged.runner import Chunk
 from services.engine.start_fault import start_fault
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.engine.torch.attention.scores import Scores
+from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.step_view import ChunkView, seen_by
 from services.values.kv import GroupKind
 

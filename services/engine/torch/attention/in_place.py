@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from services.engine.torch.attention.agreement import require_agreement, require_causal
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.values.kv import GroupKind
 

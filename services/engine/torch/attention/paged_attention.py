@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.gathered import attend_gathered, gather
 from services.engine.torch.attention.kernels.numba_kernel import Floats, attend_pages
-from services.engine.torch.attention.kernels.parts import PartsView
+from services.engine.torch.attention.kernels.piece_parts import PartsView
 from services.engine.torch.attention.latent import contexts
 from services.engine.torch.attention.layers import Reach
-from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import InPlaceView, ReachView, StepView
 from services.engine.torch.attention.stores import store_layer
 from services.values.errors import ConfigError

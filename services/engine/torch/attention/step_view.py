@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk, TailPages
-from services.engine.torch.attention.kernels.numba_kernel import Pieces, Span
-from services.engine.torch.attention.kernels.parts import OnDevice, PartsView, view_parts
+from services.engine.torch.attention.kernels.numba_kernel import PagePieces, Span
+from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.lanes import HAS_FLOAT16
+from services.engine.torch.vector_lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
 
 # What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
@@ -85,7 +85,7 @@ class InPlaceView:
     """Tokens of the step that read pages where they are, on the CPU: query i is the i-th of `rows`."""
 
     rows: NDArray[np.int64] | slice
-    reads: Pieces | Span
+    reads: PagePieces | Span
     shares: tuple[range, ...]  # of attend_pages
     executor: Executor | None
 
@@ -270,7 +270,7 @@ def _view_decodes(
     )
 
 
-def _piece_shares(pieces: Pieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
+def _piece_shares(pieces: PagePieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
     # To read a page for all, and to multiply it for each.
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     of_reader = np.repeat(num_pages * (_READERS_OF_A_READ / num_readers + 1), num_readers)

@@ -19,7 +19,7 @@ from llvmlite.binding import get_host_cpu_features
 from numpy.typing import NDArray
 
 from services.engine.torch.compiled import compiled, inner
-from services.engine.torch.lanes import multiply_tile, zeros
+from services.engine.torch.vector_lanes import multiply_tile, zeros
 
 Floats = NDArray[np.float32]
 

@@ -16,7 +16,7 @@ from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.model.activations import even_activations
-from services.engine.torch.model.check.probe import probe
+from services.engine.torch.model.check.model_probe import probe
 from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.norm_kernel import fuse_norms
 from services.engine.torch.model.recurrence import Workers, forward_in_place

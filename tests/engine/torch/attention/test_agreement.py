@@ -12,7 +12,7 @@ from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
 from services.engine.torch.attention.gathered import _weights
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import seen_by
 from services.values.errors import ConfigError

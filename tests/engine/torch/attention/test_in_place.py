@@ -10,7 +10,7 @@ from engine.torch.attention.paging import empty
 from services.engine.torch.attention import in_place
 from services.engine.torch.attention.agreement import require_agreement
 from services.engine.torch.attention.in_place import choose_in_place, end_threads
-from services.engine.torch.attention.kernels.parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PageShape
 from services.values.errors import ConfigError

@@ -17,12 +17,12 @@ from torch.nn.attention.bias import CausalBias
 from engine.torch.attention.paging import empty, paged, reach_view_of, view_of
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention import step_view
+from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.gathered import attend_gathered, gather
 from services.engine.torch.attention.kernels import numba_kernel
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_attention import attend_in_place, paged_attention
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, _causal_mask
 from services.values.request import SamplingParams
 
@@ -305,7 +305,7 @@ def test_threads_share_all_items_and_none_has_much_more_than_its_part(ends, num_
 
 
 def planned(chunks, page_size=16):
-    """Pieces as (readers, {page: tokens}), in their order."""
+    """PagePieces as (readers, {page: tokens}), in their order."""
     view = reach_view_of(empty(PageShape(1, 1, page_size, 8, 8)), chunks, InPlace()).decode
     pages, firsts, ends, page_starts, readers, reader_starts = (array.tolist() for array in view.reads)
     assert not any(firsts)

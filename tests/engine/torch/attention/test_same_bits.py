@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.torch.attention.reach_cases import NUM_LAYERS, Case, Made, attended, cases, chunk_of, made_of
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.kernels import numba_kernel
-from services.engine.torch.attention.kernels.numba_kernel import Pieces
+from services.engine.torch.attention.kernels.numba_kernel import PagePieces
 from services.engine.torch.attention.layers import InPlace, Reach
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
@@ -94,7 +94,7 @@ def test_a_softmax_is_cut_by_no_reader(subtests):
             outputs = [[] for _ in query]  # of each query: what it gets of each piece, and its log-sum-exp
             for i, (page, end_page) in enumerate(pairwise(pieces.page_starts)):
                 readers = pieces.readers[pieces.reader_starts[i] : pieces.reader_starts[i + 1]]
-                own = Pieces(
+                own = PagePieces(
                     *(of_pages[page:end_page] for of_pages in pieces[:3]),
                     np.array([0, end_page - page]),
                     np.arange(len(readers)),

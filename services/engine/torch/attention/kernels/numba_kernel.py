@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.compiled import compiled, inner
-from services.engine.torch.lanes import (
+from services.engine.torch.vector_lanes import (
     add,
     exp,
     greater,
@@ -57,7 +57,7 @@ _compiled = compiled()
 _inner = inner()
 
 
-class Pieces(NamedTuple):
+class PagePieces(NamedTuple):
     """Piece i is slots [firsts[j], ends[j]) of pages[j], for j from page_starts[i] to page_starts[i + 1].
 
     The queries readers[j] read it, for each j from reader_starts[i] to reader_starts[i + 1]; these ascend.
@@ -97,7 +97,7 @@ def attend_pages(
     numbers: NDArray[Any],
     shape: PageShape,
     layer: int,
-    reads: Pieces | Span,
+    reads: PagePieces | Span,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -123,7 +123,7 @@ def attend_pages(
     sinks = _no_sinks(num_heads) if sinks is None else sinks
     # With a soft cap, scores are made as parts of it.
     factors = np.float32(scaling / (softcap or 1.0)), np.float32(softcap or 0.0)
-    compiled = _attend_pieces if isinstance(reads, Pieces) else _attend_span
+    compiled = _attend_pieces if isinstance(reads, PagePieces) else _attend_span
     attend = partial(compiled, query, numbers, shape, layer, factors, reads, softmax, sinks)
     own, *others = shares or [range(shape.num_kv_heads * num_queries)]
     assert executor is not None or not others

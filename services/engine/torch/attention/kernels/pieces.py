@@ -3,7 +3,7 @@
 Neighbouring pages that the same queries read are a *piece*: a prefix that several sequences share, a longer
 prefix that fewer of them share, and what each has for itself. Where windows cut a page, it is shared by those
 that begin at the same slot. Of a page that is still being filled every reader may know another part: it is
-read alone. Pieces come in the order of their places, so that each query reads its tokens in their order.
+read alone. PagePieces come in the order of their places, so that each query reads its tokens in their order.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.engine.torch.attention.kernels.numba_kernel import Ids, Pieces
+from services.engine.torch.attention.kernels.numba_kernel import Ids, PagePieces
 from services.values.kv import PageId
 
 
@@ -26,7 +26,7 @@ class Read:
     num_tokens: int  # they end in the last page
 
 
-def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
+def pieces_of(reads: Sequence[Read], page_size: int) -> PagePieces:
     """Query i reads reads[i]."""
     if len(reads) == 1:
         return _alone(reads[0], page_size)
@@ -47,7 +47,7 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
     order = np.argsort(places[first_reads[bounds[:-1]]], kind="stable")
     firsts_of, sizes = bounds[:-1][order], np.diff(bounds)[order]
     read = first_reads[_stretches(firsts_of, sizes)]
-    return Pieces(
+    return PagePieces(
         pages[read],
         firsts[read],
         ends[read],
@@ -57,13 +57,13 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> Pieces:
     )
 
 
-def _alone(read: Read, page_size: int) -> Pieces:
+def _alone(read: Read, page_size: int) -> PagePieces:
     """Without the search: where there is one alone, every microsecond counts."""
     pages = np.array(read.pages, np.int64)
     firsts, ends = np.zeros(len(pages), np.int64), np.full(len(pages), page_size, np.int64)
     firsts[0], ends[-1] = read.skip, (read.skip + read.num_tokens - 1) % page_size + 1
     starts = np.array([0, len(pages), 0, 1])
-    return Pieces(pages, firsts, ends, starts[:2], starts[:1], starts[2:])
+    return PagePieces(pages, firsts, ends, starts[:2], starts[:1], starts[2:])
 
 
 def _page_reads(reads: Sequence[Read], page_size: int) -> tuple[Ids, Ids, Ids, Ids, Ids]:

@@ -5,8 +5,8 @@
 
 Online softmax as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
 rows of a product are query heads, those of several readers where they share pages, so one reading of K and V
-serves all of them. Tables are made once a step (parts.py); nothing here waits for the device. Exponentials
-are of base 2, which is what a GPU computes.
+serves all of them. Tables are made once a step (piece_parts.py); nothing here waits for the device.
+Exponentials are of base 2, which is what a GPU computes.
 
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
 once: when the runner starts (in_place.py), and not in a step.
@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.engine.torch.attention.kernels.parts import PartsView, rows_of
+from services.engine.torch.attention.attention_scores import Scores
+from services.engine.torch.attention.kernels.piece_parts import PartsView, rows_of
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.scores import Scores
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # What a program holds of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared memory.

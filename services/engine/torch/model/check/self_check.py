@@ -25,7 +25,7 @@ from services.engine.paged.runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
 from services.engine.torch.device import free_bytes
 from services.engine.torch.model.check.findings import OF_ALSO_HALF, OF_HALF, ROWS, CheckedRow, Findings
-from services.engine.torch.model.check.probe import attending_by, probe
+from services.engine.torch.model.check.model_probe import attending_by, probe
 from services.engine.torch.model.check.trial import Cut, plan_trial
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools

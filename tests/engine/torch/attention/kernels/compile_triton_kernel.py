@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.engine.torch.attention.kernels import triton_kernel
-from services.engine.torch.attention.kernels.parts import rows_of
+from services.engine.torch.attention.kernels.piece_parts import rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 NUM_KV_HEADS, PAGE_SIZE = 2, 16

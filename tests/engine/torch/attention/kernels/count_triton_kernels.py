@@ -10,9 +10,9 @@ from triton.runtime import driver
 
 from engine.torch.attention.paging import paged, reach_view_of
 from services.engine.paged.runner import Chunk
+from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels import triton_kernel
-from services.engine.torch.attention.kernels.parts import OnDevice
-from services.engine.torch.attention.scores import Scores
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.values.request import SamplingParams
 
 NUM_HEADS = 8

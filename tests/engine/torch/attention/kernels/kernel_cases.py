@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.paging import reach_view_of
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention.kernels.parts import AttendParts, OnDevice
+from services.engine.torch.attention.attention_scores import Scores
+from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.scores import Scores
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams
 

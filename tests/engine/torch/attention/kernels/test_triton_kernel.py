@@ -25,9 +25,9 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.engine.paged.runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.agreement import require_agreement
-from services.engine.torch.attention.kernels.parts import OnDevice, PartsView
+from services.engine.torch.attention.attention_scores import Scores
+from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.scores import Scores
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
 from services.engine.torch.runner import TorchRunner

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numba import njit
 
-from services.engine.torch.lanes import (
+from services.engine.torch.vector_lanes import (
     HAS_FLOAT16,
     add,
     exp,

@@ -14,8 +14,8 @@ from exactness.reference import random_prompt
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.scored_prompt import ScoredPrompt
 from services.engine.torch.runner import TorchRunner
-from services.engine.torch.sampling import prompt_scores
-from services.engine.torch.sampling.prompt_scores import told_by
+from services.engine.torch.sampling import scored_rows
+from services.engine.torch.sampling.scored_rows import told_by
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 
@@ -29,7 +29,7 @@ def test_rows_tell_of_tokens(subtests):
             subtests.test("rows tell of tokens what log softmax does", dtype=dtype),
             pytest.MonkeyPatch.context() as monkeypatch,
         ):
-            monkeypatch.setattr(prompt_scores, "_CPU_BLOCK", 200)
+            monkeypatch.setattr(scored_rows, "_CPU_BLOCK", 200)
             logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
             token_ids = [3, 99, 0, 50, 3, 7, 8]
             expected = logits.double().log_softmax(1)
@@ -67,7 +67,7 @@ def test_rows_tell_of_tokens(subtests):
 )
 def test_pieces_of_chunks_are_as_the_definition_has_them(architecture, monkeypatch):
     """Of two prompts in the same steps, of which one ends before the other."""
-    monkeypatch.setattr(prompt_scores, "_PIECE", 512 * 5)
+    monkeypatch.setattr(scored_rows, "_PIECE", 512 * 5)
     directory = tiny_checkpoint(architecture)
     sizes = PoolSizes(max_running_requests=2, chunk_size=64)
     runner = TorchRunner(directory, num_pages=32, page_size=16, sizes=sizes, self_check=False)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.torch.attention.paging import empty
-from services.engine.torch.attention.kernels.numba_kernel import Pieces
-from services.engine.torch.attention.kernels.parts import cut_pieces, rows_of
+from services.engine.torch.attention.kernels.numba_kernel import PagePieces
+from services.engine.torch.attention.kernels.piece_parts import cut_pieces, rows_of
 from services.engine.torch.attention.paged_kv import PageShape
 
 
@@ -19,7 +19,7 @@ def pieces_of(sizes):
     """Each of so many pages and so many readers; a piece's readers are the first queries."""
     pages = sum(num_pages for num_pages, _ in sizes)
     readers = [query for _, num_readers in sizes for query in range(num_readers)]
-    return Pieces(
+    return PagePieces(
         np.arange(100, 100 + pages),
         np.zeros(pages, np.int64),
         np.full(pages, 16),

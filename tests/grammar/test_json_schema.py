@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import ids_of_text
 from services.grammar.grammars import Grammars
-from services.grammar.schema import Apart, fitted
+from services.grammar.json_schema import Apart, fitted
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest

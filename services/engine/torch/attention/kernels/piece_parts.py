@@ -1,4 +1,4 @@
-"""Pieces (pieces.py) cut into parts: what one program of a device computes, and how queries join them.
+"""PagePieces (pieces.py) cut into parts: what one program of a device computes, and how queries join them.
 
     piece   pages x their readers            who reads what
     part    some of the pages x some of the readers, for one KV head at a time
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.torch.attention.kernels.numba_kernel import Ids, Pieces
+from services.engine.torch.attention.attention_scores import Scores
+from services.engine.torch.attention.kernels.numba_kernel import Ids, PagePieces
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.scores import Scores
 
 # Rows that a program multiplies at once: a row is one query head of one reader. Tensor cores take 16 at
 # least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
@@ -74,7 +74,7 @@ class Joins(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PieceParts:
     table: Ids  # as PartsView.parts
     num_narrow: int
     joins: Joins
@@ -86,7 +86,7 @@ def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
     return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.numbers.itemsize, whole)
 
 
-def view_parts(kv: PagedKv, offsets: Ids, pieces: Pieces, on_device: OnDevice) -> PartsView:
+def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevice) -> PartsView:
     """`offsets` say where in the step each query is. All tables go to the device in one copy."""
     parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
     tables = (
@@ -119,7 +119,7 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: Pieces, on_device: OnDevice) -
     )
 
 
-def cut_pieces(pieces: Pieces, kv: PagedKv, num_heads: int, num_programs: int) -> Parts:
+def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
     """About `num_programs` parts for all KV heads together, or fewer where that would make them too small."""
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
@@ -138,7 +138,7 @@ def cut_pieces(pieces: Pieces, kv: PagedKv, num_heads: int, num_programs: int) -
     sizes = columns[:, 3] - columns[:, 2]
     first_outputs = np.cumsum(sizes) - sizes
     table = np.concatenate([columns, first_outputs[:, None]], axis=1)
-    return Parts(table, int((~is_wide).sum()), _joins(pieces.readers, table))
+    return PieceParts(table, int((~is_wide).sum()), _joins(pieces.readers, table))
 
 
 def _bounds(starts: Ids, cuts: Ids, piece: Ids, nth: Ids) -> tuple[Ids, Ids]:
