@@ -1,1 +1,1 @@
-"""Constraints on an answer's text as masks over tokens: the door to llguidance."""
+"""This room turns constraints on an answer's text into masks over tokens; it is the door to llguidance."""

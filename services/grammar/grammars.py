@@ -1,4 +1,4 @@
-"""Constraints made ready for a model's tokens: compiled once, and begun anew for each answer."""
+"""Constraints are made ready for a model's tokens here: compiled once, and begun anew for each answer."""
 
 import asyncio
 import threading
@@ -20,27 +20,28 @@ from services.values.errors import ConfigError, InvalidRequest
 
 _T = TypeVar("_T")
 
-_KEPT = 64  # most take 0.1 MB, one of 20 bytes that is made to be large 14
-_KEPT_BYTES = 512 << 10  # of their texts: 45 KB of classes of characters take 50 MB
+_KEPT = 64  # Most grammars take 0.1 MB; one of 20 bytes that is made to be large takes 14.
+_KEPT_BYTES = 512 << 10  # This limits their texts: 45 KB of classes of characters take 50 MB.
 _THREADS = 2
-# A tenth of the library's: /a{1000000}/ costs its first mask 12 ms then, instead of 400.
+# The limit is a tenth of the library's: /a{1000000}/ then costs its first mask 12 ms instead of 400.
 _LEXER_FUEL = 100_000
 _TRIED_TOKENS = 8
 _HOPELESS = "allows no text that this model can write"
-_DEAD_END = ("NoExtension", "forced bytes")  # in what the library says of one
+_DEAD_END = ("NoExtension", "forced bytes")  # The library says these of a dead end.
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCounts:
-    """Of one process, since its start."""
-
     asked: int = 0
     compiled: int = 0
     compile_s: float = 0.0
 
 
 class Grammars:
-    """Of one model. Any thread may call; what is asked first takes as long as reading its vocabulary does."""
+    """The grammars are those of one model.
+
+    Any thread may call. The first request takes as long as reading the model's vocabulary does.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,10 @@ class Grammars:
         kept_bytes: int = _KEPT_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`directory` has the model's tokenizer.json, `vocab_size` is that of its logits."""
+        """Remember `kept` grammars at most, and `kept_bytes` of their texts.
+
+        `directory` has the model's tokenizer.json; `vocab_size` is that of its logits.
+        """
         self._directory = directory
         self._vocab_size = vocab_size
         self._kept = kept
@@ -69,18 +73,20 @@ class Grammars:
         return self._counts
 
     async def beside(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """`work` in one of our own few threads: what takes seconds to compile must hold up nobody who only
-        reads or tokenizes in a thread."""
+        """Run `work` in one of a few threads of our own.
+
+        Compiling may take seconds, and must not hold up whoever only reads or tokenizes in a thread.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest as `matcher`."""
+        """Raise InvalidRequest where `matcher` would."""
         self._of(constraint)
 
     def matcher(
         self, constraint: Constraint, output_ids: Sequence[int] = (), ending_ids: Collection[int] = ()
     ) -> Matcher:
-        """One that has come as far as `output_ids`, of an answer that `ending_ids` end.
+        """Return a matcher that has come as far as `output_ids`, of an answer that `ending_ids` end.
 
         Raises:
             InvalidRequest: the constraint cannot be read or asks what is not supported, the model has no
@@ -131,7 +137,7 @@ class Grammars:
 
 
 class _Tokens:
-    """What LLTokenizer reads of a tokenizer that is none of its own."""
+    """LLTokenizer reads these attributes of a tokenizer that is none of its own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -146,8 +152,11 @@ class _Tokens:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Of what a grammar dictates: a mask allows these ids alone then. The longest tokens, as a model
-        would write it, or nearly so; bytes that no token has are left out."""
+        """Return the ids of a text that a grammar dictates; a mask then allows these ids alone.
+
+        They are the longest tokens, as a model would write the text, or nearly so. Bytes that no token has
+        are left out.
+        """
         octets, ids, start = text.encode(), list[int](), 0
         while start < len(octets):
             piece = self._piece_at(octets, start)
@@ -162,7 +171,10 @@ class _Tokens:
 
 
 def open_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Its end of text is the id behind the vocabulary's last, and in a mask says that the text is whole."""
+    """Make llguidance's tokenizer of the vocabulary.
+
+    Its end of text is the id behind the vocabulary's last. In a mask that id says that the text is whole.
+    """
     tokens = _Tokens(vocabulary)
     return LLTokenizer(tokens, n_vocab=len(tokens.tokens))  # type: ignore[arg-type]
 
@@ -172,22 +184,23 @@ def _compile(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, lower(constraint), log_level=0, limits=limits)
     if matcher.is_error():
         raise constraint.refused(f"is not supported: {sentence_of(matcher.get_error())}")
-    for _ in range(2):  # the first builds for all copies, and what that was too much for is the second
+    for _ in range(2):  # the first mask builds for all copies; the second shows what was too much for it
         _try(constraint, matcher.deep_copy(), tokenizer)
     return matcher
 
 
 def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """The beginning of one text. Raises InvalidRequest where that asks too much of the library, or can be
-    nothing else than what no token writes."""
-    is_forced = True  # so far, by the beginning that there is
+    """Raise InvalidRequest where the beginning of one text asks too much of the library, or needs what no
+    token writes.
+    """
+    is_forced = True
     for _ in range(_TRIED_TOKENS):
         allowed = _allowed(matcher)
         if not allowed or matcher.is_error():
             break
         is_forced = is_forced and allowed.bit_count() == 1
         token_id = (allowed & -allowed).bit_length() - 1
-        if token_id == tokenizer.vocab_size - 1:  # the end
+        if token_id == tokenizer.vocab_size - 1:
             return
         if not matcher.consume_token(token_id):
             break
@@ -201,7 +214,7 @@ def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> 
 
 
 def _allowed(matcher: LLMatcher) -> int:
-    """A bit for each token that may come; none in a dead end."""
+    """Return a bit for each token that may come; a dead end has none."""
     try:
         return int.from_bytes(matcher.compute_bitmask(), "little")
     except ValueError:

@@ -1,11 +1,11 @@
-"""A JSON schema, rewritten so that llguidance 1.9 keeps to all of it; what it would not keep to is refused.
+"""A JSON schema is rewritten so that llguidance 1.9 keeps to all of it; what it would not keep to is refused.
 
     numbers    those of const, enum and bounds become doubles there: 2^53 + 1 would be answered as 2^53
     keys       beside declared ones a key may be written with an escape, and so be a declared one again; keys
                that a pattern allows may not, so "any other key" becomes a pattern
     oneOf      is anyOf where no value is valid in two branches; it finds that out in few cases
 
-All of this was seen by trying it (findings/); tests/grammar/test_schema.py holds it to that.
+All of this was seen by trying it (findings/); tests/grammar/test_json_schema.py holds it to that.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from services.values.constraint import Constraint, ConstraintKind
 
-Schema = Any  # an object, or true or false
+Schema = Any  # a schema is an object, or true or false
 
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
@@ -26,8 +26,8 @@ _VALUES = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", 
 _JSON_IN_LARK = re.compile(r"%json\s*\{")
 _ANY_KEY = r"^[\s\S]*$"
 
-# Characters, classes and escapes, each perhaps repeated. Without groups matching backs up no more often than
-# a power of the text's length, by the number of repeats.
+# The pattern takes characters, classes and escapes, each perhaps repeated. Without groups matching backs up
+# no more often than a power of the text's length, by the number of repeats.
 _QUICK = re.compile(
     r"\^?(?:(?:[^\\^$.|?*+()\[\]{}]|\\[dwsDWS.\\/-]|\.|\[\^?[^\[\]\\]+\])(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})?)*\$?"
 )
@@ -38,16 +38,17 @@ _MOST_MATCHED_CHARS = 100
 _NUMBERS = frozenset({"integer", "fraction"})
 _TYPES = frozenset({"null", "boolean", "string", "array", "object"}) | _NUMBERS
 _MOST_BRANCHES = 64
-_MOST_COMPARISONS = 10_000  # of schemas with each other, for one schema; they are made in a router's thread
+# So many schemas are compared with each other for one schema; a router's thread does it.
+_MOST_COMPARISONS = 10_000
 _MOST_NESTED = 40
 
 
 class Unsupported(ValueError):
-    """It says what in the schema is not kept to."""
+    pass
 
 
 class _Inexact(float):
-    """A number that no double is."""
+    pass
 
 
 def _integer(text: str) -> int | float:
@@ -60,7 +61,7 @@ def _fraction(text: str) -> float:
     number = float(text)
     try:
         is_exact = Decimal(text) == Decimal(repr(number))
-    except ArithmeticError:  # an exponent that decimals do not have
+    except ArithmeticError:  # decimals do not have every exponent
         is_exact = False
     return number if is_exact else _Inexact(text)
 
@@ -70,12 +71,12 @@ _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_fraction)
 
 
 def fitted(schema: Schema) -> Schema:
-    """The schema that means the same to llguidance. Raises Unsupported, RecursionError."""
+    """Return the schema that means the same to llguidance. Raises Unsupported, RecursionError."""
     return _Fitting(schema).fitted(schema, "#")
 
 
 def fitted_text(constraint: Constraint) -> str:
-    """The text of a JSON schema, or of a grammar in which there may be some (`%json {...}`), made to fit.
+    """Make the text of a JSON schema fit, or that of a grammar in which there may be some (`%json {...}`).
 
     Raises InvalidRequest.
     """
@@ -158,7 +159,7 @@ def _check_exact(value: Any, where: str) -> None:
 
 
 def _check_count(schema: Mapping[str, Any], where: str) -> None:
-    """A key that is not declared may come twice, and would be counted twice."""
+    """Refuse counts of keys: a key that is not declared may come twice, and would be counted twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(filter(_is_text, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
@@ -178,10 +179,11 @@ def _with_keys_as_written(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Apart:
-    """Whether no value is valid in both of two schemas; False also where that is not found out."""
+    """This tells whether no value is valid in both of two schemas; it says no, too, where that is not found
+    out.
+    """
 
     def __init__(self, root: Schema) -> None:
-        """`root` is what references are looked up in."""
         self._root = root
         self._left = _MOST_COMPARISONS
 
@@ -200,7 +202,7 @@ class Apart:
         return all(self._by_type(each, one, other, depth + 1) for each in types)
 
     def _looked_up(self, schema: Schema) -> Schema:
-        """Keywords beside a reference are left out: they only make fewer values valid."""
+        """Follow a reference. Keywords beside it are left out: they only make fewer values valid."""
         for _ in range(_MOST_NESTED):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str):
@@ -219,7 +221,7 @@ class Apart:
         return bool(values) and all(self._is_invalid(value, other, depth) for value in values)
 
     def _is_invalid(self, value: Any, schema: Schema, depth: int) -> bool:
-        """Only the keywords that are known here are asked; a schema may have others."""
+        """Ask only the keywords that are known here; a schema may have others."""
         self._left -= 1
         schema = self._looked_up(schema)
         if not isinstance(schema, dict) or self._left < 0 or depth > _MOST_NESTED:
@@ -253,7 +255,6 @@ class Apart:
         return any(self._is_invalid(value[name], each[name], depth + 1) for name in value.keys() & each)
 
     def _by_type(self, kind: str, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether no value of that type is valid in both."""
         match kind:
             case "string":
                 return _have_a_gap(one, other, _LENGTHS)
@@ -279,7 +280,7 @@ class Apart:
 
 
 def _at(root: Schema, reference: str) -> Schema:
-    """This looks up a reference into the schema itself (a JSON pointer, RFC 6901); others give True."""
+    """Look up a reference into the schema itself (a JSON pointer, RFC 6901); others give True."""
     if reference != "#" and not reference.startswith("#/"):
         return True
     place = root
@@ -327,7 +328,7 @@ def _type_of(value: Any) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """They are compared as JSON Schema does: 1 is 1.0, but true is not 1."""
+    """Compare as JSON Schema does: 1 is 1.0, but true is not 1."""
     if _type_of(one) != _type_of(other):
         return False
     if isinstance(one, list):
@@ -338,8 +339,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _may_match(text: str, schema: Mapping[str, Any]) -> bool:
-    """Only a pattern for which Python's engine cannot take long is tried, on a short text of ASCII in one
-    line, where it means what llguidance's does."""
+    """Tell whether the text may match the schema's pattern.
+
+    A pattern is tried only if Python's engine cannot take long for it, on a short text of ASCII in one line,
+    where it means what llguidance's does.
+    """
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not _QUICK.fullmatch(pattern):
         return True
@@ -352,14 +356,14 @@ def _may_match(text: str, schema: Mapping[str, Any]) -> bool:
         return True
 
 
-# Of a quantity: what says its least, its most, what it is above, and what it is below.
+# A quantity's keywords say its least, its most, what it is above, and what it is below.
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LENGTHS = ("minLength", "maxLength", "", "")
 _COUNTS = ("minItems", "maxItems", "", "")
 
 
 def _bounds_of(schemas: Iterable[Mapping[str, Any]], names: Sequence[str]) -> tuple[float, bool, float, bool]:
-    """The greatest lower bound and the least upper one, each with whether it is itself left out."""
+    """Return the greatest lower bound and the least upper one, each with whether it is itself left out."""
     low, high = (float("-inf"), False), (float("inf"), True)
     for schema in schemas:
         for place, name in enumerate(names):

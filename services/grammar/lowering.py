@@ -1,4 +1,5 @@
-"""A constraint in llguidance's own words: JSON with a schema, or with a grammar in its dialect of Lark.
+"""A constraint is put into llguidance's own words here: JSON with a schema, or a grammar in its dialect of
+Lark.
 
     json_object   the schema {"type": "object"}
     json_schema   the schema
@@ -22,10 +23,11 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from services.grammar.json_schema import fitted_text
 from services.values.constraint import Constraint, ConstraintKind
 
-# What a schema asks that is not supported is an error, whatever the schema's own x-guidance says.
+# A schema that asks what is not supported is refused, whatever its own x-guidance says.
 _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False}
-# Of all multipleOf together, trailing zeros left out: digits are read with a state for each remainder. One of
-# 9,973 takes 0.1 s and 6 MB, one of 999,983 8 s and 350 MB, which no limit of the library's sees.
+# The limit is for all multipleOf together, trailing zeros left out: digits are read with a state for each
+# remainder. One of 9,973 takes 0.1 s and 6 MB, one of 999,983 8 s and 350 MB, which no limit of the library's
+# sees.
 _MOST_REMAINDERS = 10_000
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]{0,30})')
 _ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
@@ -33,7 +35,10 @@ _IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*[:\[])", re.MULTILINE)
 
 
 def lower(constraint: Constraint) -> str:
-    """Raises InvalidRequest where that cannot be read; what it means is looked at by whoever compiles it."""
+    """Return the constraint in these words; whoever compiles it looks at what it means.
+
+    Raises InvalidRequest where it cannot be read.
+    """
     _check_remainders(constraint)
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
@@ -50,7 +55,6 @@ def lower(constraint: Constraint) -> str:
 
 
 def _check_remainders(constraint: Constraint) -> None:
-    """Wherever in its text a schema may be. Raises InvalidRequest."""
     if constraint.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.GRAMMAR):
         return
     text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), constraint.text)
@@ -61,7 +65,10 @@ def _check_remainders(constraint: Constraint) -> None:
 
 
 def _significand(number: str) -> int:
-    """Without trailing zeros; 1 for what is none or not above 0, which the library refuses by name."""
+    """Return the number without trailing zeros.
+
+    What is no number above 0 gives 1: the library refuses it by name.
+    """
     try:
         digits = Decimal(number).normalize().as_tuple().digits
     except ArithmeticError:
@@ -73,17 +80,16 @@ def _of_schema(constraint: Constraint) -> str:
     text = fitted_text(constraint)
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
-    except ValueError as error:  # nested too deeply, half of a surrogate pair
+    except ValueError as error:  # the text is nested too deeply, or has half of a surrogate pair
         raise constraint.refused(f"cannot be read: {error}") from error
 
 
 def lark_of(constraint: Constraint) -> str:
-    """A grammar's text as Lark. Raises InvalidRequest."""
     text = fitted_text(constraint)
     if _IS_LARK.search(text) or "::=" not in text:
         return text
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # it raises bare ones
+    except Exception as error:  # the library raises bare exceptions
         problem = " ".join(str(error).split())
         raise constraint.refused(f"cannot be read as GBNF: {problem}") from error

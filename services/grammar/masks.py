@@ -1,4 +1,4 @@
-"""Which tokens may come next, as bits: one row for each token that a step chooses.
+"""Masks say as bits which tokens may come next: there is one row for each token that a step chooses.
 
     matcher, no drafts        row 0: after the sequence
     matcher, drafts d1 d2     row 0: after the sequence   row 1: after d1   row 2: after d1 d2
@@ -24,7 +24,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class MaskRequest:
-    """Of one sequence; `drafts` follow one another in its constraint."""
+    """A step requests these masks for one sequence; `drafts` follow one another in its constraint."""
 
     matcher: Matcher
     drafts: Sequence[int] = ()
@@ -36,7 +36,7 @@ class MaskRequest:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Bit i % 32 of words[row, i // 32]: whether id i may come."""
+    """Bit i % 32 of words[row, i // 32] says whether id i may come."""
 
     words: NDArray[np.int32]  # [rows, vocab_size // 32 + 1]
     vocab_size: int
@@ -48,21 +48,21 @@ class Masks:
         return bool(self.words[row, token_id // _WORD_BITS] >> (token_id % _WORD_BITS) & 1)
 
     def expanded(self) -> NDArray[np.bool]:
-        """[rows, vocab_size]"""
         octets = self.words.view(np.uint8)
         return np.unpackbits(octets, axis=1, count=self.vocab_size, bitorder="little").view(np.bool)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskCounts:
-    """Since the start."""
-
     rows: int = 0
     seconds: float = 0.0
 
 
 class MaskMaker:
-    """For the logits of one model. One thread at a time calls; it has others that help."""
+    """A maker makes masks for the logits of one model.
+
+    One thread at a time calls; the maker has others that help.
+    """
 
     def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._vocab_size = vocab_size
@@ -76,12 +76,12 @@ class MaskMaker:
 
     @property
     def _executor(self) -> LLExecutor:
-        if self._threads is None:  # most models are never asked
+        if self._threads is None:  # most models are never asked for masks
             self._threads = LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         return self._threads
 
     def make(self, asked: Sequence[MaskRequest]) -> Masks:
-        """The rows of each in turn. Their matchers stay where they are."""
+        """Return the rows of each request in turn; their matchers stay where they are."""
         began = self._clock()
         num_rows = sum(each.num_rows for each in asked)
         masks = Masks(np.zeros((num_rows, self._vocab_size // _WORD_BITS + 1), np.int32), self._vocab_size)
@@ -113,7 +113,8 @@ class MaskMaker:
         self._executor.unsafe_compute_mask_ptr_with_draft_token([(copy, 0, drafts)], *_memory(words))
         if not copy.is_error():
             return
-        # One of the rows is a dead end, from which no matcher comes back: it gets no bits, the others theirs.
+        # One of the rows is a dead end, from which no matcher comes back: it gets no bits, the others get
+        # theirs.
         for row in range(len(words)):
             words[row] = 0
             copy = asked.matcher.inner.deep_copy()
@@ -124,5 +125,4 @@ class MaskMaker:
 
 
 def _memory(words: NDArray[np.int32]) -> tuple[int, int, int]:
-    """Address, bytes of a row, rows."""
     return words.ctypes.data, words.shape[1] * words.itemsize, len(words)

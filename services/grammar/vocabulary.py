@@ -1,9 +1,9 @@
-"""The bytes that each id of a model stands for, as its tokenizer.json says.
+r"""A vocabulary has the bytes that each id of a model stands for, as its tokenizer.json says.
 
-Of the families that say it in one of these ways:
+Families say it in one of these ways:
 
     byte-level BPE      "Ġa"         " a"       GPT-2's alphabet: a character for each byte
-    byte fallback       "▁a" "<0x0A>"  " a" "\\n"  sentencepiece's: a space is U+2581
+    byte fallback       "▁a" "<0x0A>"  " a" "\n"  sentencepiece's: a space is U+2581
     neither             "a"          "a"        a token is its text
 
 Special tokens have no bytes: no text holds them.
@@ -24,14 +24,17 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`pieces[id]` are its bytes, of a special token its name in UTF-8; empty where there is no such id."""
+    """`pieces[id]` are the id's bytes.
+
+    A special token's piece is its name in UTF-8. The piece is empty where there is no such id.
+    """
 
     pieces: tuple[bytes, ...]
     special: frozenset[int]
 
 
 def read_vocabulary(directory: Path, vocab_size: int) -> Vocabulary:
-    """Of `vocab_size` ids, be there more tokens or fewer.
+    """Read the vocabulary of `vocab_size` ids, be there more tokens or fewer.
 
     Raises:
         ConfigError: there is no tokenizer.json that says what tokens stand for.
@@ -62,7 +65,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(directory: Path, tokenizer: Mapping[str, Any], tokens: Mapping[int, str]) -> set[int]:
-    """What tokenizer.json or, as transformers reads it, tokenizer_config.json declares to be special."""
+    """Return the ids that tokenizer.json declares to be special, or tokenizer_config.json, as transformers
+    reads it.
+    """
     special = {int(entry["id"]) for entry in tokenizer.get("added_tokens") or () if entry.get("special")}
     path = directory / "tokenizer_config.json"
     config = _read(path) if path.is_file() else {}

@@ -1,1 +1,1 @@
-"""What a checkpoint's config.json says: its context, its weights, its KV. Pure."""
+"""This room reads what a checkpoint's config.json says of its context, its weights and its KV. It is pure."""

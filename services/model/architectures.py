@@ -1,9 +1,9 @@
-"""Which model a config.json says it is of, and whether it agrees with itself. Pure."""
+"""A config.json says which model it is of, and may disagree with itself. This module is pure."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# transformers and SGLang read a config by its model_type; transformers makes the model by that too, SGLang
+# transformers and SGLang read a config by its model_type; transformers makes the model by that, too, SGLang
 # by its architectures. These are told apart without either; transformers' own table is longer.
 MODEL_TYPES: Mapping[str, Collection[str]] = {
     "LlamaForCausalLM": ("llama",),
@@ -26,7 +26,8 @@ MODEL_TYPES: Mapping[str, Collection[str]] = {
 def disagreement(
     config: Mapping[str, Any], model_types: Mapping[str, Collection[str]] = MODEL_TYPES
 ) -> str | None:
-    """What of config.json contradicts itself, for a sentence; None: nothing that we know of.
+    """Say in words for a sentence what of config.json contradicts itself, or None where nothing does that we
+    know of.
 
     `model_types` are those of each architecture. Of several architectures one that agrees is enough.
     """

@@ -1,4 +1,4 @@
-"""The bytes that a token of a vocabulary stands for. Pure.
+"""A token of a vocabulary stands for bytes. This module is pure.
 
 Two families have tokens that are parts of a character: byte-level BPE writes each byte as one character of an
 alphabet of its own (GPT-2's), and byte fallback has a token <0xNN> for each byte.
@@ -19,7 +19,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
-_ELSE = "\uffff"  # no byte
+_ELSE = "\uffff"  # this is no byte
 # Characters below U+0100 that are not in the alphabet must not pass as bytes: Latin-1 has no _ELSE.
 _TO_BYTES = str.maketrans(
     dict.fromkeys(map(chr, range(0x100)), _ELSE)
@@ -28,7 +28,7 @@ _TO_BYTES = str.maketrans(
 
 
 def bytes_of_piece(piece: str) -> bytes | None:
-    """`piece` is the token as the vocabulary has it. None: neither family writes bytes so."""
+    """Return the bytes of a token as the vocabulary has it, or None where neither family writes bytes so."""
     if fallback := _FALLBACK.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
     if all(character in _ALPHABET for character in piece):
@@ -37,14 +37,17 @@ def bytes_of_piece(piece: str) -> bytes | None:
 
 
 def bytes_of_sentencepiece(token: str) -> bytes:
-    """In a vocabulary with byte fallback a space is U+2581, and the rest is text."""
+    """Return the token's bytes: with byte fallback a space is U+2581, and the rest is text."""
     if fallback := _FALLBACK.fullmatch(token):
         return bytes([int(fallback[1], 16)])
     return token.replace(SPACE, " ").encode()
 
 
 def bytes_of_byte_level(token: str) -> bytes:
-    """Of a byte-level vocabulary. A token that is not written in the alphabet is its own text."""
+    """Return the bytes of a byte-level vocabulary's token.
+
+    A token that is not written in the alphabet is its own text.
+    """
     try:
         return token.translate(_TO_BYTES).encode("latin-1")
     except UnicodeEncodeError:

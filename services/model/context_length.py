@@ -1,11 +1,12 @@
-"""How long prompt and answer together may be, by a checkpoint's config.json. Pure."""
+"""A checkpoint's config.json says how long prompt and answer together may be. This module is pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """max_position_embeddings, but where rotary angles are stretched and it is the length before that:
+    """Return the context in tokens: max_position_embeddings, but where rotary angles are stretched and it is
+    the length before.
 
     yarn     factor x original_max_position_embeddings, as the angles are made for. Qwen3 states 40,960, room
              for an answer included, beside an original length of 32,768.

@@ -1,7 +1,7 @@
-"""What a GGUF file holds: its metadata, its tensors, and their values as float32.
+"""A GGUF file is read here: its metadata, its tensors, and their values as float32.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; the blocks of quantized values
-are those of ggml-common.h. `_TYPES` has the types that are read.
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; the blocks of quantized values are
+those of ggml-common.h. `_TYPES` has the types that are read.
 """
 
 import struct
@@ -20,11 +20,11 @@ Floats = NDArray[np.float32]
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_MOST_NESTED = 4  # arrays of arrays
-_ALIGNMENT = 32  # bytes, where the file names none
+_MOST_NESTED = 4  # arrays may be nested so deep
+_ALIGNMENT = 32  # bytes, where the file names no alignment
 _BLOCK = 32  # values that share a scale
 
-# Those that only a message names.
+# Only a message names these types.
 _UNREAD_TYPES = {
     6: "Q5_0",
     7: "Q5_1",
@@ -44,8 +44,6 @@ _UNREAD_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """It says where a tensor lies. `shape` is in numpy's and torch's order, GGUF's turned round."""
-
     name: str
     shape: tuple[int, ...]
     type_id: int
@@ -76,7 +74,8 @@ class _Type:
 
 
 def read_gguf(data: Any) -> Gguf:
-    """`data`: the whole file as bytes, or a map of it; of the tensors' values nothing is read.
+    """Read metadata and tensors' places of a whole file's bytes, or of a map of it; no tensor's values are
+    read.
 
     Raises:
         ConfigError: it is no GGUF file, of another version, cut short, or has a tensor of a type not read.
@@ -91,7 +90,7 @@ def read_gguf(data: Any) -> Gguf:
 
 
 def floats_of(data: Any, tensor: Tensor) -> Floats:
-    """Its values, in its shape; a copy."""
+    """Return a copy of the tensor's values, in its shape."""
     kind = _TYPES[tensor.type_id]
     items = np.frombuffer(data, kind.dtype, tensor.num_values // kind.values, tensor.start)
     return kind.floats(items).reshape(tensor.shape)

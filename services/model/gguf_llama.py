@@ -1,4 +1,5 @@
-"""A GGUF file of the llama family as a Hugging Face checkpoint: names, weights, tokenizer and configuration.
+"""A GGUF file of the llama family becomes a Hugging Face checkpoint: names, weights, tokenizer and
+configuration.
 
 Three things are otherwise in such a file:
 - rows of Q and K. The rotation pairs value i of a head with i + half in transformers; llama.cpp pairs 2i with
@@ -36,36 +37,35 @@ _OF_THE_MODEL = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # these are of tokenizer.ggml.token_type
 _KINDS: Mapping[type, str] = {str: "texts", int: "whole numbers"}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of the checkpoint. `num_heads`: of which its rows are put back; 0: none are."""
+    """A weight is one tensor of the checkpoint; the rows of `num_heads` heads are put back, of 0 none."""
 
     name: str
     tensor: Tensor
     num_heads: int
 
     def floats(self, data: Any) -> Floats:
-        """`data`: the file's."""
         values = floats_of(data, self.tensor)
         return values if not self.num_heads else _rows_put_back(values, self.num_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaGguf:
-    """These are the contents of its checkpoint's files; `configs` are by their names."""
-
     weights: tuple[Weight, ...]
     tokenizer: str
     configs: Mapping[str, Mapping[str, Any]]
 
 
 def llama_of(gguf: Gguf, sampling: Mapping[str, float] | None = None) -> LlamaGguf:
-    """`sampling`: what its publisher would sample by, for generation_config.json; GGUF has no place for it.
+    """Make a checkpoint of the file.
+
+    `sampling` is what its publisher would sample by, for generation_config.json; GGUF has no place for it.
 
     Raises:
         ConfigError: it is of another family, or has something that would be left out.
@@ -155,7 +155,7 @@ def _head_dim(metadata: Mapping[str, Any]) -> int:
 
 
 def _short(number: float) -> float:
-    """As it was before it was kept in float32."""
+    """Return the number as it was before it was kept in float32."""
     return float(f"{number:.6g}")
 
 
@@ -225,7 +225,6 @@ def _bpe(vocabulary: dict[str, int], merges: list[Any]) -> models.BPE:
 
 
 def _splitting(name: str | None) -> pre_tokenizers.PreTokenizer:
-    """The name as llama.cpp's src/llama-vocab.cpp knows it."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name == "gpt-2":
         return byte_level

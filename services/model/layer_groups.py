@@ -1,4 +1,5 @@
-"""A checkpoint's layers by what they remember, and how many bytes that is, by its config.json. Pure.
+"""A checkpoint's layers are grouped by what they remember, and how many bytes that is, by its config.json.
+Pure.
 
     full attention   page_size tokens a page, of every token
     window, chunk    pages of a pool of their own, of the last tokens
@@ -17,7 +18,7 @@ from services.model.sizing import ITEM_BYTES, text_part
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup
 
-# Left out of published checkpoints: transformers' class has them.
+# Published checkpoints leave these out: transformers' class has them.
 _UNSAID = {
     "gemma3_text": {
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -29,7 +30,7 @@ _UNSAID = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Layers of one kind, one window and one width, which share a pool."""
+    """Layers of one kind, one window and one width share a group, and a pool."""
 
     kind: GroupKind
     num_kv_heads: int  # 1 with a latent: every GPU of a rank keeps the whole latent
@@ -40,19 +41,21 @@ class AttentionGroup:
 
     @property
     def heads(self) -> str:
-        """For people."""
         if self.v_head_dim == 0:
             return f"a latent of {self.head_dim}"
         values = "" if self.v_head_dim == self.head_dim else f" and {self.v_head_dim}"
         return f"{self.num_kv_heads} KV heads of {self.head_dim}{values}"
 
     def token_bytes(self, dtype: str, tp_size: int = 1) -> int:
-        """On each of the `tp_size` GPUs of a rank, which share the KV heads; no less than one head each."""
+        """Return a token's bytes on each of the `tp_size` GPUs of a rank.
+
+        The GPUs share the KV heads, and each has one at least.
+        """
         heads = -(-self.num_kv_heads // tp_size)
         return len(self.layer_ids) * heads * (self.head_dim + self.v_head_dim) * ITEM_BYTES[dtype]
 
     def in_layout(self, dtype: str, page_size: int) -> KvGroup:
-        """As ranks agree on it, whatever the parallelism."""
+        """Return the group as ranks agree on it, whatever the parallelism."""
         width = None if self.v_head_dim == self.head_dim else self.v_head_dim
         size = self.token_bytes(dtype) * page_size
         return KvGroup(
@@ -62,13 +65,11 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentGroup:
-    """Layers that keep one state a sequence."""
-
     layer: LayerState
     layer_ids: tuple[int, ...]
 
     def state_bytes(self, dtype: str, tp_size: int = 1) -> int:
-        """Of all layers, on each GPU: heads and channels are shared out."""
+        """Return the bytes of all layers' states on each GPU: heads and channels are shared out."""
         return len(self.layer_ids) * self.layer.size_bytes(ITEM_BYTES[dtype]) // tp_size
 
 
@@ -81,22 +82,24 @@ class LayerGroups:
 
     @property
     def carries(self) -> bool:
-        """Whether anything beside full attention's pages crosses from rank to rank."""
+        """Tell whether anything beside full attention's pages crosses from rank to rank."""
         return bool(self.windows or self.recurrent)
 
     def whole_token_bytes(self, dtype: str, tp_size: int = 1) -> int:
-        """Of a token where windows are kept whole, as SGLang does by default."""
+        """Return a token's bytes where windows are kept whole, as SGLang does by default."""
         return sum(group.token_bytes(dtype, tp_size) for group in (self.full, *self.windows))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that is about text, with what its class knows and it leaves out. Raises ConfigError."""
+    """Return the part that is about text, with what its class knows and it leaves out. Raises ConfigError."""
     text = text_part(config)
     return {**_UNSAID.get(str(text.get("model_type")), {}), **text}
 
 
 def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
-    """Of a checkpoint's config.json. Raises ConfigError when it says too little, or what is not known."""
+    """Group the layers of a checkpoint's config.json. Raises ConfigError when it says too little, or what is
+    not known.
+    """
     try:
         return _groups(text_config(config))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -105,7 +108,10 @@ def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
 
 
 def draft_groups(draft: Mapping[str, Any], target: Mapping[str, Any]) -> LayerGroups:
-    """Its layers; all keep every token. Raises ConfigError where it cannot draft, or says too little."""
+    """Group the layers of a draft model, all of which keep every token.
+
+    Raises ConfigError where it cannot draft for the target, or says too little.
+    """
     groups, own, wanted = layer_groups(draft), _vocab_size(draft), _vocab_size(target)
     if own != wanted:
         raise ConfigError(f"the draft model's vocabulary has {own} ids, the model's {wanted}")
@@ -133,7 +139,7 @@ def _groups(config: Mapping[str, Any]) -> LayerGroups:
 
 
 def _attention_layers(kinds: Sequence[LayerKinds], config: Mapping[str, Any]) -> list[int]:
-    """Those that keep KV of their own: the last ones of some models read an earlier layer's."""
+    """Return the layers that keep KV of their own: the last ones of some models read an earlier layer's."""
     own = len(kinds) - int(config.get("num_kv_shared_layers") or 0)
     return [layer for layer in range(own) if any(kind is not GroupKind.RECURRENT for kind in kinds[layer])]
 
@@ -146,7 +152,6 @@ def _only(groups: Sequence[AttentionGroup]) -> AttentionGroup:
 
 
 def _gathered(layers: Sequence[int], shape: Callable[[int], AttentionGroup]) -> list[AttentionGroup]:
-    """One group of each shape, in the order of their first layers."""
     found: dict[AttentionGroup, list[int]] = {}
     for layer in layers:
         found.setdefault(shape(layer), []).append(layer)
@@ -154,7 +159,6 @@ def _gathered(layers: Sequence[int], shape: Callable[[int], AttentionGroup]) -> 
 
 
 def _shape(config: Mapping[str, Any], kinds: LayerKinds, layer: int) -> AttentionGroup:
-    """Of one layer."""
     kind = next(kind for kind in kinds if kind is not GroupKind.RECURRENT)
     window = _window(config, kind)
     if latent := config.get("kv_lora_rank"):
@@ -182,7 +186,7 @@ def _window(config: Mapping[str, Any], kind: GroupKind) -> int:
 
 
 def _own_of_layer(config: Mapping[str, Any], kind: GroupKind, layer: int) -> Mapping[str, Any]:
-    """Where layers differ: said layer by layer, or once for those that see all or for the others."""
+    """Return what config.json says of one layer, or once for those that see all or for the others."""
     if per_layer := config.get("per_layer_config"):
         own: Mapping[str, Any] = per_layer.get(str(layer)) or per_layer.get(layer) or {}
         return own

@@ -1,4 +1,4 @@
-"""What each layer of a checkpoint remembers of a sequence, by its config.json. Pure.
+"""A checkpoint's config.json says what each layer remembers of a sequence. This module is pure.
 
 Names are transformers' 5.24 and those that published checkpoints had before; where a config.json leaves a
 pattern to its model's class, that class's pattern is here.
@@ -31,16 +31,18 @@ _LETTERS: dict[str, LayerKinds] = {
     **{"M": _RECURRENT, "*": _FULL, "E": (), "-": ()},  # Nemotron-H's hybrid_override_pattern
     **{"L": _SLIDING, "G": _FULL},  # EXAONE's sliding_window_pattern
 }
-# Models that leave their pattern to their class: each n-th layer sees all.
+# These models leave their pattern to their class: each n-th layer sees all.
 _INTERVALS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3_text": 6}
 _INTERVALS |= {"gemma4_text": 6}
 _LINEAR_KEYS = ("linear_num_value_heads", "full_attention_interval")
-_LINEAR_INTERVAL = 4  # Qwen3-Next's and Qwen3.5's
+_LINEAR_INTERVAL = 4  # this is Qwen3-Next's and Qwen3.5's
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[LayerKinds]:
-    """Of the text part of a config.json, by layer. Raises KeyError, TypeError, ValueError where it says too
-    little, or what is not known here."""
+    """Return the kinds of each layer, by the text part of a config.json.
+
+    Raises KeyError, TypeError, ValueError where it says too little, or what is not known here.
+    """
     for name in _LISTS:
         if config.get(name):
             return [_of_word(name, word) for word in config[name]]
@@ -59,7 +61,9 @@ def _of_word(name: str, word: Any) -> LayerKinds:
 
 
 def _recurrent_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerKinds] | None:
-    """Where config.json tells of recurrent layers and lists them in no list of kinds."""
+    """Return the layers' kinds where config.json tells of recurrent layers and lists them in no list of
+    kinds.
+    """
     if config.get("model_type") == "falcon_h1":
         return [_BOTH] * num_layers
     if any(config.get(name) for name in _LINEAR_KEYS):
@@ -70,7 +74,7 @@ def _recurrent_pattern(config: Mapping[str, Any], num_layers: int) -> list[Layer
 
 
 def _full_layers(config: Mapping[str, Any], num_layers: int) -> Sequence[int] | None:
-    """Bamba's, LFM2's, Kimi's (which counts from 1) and Jamba's way to say which layers have attention."""
+    """Return the layers with attention, as Bamba, LFM2, Kimi (which counts from 1) and Jamba say them."""
     for name in ("attn_layer_indices", "full_attn_idxs"):
         if config.get(name) is not None:
             return [int(layer) for layer in config[name]]
@@ -96,8 +100,8 @@ def _windowed_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerK
 
 
 def _chunked_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerKinds]:
-    """Llama 4: layers without rotation see all, the others a chunk."""
-    if rotated := config.get("no_rope_layers"):  # so it is called: 1 means with
+    """Llama 4's layers without rotation see all, the others a chunk."""
+    if rotated := config.get("no_rope_layers"):  # in spite of its name, 1 means with rotation
         return [_CHUNKED if has_rope else _FULL for has_rope in rotated]
     return _each(int(config.get("no_rope_layer_interval") or 4), num_layers, _CHUNKED)
 

@@ -1,4 +1,4 @@
-"""How large the state of a recurrent layer is, by a checkpoint's config.json. Pure.
+"""A checkpoint's config.json says how large the state of a recurrent layer is. This module is pure.
 
     mixer              convolution                                  recurrent
     gated delta net    (2 key heads x d_k + value heads x d_v) x K  value heads x d_k x d_v
@@ -6,7 +6,7 @@
     Mamba-2            (heads x d + 2 groups x d_state) x K         heads x d x d_state
     short convolution  hidden x K                                   none
 
-K columns of the convolution, as transformers keeps them (SGLang keeps K - 1). It has the model's type, the
+The convolution has K columns, as transformers keeps them (SGLang keeps K - 1). It has the model's type, the
 recurrent part float32 whatever the model's is.
 """
 
@@ -19,8 +19,6 @@ STATE_ITEM_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One sequence's state in one recurrent layer, in values."""
-
     convolution: int
     recurrent: int
     parameters: int = 0  # of the mixer: projections in and out, and the convolution
@@ -30,7 +28,10 @@ class LayerState:
 
 
 def layer_state(config: Mapping[str, Any]) -> LayerState:
-    """Of the text part of a config.json. Raises KeyError, TypeError, ValueError where it says too little."""
+    """Return the state's size by the text part of a config.json.
+
+    Raises KeyError, TypeError, ValueError where it says too little.
+    """
     if config.get("linear_num_value_heads"):
         return _delta_net(config)
     if config.get("linear_num_heads") or config.get("linear_attn_config"):
@@ -50,7 +51,7 @@ def _delta_net(config: Mapping[str, Any]) -> LayerState:
     channels = 2 * int(config["linear_num_key_heads"]) * key_dim + value_heads * value_dim
     columns = int(config.get("linear_conv_kernel_dim") or 4)
     values = value_heads * value_dim
-    # In: queries, keys and values; a gate; two numbers a head. Out: values.
+    # Queries, keys and values go in, with a gate and two numbers a head; values come out.
     projections = int(config["hidden_size"]) * (channels + 2 * values + 2 * value_heads)
     return LayerState(channels * columns, values * key_dim, projections + channels * columns)
 
@@ -71,13 +72,16 @@ def _mamba2(config: Mapping[str, Any], heads: int) -> LayerState:
     groups = int(_first(config, "n_groups", "mamba_n_groups", "mamba_ngroups") or 1)
     columns = int(_first(config, "conv_kernel", "mamba_d_conv") or 4)
     channels = width + 2 * groups * state
-    # In: what is convolved, a gate, a step a head. Out: as wide as the gate.
+    # What is convolved goes in, with a gate and a step a head; what comes out is as wide as the gate.
     projections = int(config["hidden_size"]) * (channels + 2 * width + heads)
     return LayerState(channels * columns, width * state, projections + channels * columns)
 
 
 def recurrent_parameters(config: Mapping[str, Any]) -> int:
-    """Of one layer's mixer, as layer_state; raises ValueError where its projections are not known here."""
+    """Return the parameters of one layer's mixer, as layer_state.
+
+    Raises ValueError where its projections are not known here.
+    """
     if not (parameters := layer_state(config).parameters):
         raise ValueError("the projections of its recurrent layers are not known here")
     return parameters

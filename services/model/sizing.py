@@ -1,4 +1,4 @@
-"""What a value of KV takes, and how many conversations a pool holds. Pure."""
+"""A value of KV takes so many bytes, and a pool holds so many conversations. This module is pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that is about text: all of it, where it names none. Raises ConfigError."""
+    """Return the part of a config.json that is about text: all of it, where it names none. Raises
+    ConfigError.
+    """
     text = config.get("text_config")
     if text is not None and not isinstance(text, Mapping):
         raise ConfigError(f"config.json's text_config is no object: {text!r}")
@@ -18,7 +20,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kv_dtype(config: Mapping[str, Any]) -> str:
-    """The type of the weights, which KV has too unless told otherwise. Raises ConfigError."""
+    """Return the type of the weights, which KV has, too, unless told otherwise. Raises ConfigError."""
     parts = (config, text_part(config))
     name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if not isinstance(name, str) or name not in ITEM_BYTES:
@@ -28,7 +30,9 @@ def kv_dtype(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV of one rank: a conversation of `context_tokens` takes whole pages of `page_size` tokens."""
+    """The pool has the KV of one rank: a conversation of `context_tokens` takes whole pages of `page_size`
+    tokens.
+    """
 
     token_bytes: int
     page_size: int
@@ -46,7 +50,7 @@ class Pool:
         return int(size_bytes // self.page_bytes)
 
     def pages_for(self, conversations: int, ranks: int) -> int:
-        """On each rank when the conversations are spread as evenly as they can be."""
+        """Return the pages that each rank needs when the conversations are spread evenly."""
         return -(-conversations // ranks) * self.conversation_pages
 
     def conversations_in(self, pages: int) -> int:

@@ -1,4 +1,4 @@
-"""How much memory a model's weights take, from its config.json alone. Pure."""
+"""A model's config.json alone tells how much memory its weights take. This module is pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,29 +11,31 @@ from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
-# What of a mixture of experts is called in Mixtral's, Qwen's and DeepSeek's config.json.
-_GATED = ("qwen3_5", "qwen3_next")  # queries bring a gate of their own along
-_LISTS = ("layers_block_type", "hybrid_override_pattern", "mlp_layer_types")  # that tell which are dense
+# These are the names in the config.json of Mixtral, Qwen and DeepSeek for what a mixture of experts has.
+_GATED = ("qwen3_5", "qwen3_next")  # the queries of these bring a gate of their own along
+# These lists tell which layers are dense.
+_LISTS = ("layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsMemory:
-    """Parameters by how they are shared out, and bytes of each."""
-
     attention: int  # with embeddings and head: with DP attention each rank has all of them
     feed_forward: int  # of all tensor-parallel processes together
     attention_item_bytes: float
     feed_forward_item_bytes: float
 
     def bytes_per_gpu(self, tp_size: int = 1, dp_size: int = 1) -> float:
-        """`tp_size` GPUs share a rank's attention; with DP attention `dp_size` such ranks share the rest."""
+        """Return the bytes that each GPU holds.
+
+        `tp_size` GPUs share a rank's attention; with DP attention `dp_size` such ranks share the rest.
+        """
         attention = self.attention * self.attention_item_bytes / tp_size
         return attention + self.feed_forward * self.feed_forward_item_bytes / (tp_size * dp_size)
 
 
 def weights(config: Mapping[str, Any]) -> WeightsMemory:
-    """Of a decoder whose layers layer_kinds and recurrent_state know. Raises ConfigError.
+    """Count the weights of a decoder whose layers layer_kinds and recurrent_state know. Raises ConfigError.
 
     Layers that only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
     """
@@ -59,7 +61,6 @@ def weights(config: Mapping[str, Any]) -> WeightsMemory:
 
 
 def _mixers(text: Mapping[str, Any], hidden: int, kinds: LayerKinds) -> int:
-    """Of one layer: attention, a recurrent mixer, both, or none."""
     recurrent = GroupKind.RECURRENT in kinds
     attends = len(kinds) > recurrent
     own = _attention(text, hidden) if attends else 0
@@ -77,7 +78,6 @@ def _attention(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """MLA: queries, and keys and values, each through a latent."""
     latent, rope = int(text["kv_lora_rank"]), int(text["qk_rope_head_dim"])
     nope, value = int(text["qk_nope_head_dim"]), int(text["v_head_dim"])
     query_dim = heads * (nope + rope)
@@ -87,14 +87,18 @@ def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _with_feed_forward(text: Mapping[str, Any], kinds: Sequence[LayerKinds]) -> list[int]:
-    """Where layers are mixers or feed-forwards by turns (Nemotron-H), those that are no mixers."""
+    """Return the layers that have a feed-forward.
+
+    Where layers are mixers or feed-forwards by turns (Nemotron-H), those are the ones that are no mixers.
+    """
     apart = [layer for layer, own in enumerate(kinds) if not own]
     return apart or list(range(len(kinds)))
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, layer: int) -> int:
-    """Of a layer's experts, and its router; or of the one that a dense layer has."""
-    matrices = 2 if text.get("mlp_hidden_act") == "relu2" else 3  # up and down; and a gate
+    """Count a layer's experts and its router, or the one feed-forward that a dense layer has."""
+    # There are a matrix up, one down, and mostly one for a gate.
+    matrices = 2 if text.get("mlp_hidden_act") == "relu2" else 3
     num_experts = _num_experts(text, layer)
     if not num_experts:
         return matrices * hidden * int(text.get("intermediate_size_mlp") or text["intermediate_size"])
@@ -104,7 +108,7 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layer: int) -> int:
 
 
 def _num_experts(text: Mapping[str, Any], layer: int) -> int:
-    """0: a dense layer."""
+    """Return the experts of a layer; a dense layer has 0."""
     num_experts = next((int(text[name]) for name in _NUM_EXPERTS if text.get(name)), 0)
     words = (
         text.get("layers_block_type") or text.get("hybrid_override_pattern") or text.get("mlp_layer_types")
@@ -118,7 +122,6 @@ def _num_experts(text: Mapping[str, Any], layer: int) -> int:
 
 
 def _shared_width(text: Mapping[str, Any], width: int) -> int:
-    """Of the experts that see every token."""
     if own := text.get("moe_shared_expert_intermediate_size") or text.get("shared_expert_intermediate_size"):
         return int(own) * int(text.get("n_shared_experts") or 1)
     if str(text.get("model_type")).startswith("llama4"):
@@ -127,7 +130,9 @@ def _shared_width(text: Mapping[str, Any], width: int) -> int:
 
 
 def _quantized_bytes(quantization: Any, item_bytes: float) -> float:
-    """Of a linear layer's parameter, without its share of the scales (of 128 x 128: 1 in 4,000)."""
+    """Return the bytes of a linear layer's parameter, without its share of the scales (of 128 x 128: 1 in
+    4,000).
+    """
     if not quantization:
         return item_bytes
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
