@@ -11,10 +11,8 @@ from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
-# These are the names in the config.json of Mixtral, Qwen and DeepSeek for what a mixture of experts has.
 _GATED = ("qwen3_5", "qwen3_next")  # the queries of these bring a gate of their own along
-# These lists tell which layers are dense.
-_LISTS = ("layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
+# So the number of experts is called in the config.json of Mixtral, Qwen and DeepSeek.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
