@@ -1,7 +1,7 @@
-"""The boundary between services and engines.
+"""This is the boundary between services and engines.
 
-An engine owns its KV, its batches and its KV transport; a service owns the RPC, the deadline and the
-choice of peer. Seen from a service, a decode request is one iterator:
+An engine owns its KV, its batches and its KV transport; a service owns the RPC, the deadline and the choice
+of peer. Seen from a service, a decode request is one iterator:
 
     async with aclosing(engine.generate(request, remote_prefill)) as outputs:
         async for output in outputs: ...
@@ -22,18 +22,22 @@ from services.wire.isthmus.v1.handshake_pb2_grpc import HandshakeServicer
 
 
 class RemotePrefill(Protocol):
-    """The prefill leg, handed in by the service; the engine decides when to call it.
+    """The service hands in the prefill leg; the engine decides when to call it.
 
-    It takes a Rendezvous, never a ticket: some engines know decode_prefix_len only inside their
-    scheduler, after both legs are in flight.
+    It takes a Rendezvous, never a ticket: some engines know decode_prefix_len only inside their scheduler,
+    after both legs are in flight.
     """
 
     @property
     def peer(self) -> RankAddress:
-        """The prefill rank that the router chose."""
+        """Return the address of the prefill rank that the router chose."""
 
     async def __call__(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
-        """Run the prefill leg.
+        """Run the prefill leg of `request`, and return what it reports.
+
+        Args:
+            request: what the decode rank was asked for.
+            rendezvous: the transfer, and the two ranks that meet in it.
 
         Raises:
             PeerFailed: the rank is gone, restarted or refused; another one may do.
@@ -42,55 +46,68 @@ class RemotePrefill(Protocol):
 
 
 class Engine(Protocol):
-    """What both roles have in common."""
+    """Engines of both roles have this in common."""
 
     @property
     def layout(self) -> KvLayout:
-        """Of the KV pool. Two ranks exchange KV where kv/ticket.py finds no difference; TP degrees may."""
+        """Return the KV pool's layout: known once the engine has started.
+
+        Two ranks exchange KV where kv/ticket.py finds no difference between theirs; TP degrees may differ.
+        """
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and output together never exceed it; on prefill, the prompt. The model's context, or what
-        the pool holds where that is less."""
+        """Return how many tokens prompt and output together never exceed; on prefill, the prompt.
+
+        It is the model's context, or what the pool holds where that is less.
+        """
 
     @property
     def model_context_tokens(self) -> int:
-        """The model's context, whatever the pool."""
+        """Return the model's context in tokens, whatever the pool holds."""
 
     async def start(self) -> None:
-        """Load the model and start the engine's thread. Raises ConfigError with the reason, or Unavailable
-        where another start may do."""
+        """Load the model and start the engine's thread.
+
+        Raises:
+            ConfigError: it can never start so, with the reason.
+            Unavailable: another start may do.
+        """
 
     async def stop(self) -> None:
-        """End every request with Unavailable and stop the thread; returns when it has. May be repeated."""
+        """End every request with Unavailable and stop the thread; return when it has. It may be repeated."""
 
     async def crashed(self) -> bool:
-        """Returns when the engine can never work again; the process should end and be restarted.
+        """Return when the engine can never work again; the process should end and be restarted.
 
-        True: within seconds, for a thread of it hangs, and may write to other ranks when it goes on.
+        The answer is True where it should within seconds, for a thread of it hangs, and may write to other
+        ranks when it goes on.
         """
 
     def load(self) -> RankLoad:
-        """A snapshot; cheap, never blocks."""
+        """Return a snapshot of its load; this is cheap and never blocks."""
 
     def metrics(self) -> Iterable[Metric]:
-        """What libraries of the engine's count themselves, by names of theirs. Called by any thread, once it
-        has started; may block for seconds."""
+        """Return what libraries of the engine's count themselves, by names of theirs.
+
+        Any thread may call it, once the engine has started; it may block for seconds.
+        """
 
     @property
     def tells_resume_points(self) -> bool:
-        """Whether `cache_events` say which blocks are resumable, where the layout carries tails or states."""
+        """Return whether `cache_events` say which blocks are resumable, where the layout has windows or
+        states."""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a tenant that asks for little does not wait behind another's crowd."""
+        """Return whether a tenant that asks for little does not wait behind another's crowd."""
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
-        """What the radix tree gained and lost, from the first page on. One consumer."""
+        """Yield what the radix tree gained and lost, from the first page on, to one consumer."""
         yield CacheEvents()
 
     async def books(self) -> PageBooks:
-        """Walk every page and say where it is.
+        """Walk every page and return how many are where.
 
         Raises:
             AssertionError: a page is in two places, or in none, or a lock count is wrong.
@@ -100,11 +117,11 @@ class Engine(Protocol):
 class DecodeEngine(Engine, Protocol):
     @property
     def plans(self) -> frozenset[Plan]:
-        """What `generate` can be asked for; the router chooses no other."""
+        """Return the plans that `generate` can be asked for; the router chooses no other."""
 
     @property
     def moves_penalties(self) -> bool:
-        """Whether penalties count over `output_ids_so_far` too."""
+        """Return whether penalties count over `output_ids_so_far` too."""
 
     def generate(
         self,
@@ -114,10 +131,10 @@ class DecodeEngine(Engine, Protocol):
     ) -> AsyncGenerator[Output, None]:
         """Generate after `request.all_ids`; `remote_prefill` is given under plan remote.
 
-        A token of which there is nothing else to tell may be told by `tell` instead of being yielded, in its
-        place among the others: nobody who waits for the next output is woken for it.
-        The first output carries `admitted`; the last one `finished`: LENGTH also where the pool holds no
-        more, though the request would go on. Closing early aborts.
+        A token of which there is nothing else to report may be passed to `tell` instead of being yielded, in
+        its place among the others: nobody who waits for the next output is woken for it. The first output
+        carries `admitted`; the last one `finished`: LENGTH also where the pool holds no more, though the
+        request would go on. Closing early aborts.
 
         Raises:
             InvalidRequest: the ids can never fit or are out of the vocabulary.
@@ -130,10 +147,11 @@ class DecodeEngine(Engine, Protocol):
 
 class PrefillEngine(Engine, Protocol):
     def handshake(self) -> HandshakeServicer:
-        """What the service serves at its endpoint beside Prefill, once the engine has been started."""
+        """Return what the service serves at its endpoint beside Prefill, once the engine has been started."""
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
-        """Compute `request.all_ids`, write the delta where the room's ticket says, choose a token.
+        """Compute `request.all_ids`, write the delta where the transfer's ticket says, and return the chosen
+        token.
 
         Cancelling the call stops the writes.
 

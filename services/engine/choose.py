@@ -1,4 +1,4 @@
-"""Which engine: the one place that imports an engine's libraries, and only when it is chosen."""
+"""This is the one place that imports an engine's libraries, and only when it is chosen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
-    """One engine per rank of this process. Raises ConfigError."""
+    """Return one engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.DECODE, own_ids)
@@ -32,7 +32,7 @@ def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Seque
 
 
 def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[PrefillEngine]:
-    """One engine per rank of this process. Raises ConfigError."""
+    """Return one engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.PREFILL, own_ids)
@@ -42,7 +42,7 @@ def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequ
 
 
 def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
-    """The decode engine that the settings name, not started. Raises ConfigError."""
+    """Return the decode engine that the settings name, not started. Raises ConfigError."""
     return PagedDecodeEngine(
         _runner_factory(settings, Role.DECODE),
         lambda: open_transport(settings.transport, settings.nixl),
@@ -58,7 +58,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
 
 
 def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngine:
-    """The prefill engine that the settings name, not started. Raises ConfigError."""
+    """Return the prefill engine that the settings name, not started. Raises ConfigError."""
     return PagedPrefillEngine(
         _runner_factory(settings, Role.PREFILL),
         lambda: open_transport(settings.transport, replace(settings.nixl, writes=True)),
@@ -70,7 +70,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
 
 
 def check_checkpoint(engine: str, directory: Path) -> None:
-    """Raises ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
+    """Raise ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
     if engine == "sglang":
         from services.engine.sglang.service.launch.model_shape import ModelShape
 

@@ -1,10 +1,10 @@
-"""What ranks on a CPU take of its memory, by their flags and config.json alone, and how large a pool may be.
+"""Ranks on a CPU take of its memory by their flags and config.json; this says how large a pool may be.
 
     a rank    Python and its libraries, the weights, windows and states, pages of KV
-    pages     those asked for, if all fits; else 2,048, or as many as half of what is free then holds
+    pages     the requested ones, if all fits; else 2,048, or as many as half of what is free then holds
 
 A pool is not taken at once: the kernel gives memory as pages are written. But it fills up with what was
-computed, so all of it has to be there. Pure but for `read_config`.
+computed, so all of it has to be there. All is pure but `read_config`.
 """
 
 import json
@@ -21,12 +21,12 @@ from services.model.weights import weights
 from services.values.errors import ConfigError, Unavailable
 
 _GIB = 1 << 30
-# Python, torch, transformers, NIXL and what a step takes, beside weights and pools: 0.5 to 0.7 GiB were seen.
+# Python, torch, transformers, NIXL and a step took 0.5 to 0.7 GiB beside weights and pools.
 _PROCESS_BYTES = int(0.75 * _GIB)
-# Of what processes and weights leave free. The rest is for what a pool is filled beside: files in the page
-# cache, routers, etcd, and whoever else works on the machine.
+# This is a share of what processes and weights leave free. The rest is for what fills up beside a pool:
+# files in the page cache, routers, etcd, and whoever else works on the machine.
 _POOL_SHARE = 0.5
-_FEWEST_TOKENS = 1024  # of a pool that nobody asked for
+_FEWEST_TOKENS = 1024  # A pool that nobody asked for has no fewer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,25 @@ class RanksMemory:
 
     count: int
     weights_bytes: int
-    beside_bytes: int  # windows, states
+    beside_bytes: int  # Windows and states take these.
     page_bytes: int
-    page_size: int  # tokens
-    kv_pages: int | None  # None: nobody has said
+    page_size: int  # It counts tokens.
+    kv_pages: int | None  # It is None where nobody has said.
 
     @property
     def fixed_bytes(self) -> int:
         return self.count * (_PROCESS_BYTES + self.weights_bytes + self.beside_bytes)
 
     def pool_bytes(self, pages: int) -> int:
-        """Of all of them."""
+        """Return the bytes of all ranks' pools."""
         return self.count * pages * self.page_bytes
 
 
 def ranks_memory(settings: EngineSettings, config: Mapping[str, Any]) -> RanksMemory | None:
-    """Of a worker. None: its memory is a GPU's or SGLang's business, or nobody reckons its model's size."""
+    """Return what a worker's ranks take, or None where nobody reckons it.
+
+    That is where memory is a GPU's or SGLang's business, or the model's size is not known.
+    """
     if settings.engine != "torch" or settings.device != "cpu":
         return None
     try:
@@ -60,7 +63,7 @@ def ranks_memory(settings: EngineSettings, config: Mapping[str, Any]) -> RanksMe
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """A checkpoint's config.json; empty where there is none to be read: whoever loads it says why."""
+    """Return a checkpoint's config.json, or nothing where none can be read: whoever loads it says why."""
     try:
         content = json.loads(Path(model, "config.json").read_text()) if model else {}
     except (OSError, ValueError):
@@ -69,11 +72,11 @@ def read_config(model: str) -> Mapping[str, Any]:
 
 
 def pool_pages(ranks: Sequence[RanksMemory], free_bytes: int, total_bytes: int) -> int:
-    """How many pages each of the ranks is to have that were not told a number.
+    """Return how many pages each of the ranks is to have that were not given a number.
 
     Raises:
-        Unavailable: what is asked for, or the least there can be, does not fit into what is free now.
-        ConfigError: nor into all the memory there is.
+        Unavailable: what is requested, or the least there can be, does not fit into what is free now.
+        ConfigError: it does not fit into all the memory there is.
     """
     fixed_bytes = sum(each.fixed_bytes for each in ranks)
     asked_bytes = sum(each.pool_bytes(each.kv_pages) for each in ranks if each.kv_pages is not None)

@@ -1,4 +1,4 @@
-"""What an engine of either role is built with: those of a rank's flags that are its engine's, as parsed."""
+"""An engine of either role is built with these: those of a rank's flags that are its engine's, as parsed."""
 
 import os
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters,
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
-_CATCH_UP_BY_TARGET = 64  # tokens
+_CATCH_UP_BY_TARGET = 64  # It counts tokens.
 DEFAULT_KV_PAGES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(ClusterConfig):
-    """Of one rank, or of all in its process. Raises ConfigError when they do not go together."""
+    """These belong to one rank, or to all in its process. Raises ConfigError when they do not go together."""
 
     model: str = setting("", MODEL_HELP)
     dp_size: int = setting(
@@ -177,7 +177,8 @@ class EngineSettings(ClusterConfig):
             raise ConfigError("--speculation=draft needs --draft-model")
 
     def tls(self) -> TlsConfig | None:
-        """A rank obeys the cluster's services alone: a CA may have signed for others, too."""
+        """Return the rank's TLS: it obeys the cluster's services alone, for a CA may have signed for others,
+        too."""
         tls = ClusterConfig.tls(self)
         if tls is None or not tls.mutual:
             if self.tls_peer_name:
@@ -191,8 +192,10 @@ class EngineSettings(ClusterConfig):
 
     @property
     def draft_catch_up_tokens(self) -> int:
-        """Of prompts, that a draft model computes in a step at most. With a target for the time between
-        tokens they are few: what they take is known only afterwards."""
+        """Return how many prompt tokens a draft model computes in a step at most.
+
+        With a target for the time between tokens they are few: what they take is known only afterwards.
+        """
         return self.chunk_size if self.itl_target_ms is None else min(self.chunk_size, _CATCH_UP_BY_TARGET)
 
     @property
@@ -209,12 +212,12 @@ class EngineSettings(ClusterConfig):
 
     @property
     def reached_at(self) -> str:
-        """The host that others know."""
+        """Return the host that others know."""
         return self.advertise_host or self.host
 
     @property
     def rank_device(self) -> str:
-        """Where this rank computes. SGLang places its ranks itself."""
+        """Return where this rank computes. SGLang places its ranks itself."""
         if self.engine == "torch" and self.device == "cuda" and self.dp_size > 1:
             return f"cuda:{self.rank_index or 0}"
         return self.device
@@ -229,7 +232,7 @@ class EngineSettings(ClusterConfig):
 
     @property
     def pool_sizes(self) -> PoolSizes:
-        """Of what is beside the pages."""
+        """Return the sizes of what is beside the pages."""
         return PoolSizes(
             num_window_pages=self.window_pages,
             num_slots=self.state_slots,
@@ -250,14 +253,14 @@ class EngineSettings(ClusterConfig):
         return (self.decode_cache if role is Role.DECODE else self.prefill_cache) == "on"
 
     def check_blocks(self) -> None:
-        """Raises ConfigError: blocks of the index are whole pages."""
+        """Raise ConfigError unless blocks of the index are whole pages."""
         if self.index_block % self.page_size != 0:
             raise ConfigError(
                 f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
             )
 
     def cache(self, role: Role) -> CacheSettings:
-        """Raises ConfigError as check_blocks."""
+        """Return the cache's settings. Raises ConfigError as check_blocks."""
         self.check_blocks()
         enabled = self.has_cache(role)
         return CacheSettings(self.served_name, self.index_block, enabled, self.protected_cache_share)

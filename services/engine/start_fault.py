@@ -1,4 +1,4 @@
-"""Why an engine cannot start, told apart: what another start will meet again, and what may pass by then.
+"""Faults at an engine's start are told apart: what another start will meet again, and what may pass by then.
 
     ConfigError    a setting, the checkpoint, or what is installed: the same next time
     Unavailable    memory that others hold, a device that is lost, a file system that hiccups
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from services.values.errors import ConfigError, Unavailable
 
-# What the name of a file leads to. Whatever else a kernel says of one (EIO, ESTALE, EMFILE ...) may pass.
+# These come of a file's name. Whatever else a kernel says of one (EIO, ESTALE, EMFILE ...) may pass.
 _LASTING_ERRNOS = frozenset(
     (
         errno.ENOENT,
@@ -25,15 +25,15 @@ _LASTING_ERRNOS = frozenset(
         errno.EINVAL,
     )
 )
-# torch's own, by name: torch stays out of here. What older ones, and its libraries, raise is a RuntimeError.
+# These are torch's own, by name: torch stays out of here. Older ones, and its libraries, raise RuntimeError.
 _PASSING_CLASSES = frozenset(("OutOfMemoryError", "AcceleratorError"))
 _PASSING_WORDS = ("out of memory", "can't allocate memory", "CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
-# A torch that was not built for this GPU, or a driver that is older than it.
+# This torch was not built for this GPU, or the driver is older than it.
 _LASTING_WORDS = ("no kernel image", "invalid device function", "driver version is insufficient")
 
 
 def start_fault(message: str, error: BaseException) -> ConfigError | Unavailable:
-    """What to raise, with `message`, where `error` kept an engine from starting."""
+    """Return what to raise, with `message`, where `error` kept an engine from starting."""
     return (Unavailable if may_pass(error) else ConfigError)(message)
 
 
@@ -47,12 +47,12 @@ def reading(what: str) -> Iterator[None]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether another start may be spared it, as far as can be told of the error or of what it came from."""
+    """Return whether another start may be spared it, as far as the error, or what it came from, says."""
     return any(map(_passes, _with_origins(error)))
 
 
 def _passes(error: BaseException) -> bool:
-    if isinstance(error, OSError):  # without a number it is a library's word on what is in a file
+    if isinstance(error, OSError):  # Without a number it is a library's word on what is in a file.
         return error.errno is not None and error.errno not in _LASTING_ERRNOS
     if isinstance(error, MemoryError | Unavailable):
         return True

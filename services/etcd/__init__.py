@@ -1,1 +1,1 @@
-"""A client of etcd: keys, leases, watches. Knows no index."""
+"""This is a client of etcd: keys, leases, watches. It knows no index."""

@@ -1,11 +1,9 @@
-"""Waits between attempts."""
-
 import asyncio
 import random
 
 
 class Backoff:
-    """Waits that double from `first_s` to `max_s`; chance cuts each to between half and all of it."""
+    """Give waits that double from `first_s` to `max_s`; chance cuts each to between half and all of it."""
 
     def __init__(self, rng: random.Random, *, first_s: float = 0.05, max_s: float = 2.0) -> None:
         self._rng = rng

@@ -1,4 +1,5 @@
-"""A thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and watch.py."""
+"""This is a thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and
+watch.py."""
 
 import logging
 import random
@@ -24,7 +25,7 @@ _STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etc
 
 # Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
 _FIRST_PAGE_KEYS = 120
-# What a page brings is unpacked in one go: small enough not to hold up the loop.
+# A page is unpacked in one go, so it is small enough not to hold up the loop.
 _MAX_PAGE_KEYS = 1_000
 _PAGE_BYTES = 1 << 20
 _LIST_ATTEMPTS = 5
@@ -37,12 +38,12 @@ class KeyValue:
     key: bytes
     value: bytes
     mod_revision: int
-    lease_id: int = 0  # 0: none
+    lease_id: int = 0  # 0 means none.
 
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded`: every comparison held. `revision`: of the store after the transaction."""
+    """`succeeded` says that every comparison held; `revision` is the store's after the transaction."""
 
     succeeded: bool
     revision: int
@@ -50,22 +51,23 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class ListingPage:
-    """Some of a prefix's keys at `revision`, in key order."""
+    """A page holds some of a prefix's keys at `revision`, in key order."""
 
     revision: int
     kvs: list["KeyValue"]
-    next_key: bytes | None  # None: this is the last page
+    next_key: bytes | None  # It is None on the last page.
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The least key greater than every key with this prefix; b"\\0" (etcd: no end) when there is none."""
+    r"""Return the least key greater than every key with this prefix, or b"\0" (etcd: no end) where there is
+    none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
 
 def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
     operation = etcd_pb2.RequestOp()
-    put = operation.request_put  # filled in place: a message that is handed over is written out and parsed
+    put = operation.request_put  # It is filled in place: a message handed over is written out and parsed.
     put.key, put.value, put.lease = key, value, lease_id
     return operation
 
@@ -76,7 +78,8 @@ def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
 
 
 def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
-    """Holds while the key was last written at `mod_revision`; 0: while it does not exist."""
+    """Return a comparison that holds while the key was last written at `mod_revision`; 0: while it does not
+    exist."""
     compare = etcd_pb2.Compare
     return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=mod_revision)
 
@@ -84,8 +87,7 @@ def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
 class Etcd:
     """Every method raises Unavailable when no member answers in time, else as `rename` says.
 
-    What is idempotent is retried within the deadline. After Unavailable a write may or may not have
-    happened.
+    What is idempotent is retried within the deadline. After Unavailable a write may or may not have happened.
     """
 
     def __init__(
@@ -111,17 +113,19 @@ class Etcd:
         await self.connection.close()
 
     async def get(self, key: bytes, revision: int = 0) -> KeyValue | None:
-        """As of `revision` (0: now). Raises EtcdCompacted."""
+        """Return the key as it was at `revision` (0: now), or None where it did not exist. Raises
+        EtcdCompacted."""
         response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
         return key_value(response.kvs[0]) if response.kvs else None
 
     async def current_revision(self, key: bytes = b"\0") -> int:
-        """The store's revision, agreed on by a majority (a linearizable read of a key that we may read)."""
+        """Return the store's revision, agreed on by a majority: a linearizable read of a key that we may
+        read."""
         request = etcd_pb2.RangeRequest(key=key, count_only=True)
         return (await self.connection.unary(_RANGE, request)).header.revision
 
     async def snapshot(self, prefix: bytes, page_keys: int = _FIRST_PAGE_KEYS) -> tuple[int, list[KeyValue]]:
-        """A revision, and every key with the prefix at exactly that revision, in key order."""
+        """Return a revision, and every key with the prefix at exactly that revision, in key order."""
         for attempt in range(1, _LIST_ATTEMPTS + 1):
             kvs: list[KeyValue] = []
             try:
@@ -130,7 +134,7 @@ class Etcd:
                         kvs.extend(page.kvs)
                 return page.revision, kvs
             except EtcdCompacted:
-                # Compacted between two pages: begin again at a newer revision.
+                # It was compacted between two pages, so we begin again at a newer revision.
                 if attempt == _LIST_ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -138,7 +142,7 @@ class Etcd:
     async def pages(
         self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
     ) -> AsyncGenerator[ListingPage, None]:
-        """The keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
+        """Yield the keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
 
         Raises EtcdCompacted when the revision is compacted meanwhile.
         """
@@ -161,14 +165,14 @@ class Etcd:
         return ListingPage(revision or response.header.revision, kvs, next_key)
 
     async def count(self, prefix: bytes) -> int:
-        """How many keys have the prefix, as one member knows it."""
+        """Return how many keys have the prefix, as one member knows it."""
         request = etcd_pb2.RangeRequest(
             key=prefix, range_end=prefix_end(prefix), count_only=True, serializable=True
         )
         return (await self.connection.unary(_RANGE, request)).count
 
     async def put(self, key: bytes, value: bytes, lease_id: int = 0) -> int:
-        """Returns the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
+        """Put, and return the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
         request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id)
         return (await self.connection.unary(_PUT, request)).header.revision
 
@@ -180,23 +184,24 @@ class Etcd:
         *,
         idempotent: bool = False,
     ) -> TxnResult:
-        """At most 128 operations and 1.5 MiB. `idempotent`: doing it twice is the same as once."""
+        """Make a transaction of at most 128 operations and 1.5 MiB, retried where it is `idempotent`: twice
+        is as once."""
         request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
         response = await self.connection.unary(_TXN, request, idempotent=idempotent)
         return TxnResult(response.succeeded, response.header.revision)
 
     async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
-        """Put unless the key exists. False: it exists."""
+        """Put unless the key exists; return False where it does."""
         return await self.compare_and_swap(key, value, 0, lease_id)
 
     async def compare_and_swap(self, key: bytes, value: bytes, mod_revision: int, lease_id: int = 0) -> bool:
-        """Put if the key was last written at `mod_revision` (0: never). False: it was not."""
+        """Put if the key was last written at `mod_revision` (0: never); return False where it was not."""
         result = await self.txn([unchanged(key, mod_revision)], [put_op(key, value, lease_id)])
         return result.succeeded
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int]:
-        """Returns the lease's id and the seconds it was given. Nobody keeps it alive; see lease.py."""
-        # Retried although each try may leave a lease behind: one without keys that soon lapses.
+        """Return a lease's id and the seconds it was given. Nobody keeps it alive; see lease.py."""
+        # This is retried although each try may leave a lease behind, which has no keys and soon lapses.
         response = await self.connection.unary(_GRANT, etcd_pb2.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
 
@@ -209,12 +214,13 @@ class Etcd:
         await self.connection.unary(_COMPACT, etcd_pb2.CompactionRequest(revision=revision, physical=True))
 
     async def status(self) -> etcd_pb2.StatusResponse:
-        """Of the member that we talk to."""
+        """Return the status of the member that we talk to."""
         return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
 
 
 def _next_page_keys(page: ListingPage, page_keys: int) -> int:
-    """As many as fill a page if they are like the last; at most four times as many, lest they are not."""
+    """Return how many keys fill a page if they are like the last; at most four times as many, lest they are
+    not."""
     size_bytes = sum(len(kv.value) for kv in page.kvs)
     fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
     return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
@@ -225,7 +231,7 @@ def key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
 
 
 def known_fault(version: str) -> str | None:
-    """What is wrong with an etcd of that version ("3.5.1") that has several members; None: nothing known.
+    """Return what is wrong with an etcd of that version ("3.5.1") that has several members, or None.
 
     A member of 3.5.0 to 3.5.2 that is killed while it writes can lose entries that it says it has applied.
     From then on it serves other data than the rest, and nobody notices (etcd issue 13766).
@@ -237,7 +243,7 @@ def known_fault(version: str) -> str | None:
 
 
 async def warn_of_version(etcd: Etcd) -> None:
-    """Log what is wrong with it, if anything is. Raises as Etcd.status."""
+    """Log what is wrong with the members' version, if anything is. Raises as Etcd.status."""
     if etcd.connection.num_endpoints == 1:
         return
     version = (await etcd.status()).version

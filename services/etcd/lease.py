@@ -1,4 +1,4 @@
-"""Leases: one kept alive for as long as we live, and one shared by many short-lived keys.
+"""There are two leases: one kept alive for as long as we live, and one shared by many short-lived keys.
 
 grant --> HELD --answer, TTL > 0--> HELD (deadline = time of sending + TTL)
             |--stream breaks--> HELD, new stream, until the deadline
@@ -32,7 +32,7 @@ _SAID_GONE = 3
 
 
 class EtcdLease:
-    """A lease under which keys live; `lost` is set once it is gone or may be. Made by `grant`.
+    """Keys live under a lease; `lost` is set once it is gone or may be. `grant` makes it.
 
     `reopened` is set each time it has been kept alive on a new stream; clear it.
     """
@@ -43,9 +43,9 @@ class EtcdLease:
         self.lost = asyncio.Event()
         self.reopened = asyncio.Event()
         self._etcd = etcd
-        self._deadline = deadline  # on etcd.clock
-        self._streams = 0  # on which it has been kept alive
-        self._said_gone = 0  # times in a row
+        self._deadline = deadline  # It is a time of etcd.clock.
+        self._streams = 0  # These have kept it alive.
+        self._said_gone = 0  # It counts times in a row.
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
@@ -56,20 +56,19 @@ class EtcdLease:
         return cls(etcd, lease_id, granted_s, sent + granted_s)
 
     async def revoke(self) -> None:
-        """Give it up: its keys are gone when this returns. Raises Unavailable: they lapse later."""
+        """Give it up: its keys are gone when this returns. Raises Unavailable where they lapse later."""
         await self.abandon()
         with contextlib.suppress(LeaseNotFound):
             await self._etcd.revoke_lease(self.id)
 
     async def abandon(self) -> None:
-        """Stop keeping it alive."""
         self._task.cancel()
         await asyncio.wait({self._task})
         self.lost.set()
 
     @property
     def deadline(self) -> float:
-        """On etcd.clock: when its keys may be gone, unless it is kept alive."""
+        """Return when, on etcd.clock, its keys may be gone, unless it is kept alive."""
         return self._deadline
 
     def _left_s(self) -> float:
@@ -98,7 +97,7 @@ class EtcdLease:
             self.lost.set()
 
     async def _keep_alive_on_one_stream(self, backoff: Backoff) -> None:
-        """Returns never; raises LeaseNotFound when the lease is said to be gone, or what broke the stream."""
+        """Never return; raise LeaseNotFound when the lease is said to be gone, or what broke the stream."""
         try:
             async with asyncio.timeout(self._left_s()):
                 stream = await self._etcd.connection.open_stream(_KEEP_ALIVE)
@@ -111,7 +110,7 @@ class EtcdLease:
                 self.reopened.set()
             while True:
                 backoff.reset()
-                await stream.read(self.ttl_s / 3)  # nothing comes; if the stream breaks, we know at once
+                await stream.read(self.ttl_s / 3)  # Nothing comes; if the stream breaks, we know at once.
                 await self._renew(stream)
         finally:
             stream.close()
@@ -125,12 +124,12 @@ class EtcdLease:
         if response.TTL <= 0:
             raise LeaseNotFound(f"etcd no longer knows the lease {self.id:x}")
         self._said_gone = 0
-        # From the time of sending: the answer may have been under way for long.
+        # It counts from the time of sending: the answer may have been under way for long.
         self._deadline = sent + response.TTL
 
 
 class BucketLease:
-    """A lease that many short-lived keys share, so that a million keys do not need a million leases.
+    """Many short-lived keys share a lease, so that a million keys do not need a million leases.
 
     A new one is taken every `bucket_s`; a key put under it lives for `life_s` to `life_s + bucket_s`.
     """
@@ -143,7 +142,7 @@ class BucketLease:
         self._taken_at: float | None = None
 
     async def id(self) -> int:
-        """Of the present bucket's lease. Raises Unavailable, EtcdNoSpace."""
+        """Return the id of the present bucket's lease. Raises Unavailable, EtcdNoSpace."""
         now = self._etcd.clock()
         if self._taken_at is None or now - self._taken_at >= self._bucket_s:
             self._lease_id, _ = await self._etcd.grant_lease(self._ttl_s)
@@ -151,5 +150,5 @@ class BucketLease:
         return self._lease_id
 
     def forget(self) -> None:
-        """After LeaseNotFound: take a new one next time."""
+        """Take a new one next time; to be called after LeaseNotFound."""
         self._taken_at = None

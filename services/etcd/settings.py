@@ -1,5 +1,3 @@
-"""Where etcd is and who we are to it."""
-
 from dataclasses import dataclass, field
 
 from services.net.tls import TlsConfig
@@ -17,8 +15,8 @@ class EtcdSettings:
     tls: TlsConfig | None = None
     user: str = ""
     password: str = field(default="", repr=False)
-    timeout_s: float = 5.0  # one call with all its attempts
-    attempt_timeout_s: float = 2.0  # one attempt at one endpoint
+    timeout_s: float = 5.0  # It bounds one call with all its attempts.
+    attempt_timeout_s: float = 2.0  # It bounds one attempt at one endpoint.
     connect_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A prefix of etcd as a stream of changes that always adds up to what etcd holds.
+"""A prefix of etcd is watched as a stream of changes that always adds up to what etcd holds.
 
     LIST at revision R, page by page --> WATCH from R+1 --events--> WATCH
       ^                      |--stream breaks, or is silent--> WATCH from the last delivered revision + 1
@@ -6,8 +6,8 @@
       |                      |--etcd's past is another (restored)--+
       +------ the difference to what was delivered is emitted -----+
 
-All events of one revision are in one batch; fragments are joined before they are delivered. A listing
-is delivered page by page, so that millions of entries are never in memory twice.
+All events of one revision are in one batch; fragments are joined before they are delivered. A listing is
+delivered page by page, so that millions of entries are never in memory twice.
 """
 
 import logging
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _WATCH = Method("/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest, etcd_pb2.WatchResponse)
 _WatchStream = EtcdStream[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
-_OLD_HISTORY = -1  # in place of a revision
-_OUR_WATCH_ID = 0  # the only watch of its stream; answers to progress requests carry -1
+_OLD_HISTORY = -1  # It stands in place of a revision.
+_OUR_WATCH_ID = 0  # Its stream has no other watch; answers to progress requests carry -1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """Changes in etcd's order; after them the prefix is what etcd held at `revision`.
+    """A batch has changes in etcd's order; after them the prefix is what etcd held at `revision`.
 
-    `listed`: a page of a listing, not from the watch; only after its last page, `complete`, is the prefix
-    as etcd held it. `first`: of what is listed before the rest. `rewound`, on a first page: etcd has gone
-    back to a backup, so that revisions seen before mean nothing any more.
+    A `listed` one is a page of a listing, not from the watch; only after its last page, `complete`, is the
+    prefix as etcd held it. A `first` one belongs to what is listed before the rest. `rewound`, on a first
+    page, says that etcd has gone back to a backup, so that revisions seen before mean nothing any more.
     """
 
     revision: int
@@ -57,7 +57,7 @@ class WatchBatch:
 
 
 class NotListed(IsthmusError):
-    """What etcd holds must be listed, and has not been."""
+    """The prefix must be listed, and has not been."""
 
 
 class _Silent(IsthmusError):
@@ -65,10 +65,11 @@ class _Silent(IsthmusError):
 
 
 class PrefixWatch:
-    """Lists and watches one prefix for ever. `trouble` says why it is behind, None while it is not.
+    """A watch lists and follows one prefix for ever. `trouble` says why it is behind, and is None while it is
+    not.
 
-    `first`: a prefix within the prefix that is listed before the rest. `unremembered`: one whose keys may be
-    very many. No trace is kept of them: a later listing brings all of them, not only what has changed, and
+    `first` is a prefix within the prefix that is listed before the rest. `unremembered` is one whose keys may
+    be very many. No trace is kept of them: a later listing brings all of them, not only what has changed, and
     nothing of those that went meanwhile.
     """
 
@@ -82,7 +83,7 @@ class PrefixWatch:
         idle_timeout_s: float = 10.0,
     ) -> None:
         self.trouble: IsthmusError | None = NotListed("not listed yet")
-        self.revision = 0  # the last one delivered
+        self.revision = 0  # It was the last one delivered.
         self.listings = 0
         self._etcd = etcd
         self._prefix = prefix
@@ -90,14 +91,14 @@ class PrefixWatch:
         self._ranges = _ranges(prefix, first)
         self._unremembered = () if unremembered is None else (unremembered,)
         self._idle_timeout_s = idle_timeout_s
-        self._delivered: dict[bytes, int] = {}  # key -> mod_revision, of those that are remembered
-        self._newest: KeyValue | None = None  # the last one written that the watch showed
+        self._delivered: dict[bytes, int] = {}  # It maps remembered keys to mod_revision.
+        self._newest: KeyValue | None = None  # The watch showed it last.
         self._must_list = True
         self._rewound = False
-        self._interrupted = False  # a stream has been opened since the listing
+        self._interrupted = False  # A stream has been opened since the listing.
 
     async def batches(self) -> AsyncGenerator[WatchBatch, None]:
-        """Never ends. Raises ConfigError when etcd refuses us from the start."""
+        """Yield batches without end. Raises ConfigError when etcd refuses us from the start."""
         backoff = Backoff(self._etcd.rng)
         while True:
             try:
@@ -111,7 +112,7 @@ class PrefixWatch:
             except ConfigError as error:
                 if self.listings == 0:
                     raise
-                self.trouble = error  # what has worked may work again
+                self.trouble = error  # What has worked may work again.
                 logger.error("watch_refused revision=%d error=%s", self.revision, error)
             except EtcdCompacted as error:
                 self._must_list, self.trouble = True, NotListed(str(error))
@@ -124,7 +125,7 @@ class PrefixWatch:
             await backoff.sleep()
 
     async def _list(self) -> AsyncGenerator[WatchBatch, None]:
-        """What differs from what was delivered; broken off, the next one does the rest."""
+        """Yield what differs from what was delivered; broken off, the next listing does the rest."""
         revision, rewound = 0, False
         present: set[bytes] = set()
         for number, (start, end) in enumerate(self._ranges):
@@ -141,12 +142,12 @@ class PrefixWatch:
         for change in gone:
             del self._delivered[change.key]
         self._must_list = self._interrupted = False
-        self._newest = None  # compaction can take it before anything else is written; then it shows nothing
+        self._newest = None  # Compaction can take it before another write; then it shows nothing.
         self.listings += 1
         yield WatchBatch(revision, gone, listed=True)
 
     def _begin_listing(self, revision: int) -> bool:
-        """True: etcd has gone back."""
+        """Return whether etcd has gone back."""
         rewound = self._rewound or revision < self.revision
         if rewound:
             # No revision of the new history is one of the old, whatever its number.
@@ -203,12 +204,12 @@ class PrefixWatch:
         )
 
     async def _read(self, stream: _WatchStream, created: bool) -> etcd_pb2.WatchResponse:
-        """The next response. Asks for a sign of life when idle; raises _Silent when none comes.
+        """Return the next response. Ask for a sign of life when idle; raise _Silent when none comes.
 
-        The answer is a sign of life only: its revision may be ahead of events that are still to come
-        (etcd issue 15220), so it never moves `revision`. Newer members give none to a watch that waits
-        for its first event (etcd pull request 20229), so silence costs a new stream and is no trouble. Only a
-        member that does not even say that the watch is `created` is left for another.
+        The answer is a sign of life only: its revision may be ahead of events that are still to come (etcd
+        issue 15220), so it never moves `revision`. Newer members give none to a watch that waits for its
+        first event (etcd pull request 20229), so silence costs a new stream and is no trouble. Only a member
+        that does not even say that the watch is `created` is left for another.
         """
         response = await stream.read(self._idle_timeout_s / 2)
         if response is None:
@@ -227,7 +228,7 @@ class PrefixWatch:
             raise Unavailable(f"etcd cancelled the watch: {response.cancel_reason or 'no reason given'}")
 
     async def _check_not_rewound(self) -> None:
-        """Raises EtcdCompacted when etcd was restored, and has not the past that we were told."""
+        """Raise EtcdCompacted when etcd was restored, and has not the past that was reported to us."""
         # A member that lags is behind us, too; only an agreed read tells it from a restored cluster.
         now = await self._etcd.current_revision(self._prefix)
         if now < self.revision:
@@ -241,7 +242,7 @@ class PrefixWatch:
         try:
             found = await self._etcd.get(newest.key, newest.mod_revision)
         except EtcdCompacted:
-            self._rewound = True  # as far as can be known
+            self._rewound = True  # That is as much as can be known.
             raise
         if found != newest:
             self._rewound = True
@@ -263,7 +264,7 @@ class PrefixWatch:
 
 
 def _ranges(prefix: bytes, first: bytes | None) -> list[tuple[bytes, bytes]]:
-    """The half-open ranges of keys to list, in order."""
+    """Return the half-open ranges of keys to list, in order."""
     whole = (prefix, prefix_end(prefix))
     if first is None:
         return [whole]

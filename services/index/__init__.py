@@ -1,1 +1,1 @@
-"""The cluster-wide prefix index: written by ranks, kept in etcd, read by routers."""
+"""This is the cluster-wide prefix index: written by ranks, kept in etcd, read by routers."""

@@ -1,4 +1,4 @@
-"""Prefix records to the bytes that are kept in etcd, and back.
+"""Prefix records become the bytes that are kept in etcd, and come back.
 
 Every `decode_*` raises ProtocolError when the value is torn, or says another place than its key.
 """

@@ -1,4 +1,4 @@
-"""Why a router's index, or a rank's publishing, is behind."""
+"""A router's index, or a rank's publishing, is behind for one of these reasons."""
 
 from enum import Enum
 
@@ -10,11 +10,11 @@ from services.values.errors import ConfigError, IsthmusError, ProtocolError
 class Degraded(Enum):
     """The value is the label of the metrics."""
 
-    LOADING = "index_loading"  # etcd is being listed
+    LOADING = "index_loading"  # etcd is being listed.
     AWAY = "etcd_away"
-    FULL = "etcd_full"  # its quota is used up; an operator must compact, defragment and disarm the alarm
-    REFUSED = "etcd_refuses"  # this user, or what we ask
-    BEHIND = "index_behind"  # nothing fails, and yet the watch does not show what was written
+    FULL = "etcd_full"  # Its quota is used up; an operator must compact, defragment and disarm the alarm.
+    REFUSED = "etcd_refuses"  # It refuses this user, or what we ask.
+    BEHIND = "index_behind"  # Nothing fails, and yet the watch does not show what was written.
     NO_LEASE = "lease_lost"
 
 

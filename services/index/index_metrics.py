@@ -1,4 +1,5 @@
-"""What following and publishing the index shows Prometheus; read when scraped, but for the histograms."""
+"""Following and publishing the index shows Prometheus these; they are read when scraped, but for the
+histograms."""
 
 from collections import Counter as Tally
 from collections.abc import Iterator
@@ -56,8 +57,6 @@ class StalenessMetrics:
 
 
 class MirrorCollector(Collector):
-    """A router's side."""
-
     def __init__(self, mirror: Mirror, pins: PinWriter) -> None:
         self._mirror = mirror
         self._pins = pins
@@ -104,8 +103,6 @@ class MirrorCollector(Collector):
 
 
 class MembershipCollector(Collector):
-    """A rank's side."""
-
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 

@@ -1,4 +1,4 @@
-"""The keys in etcd. Pure.
+"""These are the keys in etcd. All is pure.
 
     /isthmus/<cluster>/schema
     /isthmus/<cluster>/ranks/<worker>/<rank>
@@ -19,8 +19,10 @@ from functools import lru_cache
 from services.values.errors import ConfigError
 from services.values.rank import RankKey
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"  # of a cluster, a worker or a router: a part of a key
-_DIGITS = 20  # of the largest unsigned 64-bit number
+NAME = (
+    r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"  # A cluster, a worker or a router has such a name, a part of a key.
+)
+_DIGITS = 20  # The largest unsigned 64-bit number has as many.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ ParsedKey = SchemaKey | RegistrationKey | HeadKey | SnapshotKey | LogKey | PinKe
 
 
 def check_name(kind: str, name: str) -> str:
-    """`name`, if it can stand in a key. Raises ConfigError, saying which `kind` of name is wrong."""
+    """Return `name`, if it can stand in a key. Raises ConfigError, saying which `kind` of name is wrong."""
     if not re.fullmatch(NAME, name):
         raise ConfigError(
             f"the {kind} name {name!r} must be 1 to 200 letters, digits or ._:@- and start with no sign"
@@ -74,13 +76,14 @@ def check_name(kind: str, name: str) -> str:
 
 
 def pin_name(conversation: str) -> str:
-    """What stands for a conversation in keys: ids may be long, hold anything, and are nobody's business."""
+    """Return what stands for a conversation in keys: ids may be long, hold anything, and are nobody's
+    business."""
     return hashlib.blake2b(conversation.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Builds and parses the keys of one cluster. Raises ConfigError on a name that cannot stand in a key."""
+    """These are the keys of one cluster. Raises ConfigError on a name that cannot stand in a key."""
 
     cluster: str
     # Every key of the cluster begins with it, and none of another cluster.
@@ -96,14 +99,14 @@ class ClusterKeys:
 
     @property
     def registrations(self) -> bytes:
-        """Of every rank's registration."""
+        """Return what every rank's registration begins with."""
         return self.prefix + b"ranks/"
 
     def registration(self, rank: RankKey) -> bytes:
         return self.registrations + _rank_path(rank)
 
     def rank_prefix(self, rank: RankKey) -> bytes:
-        """Of the rank's head, snapshot and log."""
+        """Return what the keys of the rank's head, snapshot and log begin with."""
         return self.prefix + b"prefix/" + _rank_path(rank) + b"/"
 
     def head(self, rank: RankKey) -> bytes:
@@ -126,18 +129,18 @@ class ClusterKeys:
 
     @property
     def pins(self) -> bytes:
-        """Of every conversation's pin."""
+        """Return what every conversation's pin begins with."""
         return self.prefix + b"pins/"
 
     def pin(self, name: str) -> bytes:
-        """`name` is from `pin_name`."""
+        """Return the key of a pin, by its `name` from `pin_name`."""
         return self.pins + check_name("pin", name).encode()
 
     def probe(self, router: str) -> bytes:
         return self.prefix + b"probe/" + check_name("router", router).encode()
 
     def parse(self, key: bytes) -> ParsedKey | None:
-        """None: not a key that we write; never raises."""
+        """Return what the key names, or None where it is none that we write. It never raises."""
         if not key.startswith(self.prefix):
             return None
         parts = key[len(self.prefix) :].decode("utf-8", "replace").split("/")
@@ -157,7 +160,7 @@ def _number(value: int) -> bytes:
 
 
 def _parse(parts: list[str]) -> ParsedKey | None:
-    match parts:  # the most frequent ones first
+    match parts:  # The most frequent ones stand first.
         case ["prefix", worker, rank, "log", seq]:
             return LogKey(_parse_rank(worker, rank), _parse_number(seq))
         case ["prefix", worker, rank, "snapshot", epoch, chunk]:
@@ -175,7 +178,7 @@ def _parse(parts: list[str]) -> ParsedKey | None:
     return None
 
 
-@lru_cache(maxsize=1 << 14)  # a mirror parses thousands of keys a second, of the same ranks
+@lru_cache(maxsize=1 << 14)  # A mirror parses thousands of keys a second, of the same ranks.
 def _parse_rank(worker: str, rank: str) -> RankKey:
     if not (rank.isascii() and rank.isdigit()) or (rank != "0" and rank.startswith("0")) or len(rank) > 9:
         raise ConfigError(f"not a rank number: {rank!r}")

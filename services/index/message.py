@@ -1,4 +1,4 @@
-"""Protobuf messages to the bytes that are kept in etcd, and back."""
+"""Protobuf messages become the bytes that are kept in etcd, and come back."""
 
 from google.protobuf.message import DecodeError, Message
 
@@ -11,7 +11,7 @@ def to_bytes(pb: Message) -> bytes:
 
 
 def fill(pb: Message, value: bytes) -> None:
-    """Raises ProtocolError when the bytes are not such a message."""
+    """Fill the message from the bytes. Raises ProtocolError when they are no such message."""
     try:
         pb.ParseFromString(value)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""Pins: on which ranks a conversation lives. Advisory, and written behind the request.
+"""Pins say on which ranks a conversation lives. They are advisory, and written behind the request.
 
 pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
         |--else: nothing                   |--etcd away: stays queued; full: forgotten
@@ -26,7 +26,7 @@ from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
 
-_MAX_PUTS = 100  # etcd's limit is 128 operations
+_MAX_PUTS = 100  # etcd's limit is 128 operations.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class KnownPin:
-    """A pin as etcd holds it; `revision` is that of its last write."""
+    """This is a pin as etcd holds it; `revision` is that of its last write."""
 
     pin: Pin
     revision: int
@@ -45,7 +45,7 @@ class KnownPin:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """By us, at `put_at` on our clock."""
+    """We wrote the pin, at `put_at` on our clock."""
 
     pin: Pin
     revision: int
@@ -55,9 +55,9 @@ class _Written:
 @dataclass(frozen=True, slots=True)
 class PinSettings:
     life_s: float = 1800.0
-    bucket_s: float = 120.0  # pins of so long share a lease
-    gather_s: float = 0.02  # pins of so long go into one transaction
-    recent_s: float = 2.0  # by then a pin that was written has come back, or etcd is away
+    bucket_s: float = 120.0  # Pins of so long share a lease.
+    gather_s: float = 0.02  # Pins of so long go into one transaction.
+    recent_s: float = 2.0  # By then a pin that was written has come back, or etcd is away.
     max_queued: int = 10_000
     max_remembered: int = 100_000
     max_backoff_s: float = 5.0
@@ -69,7 +69,7 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(value: bytes) -> Pin:
-    """Raises ProtocolError when the value is torn."""
+    """Return the pin. Raises ProtocolError when the value is torn."""
     pb = index_pb2.Pin()
     fill(pb, value)
     prefill = convert.rank_id_from_proto(pb.prefill) if pb.HasField("prefill") else None
@@ -77,9 +77,9 @@ def decode_pin(value: bytes) -> Pin:
 
 
 class PinWriter:
-    """Owned by one event loop. `known` looks a pin up in the mirror, by the name of keys.pin_name.
+    """One event loop owns it. `known` looks a pin up in the mirror, by the name of keys.pin_name.
 
-    `written` and `dropped` count pins: in etcd, given up for want of room.
+    `written` counts the pins that are in etcd, `dropped` those that were given up for want of room.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class PinWriter:
         self._wake = asyncio.Event()
 
     def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
-        """Remember where the conversation lives. Never blocks, never fails."""
+        """Remember where the conversation lives. It never blocks and never fails."""
         name, pin = pin_name(conversation), Pin(decode, prefill)
         if self._is_fresh(name, pin):
-            self._queue.pop(name, None)  # back to what etcd has
+            self._queue.pop(name, None)  # It is back to what etcd has.
             return
         self._queue[name] = pin
         self._queue.move_to_end(name)
@@ -114,7 +114,7 @@ class PinWriter:
         self._wake.set()
 
     def recent(self, conversation: str) -> Pin | None:
-        """What was pinned here a moment ago, and may not have come back through etcd yet."""
+        """Return what was pinned here a moment ago, and may not have come back through etcd yet."""
         name = pin_name(conversation)
         if name in self._queue:
             return self._queue[name]
@@ -122,14 +122,14 @@ class PinWriter:
         return None if written is None else written.pin
 
     def _recently_written(self, name: str) -> _Written | None:
-        """Unless another router has moved it since."""
+        """Return what was written lately, unless another router has moved it since."""
         written, known = self._remembered.get(name), self._known(name)
         if written is None or self._etcd.clock() - written.put_at >= self._settings.recent_s:
             return None
         return None if known is not None and known.revision > written.revision else written
 
     def _is_fresh(self, name: str, pin: Pin) -> bool:
-        """Etcd has this pin, and will for a while."""
+        """Return whether etcd has this pin, and will for a while."""
         written = self._remembered.get(name)
         if written is None or written.pin != pin:
             return False
@@ -166,7 +166,7 @@ class PinWriter:
         return len(self._queue)
 
     async def write_some(self) -> None:
-        """One transaction, of the oldest; what was not written stays queued. Raises as Etcd does."""
+        """Write the oldest in one transaction; what was not written stays queued. Raises as Etcd does."""
         batch = dict(itertools.islice(self._queue.items(), _MAX_PUTS))
         if not batch:
             return

@@ -1,4 +1,4 @@
-"""What a rank writes about its blocks, as values, and packed hashes. Pure. See index.proto."""
+"""A rank writes these about its blocks, as values and packed hashes. All is pure. See index.proto."""
 
 import sys
 from array import array
@@ -12,8 +12,8 @@ from services.values.rank import Generation
 HASH_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
 
-# 64-bit hashes, 8 bytes each in memory: millions of them wait here for their turn. Nobody changes one.
-Hashes: TypeAlias = "array[int]"  # of typecode "Q"
+# Millions of 64-bit hashes wait here for their turn, 8 bytes each in memory. Nobody changes one.
+Hashes: TypeAlias = "array[int]"  # Its typecode is "Q".
 
 
 def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
@@ -22,9 +22,9 @@ def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHead:
-    """Names the snapshot that counts. It holds the effect of every delta with seq < base_seq.
+    """A head names the snapshot that counts, which holds the effect of every delta with seq < base_seq.
 
-    `age_s`: how long the oldest event that the snapshot is the first to tell waited.
+    `age_s` says how long the oldest event that the snapshot is the first to report waited.
     """
 
     generation: Generation
@@ -36,7 +36,7 @@ class PrefixHead:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSnapshot:
-    """Chunk `chunk` of the snapshot of one epoch."""
+    """This is chunk `chunk` of the snapshot of one epoch."""
 
     generation: Generation
     epoch: int
@@ -47,8 +47,10 @@ class PrefixSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDelta:
-    """`added` and `removed` have nothing in common, nor have the resumable ones. `age_s`: how long the oldest
-    event in it waited."""
+    """`added` and `removed` have nothing in common, nor have the resumable ones.
+
+    `age_s` says how long the oldest event in it waited.
+    """
 
     generation: Generation
     epoch: int
@@ -61,12 +63,12 @@ class PrefixDelta:
 
 
 def pack_hashes(hashes: Hashes) -> bytes:
-    """8 bytes each, little-endian."""
+    """Return the hashes as 8 bytes each, little-endian."""
     return _swapped(hashes).tobytes() if _BIG_ENDIAN else hashes.tobytes()
 
 
 def unpack_hashes(packed: bytes) -> Hashes:
-    """Raises ProtocolError when the bytes are not whole hashes."""
+    """Return what was packed. Raises ProtocolError when the bytes are not whole hashes."""
     if len(packed) % HASH_BYTES:
         raise ProtocolError(f"packed hashes of {len(packed)} bytes are torn")
     hashes = array("Q", packed)

@@ -1,4 +1,4 @@
-"""The ranks' registrations in etcd."""
+"""Ranks register in etcd."""
 
 import logging
 
@@ -14,7 +14,7 @@ from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
 
-_UNSAID_VERSION = 1  # of the handshake: of a rank from before registrations had one
+_UNSAID_VERSION = 1  # Ranks from before registrations had a handshake version speak this one.
 
 _ATTEMPTS = 5
 
@@ -33,7 +33,7 @@ def encode_registration(registration: Registration) -> bytes:
 
 
 def decode_registration(value: bytes) -> Registration:
-    """Raises ProtocolError when the value is torn or can never be right."""
+    """Return the registration. Raises ProtocolError when the value is torn or can never be right."""
     pb = index_pb2.Registration()
     fill(pb, value)
     return value_of(
@@ -50,12 +50,12 @@ async def register(
 ) -> None:
     """Put the registration under the lease.
 
-    `take_over`: the first time in a life, when what is there can only be an earlier life's. Later a
-    foreign registration is a later life's.
+    `take_over` is set for the first time of an incarnation, when what is there can only be an earlier one's.
+    Later a foreign registration is a later incarnation's.
 
     Raises:
-        StaleGeneration: another life has registered, and we must not take over.
-        Unavailable, EtcdNoSpace, LeaseNotFound.
+        StaleGeneration: another incarnation has registered, and we must not take over.
+        Unavailable, EtcdNoSpace, LeaseNotFound: etcd did not take it.
     """
     key, value = keys.registration(registration.id.key), encode_registration(registration)
     for _ in range(_ATTEMPTS):
@@ -74,6 +74,6 @@ def _check_own(ours: RankId, value: bytes) -> None:
         found = decode_registration(value).id
     except ProtocolError as error:
         logger.warning("registration_overwritten rank=%s error=%s", ours, error)
-        return  # whoever wrote that is no life of this rank
+        return  # Whoever wrote that is no incarnation of this rank.
     if found.generation != ours.generation:
         raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")

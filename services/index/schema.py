@@ -1,4 +1,4 @@
-"""The schema of a cluster: what all its ranks and routers agree on, kept in etcd by whoever comes first."""
+"""A cluster's schema is what all its ranks and routers agree on, kept in etcd by whoever comes first."""
 
 import asyncio
 import logging
@@ -19,9 +19,9 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What all ranks and routers of a cluster must agree on."""
+    """All ranks and routers of a cluster must agree on this."""
 
-    index_block: int  # tokens per index block
+    index_block: int  # It counts tokens per index block.
     hash_scheme: str
     version: int = SCHEMA_VERSION
 
@@ -50,14 +50,15 @@ async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
 async def keep_schema(
     etcd: Etcd, keys: ClusterKeys, schema: Schema, listings: Callable[[], int], interval_s: float = 1.0
 ) -> None:
-    """For ever: check the schema, and again whenever etcd has been listed anew. It may have lost everything;
-    then nobody else may write it for long, and whoever comes first decides what those after it must have.
+    """Check the schema for ever, again whenever etcd has been listed anew.
 
-    The log is warned of an etcd whose version is known not to keep what it was given.
+    etcd may have lost everything; then nobody else may write it for long, and whoever comes first decides
+    what those after it must have. The log is warned of an etcd whose version is known not to keep what it was
+    given.
 
     Raises ConfigError as check_schema the first time only: later it is the other who is wrong.
     """
-    checked_at = -1  # so many listings
+    checked_at = -1  # It counts listings.
     while True:
         if (now := listings()) != checked_at:
             try:

@@ -1,1 +1,1 @@
-"""The process around an engine, in either role."""
+"""Here is the process around an engine, in either role."""

@@ -1,5 +1,3 @@
-"""Settings of prefill and decode workers and of their ranks."""
-
 from dataclasses import dataclass, fields
 
 from services.engine.settings import EngineSettings
@@ -19,7 +17,7 @@ _NOT_SGLANG = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig(EngineSettings):
-    """Settings of a prefill or decode worker and of its ranks."""
+    """These are the settings of a prefill or decode worker and of its ranks."""
 
     worker: str = setting(help="name of this worker, unique in the cluster")
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
@@ -72,5 +70,4 @@ class RankConfig(EngineSettings):
 
     @property
     def ranks_per_process(self) -> int:
-        """SGLang has all its DP ranks in one."""
         return self.dp_size if self.engine == "sglang" else 1

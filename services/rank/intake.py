@@ -1,4 +1,4 @@
-"""Whether a rank takes new requests, and how many run on it.
+"""An intake says whether a rank takes new requests, and how many run on it; operators close and open it.
 
     open --drain--> routers are told; what they send is still taken --they have heard--> closed
      ^                                       |                                             |
@@ -24,13 +24,14 @@ from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 # Routers hear within this that a rank drains; until then it still takes what they send.
 _NOTICE_S = 0.5
 
-# Tells all routers whether the rank drains; False: they could not be told.
+# It tells all routers whether the rank drains, and returns False where they could not be told.
 Tell = Callable[[bool], Awaitable[bool]]
 OPERATIONS = rank_pb2.DESCRIPTOR.services_by_name["Rank"].full_name
 
 
 class Intake:
-    """One rank's. `draining` goes to the routers with its load, so that they hear of it without etcd too."""
+    """Each rank has one. `draining` goes to the routers with its load, so that they hear of it without etcd
+    too."""
 
     def __init__(self, own_id: RankId) -> None:
         self.draining = False
@@ -38,8 +39,8 @@ class Intake:
         self.tell: Tell = _nobody_is_there
         self._own_id = own_id
         self._closed = self._stopping = False
-        self._told: bool | None = False  # what the routers were told last; None: that is not known
-        self._settled = asyncio.Event()  # nothing runs, or it is in service
+        self._told: bool | None = False  # The routers were told this last; None: that is not known.
+        self._settled = asyncio.Event()  # Nothing runs, or it is in service.
         self._settled.set()
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
@@ -48,12 +49,12 @@ class Intake:
         return f"<Intake draining={self.draining} closed={self._closed} running={self.num_running}>"
 
     def check(self) -> None:
-        """Raises Unavailable where newcomers are refused."""
+        """Raise Unavailable where newcomers are refused."""
         if self._closed:
             raise Unavailable(f"rank {self._own_id} is draining")
 
     def took(self) -> None:
-        """A request runs from now on, until it has `left`."""
+        """Note that a request runs from now on, until it has `left`."""
         self.num_running += 1
         self._note()
 
@@ -62,14 +63,15 @@ class Intake:
         self._note()
 
     def check_life(self, generation: int) -> None:
-        """Raises StaleGeneration unless this life of the rank is meant."""
+        """Raise StaleGeneration unless this incarnation of the rank is meant."""
         if generation != self._own_id.generation:
             raise StaleGeneration(f"rank {self._own_id} has been restarted since it was listed")
 
     async def drain(self, wait_s: float | None = None, only_wait: bool = False) -> int:
-        """Take nothing new; returns how many requests run: none, unless `wait_s` was too short.
+        """Take nothing new; return how many requests run: none, unless `wait_s` was too short.
 
-        `only_wait`: for what was asked before. Raises Unavailable if that has been undone, or is meanwhile.
+        With `only_wait` it waits for an earlier drain. Raises Unavailable if that has been undone, or is
+        meanwhile.
         """
         await self._through(self._close(again=only_wait))
         with suppress(TimeoutError):
@@ -89,13 +91,13 @@ class Intake:
             raise Unavailable(f"rank {self._own_id} takes requests again, but etcd could not be told")
 
     async def stop(self, at_once: bool) -> None:
-        """Drain for good; returns when nothing runs. `at_once`: refuse before the routers have heard."""
+        """Drain for good; return when nothing runs. `at_once` refuses before the routers have heard."""
         self._stopping = True
         self._closed = self._closed or at_once
         await self.drain()
 
     async def _close(self, again: bool) -> None:
-        """`again`: unless that has been undone; the routers are told where they could not be."""
+        """Close; `again` tells the routers where they could not be told, unless the drain has been undone."""
         async with self._changing:
             if again and not self.draining:
                 return
@@ -113,22 +115,22 @@ class Intake:
                 await self._say(False)
 
     def _note(self) -> None:
-        """Who waits looks again."""
+        """Let whoever waits look again."""
         if self.draining and self.num_running:
             self._settled.clear()
         else:
             self._settled.set()
 
     async def _say(self, draining: bool) -> bool:
-        """Returns whether the routers know, of whom not all need to have heard yet."""
+        """Return whether the routers know, of whom not all need to have heard yet."""
         if self._told is not draining:
-            self._told = None  # it may get through and be lost on the way back
+            self._told = None  # It may get through and be lost on the way back.
             if await self.tell(draining):
                 self._told = draining
         return self._told is draining
 
     async def _through(self, change: Coroutine[Any, Any, None]) -> None:
-        """Whoever asked may leave before it is done: it is done all the same."""
+        """Make the change to its end, though whoever asked may leave before it is done."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -136,7 +138,6 @@ class Intake:
 
 
 async def _nobody_is_there(draining: bool) -> bool:
-    """Until the rank is registered."""
     return False
 
 

@@ -1,12 +1,12 @@
-"""What every rank process does around its engine, in either role.
+"""Every rank process does this around its engine, in either role:
 
     /metrics served -> engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> deregistered -> engine stopped
 
-`python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with
-`--rank-index`. With an engine that has all DP ranks in one (sglang) there is one such process, with a
-server, a registration and a port for each rank. A rank's generation is drawn at each start.
+`python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with `--rank-index`.
+With an engine that has all DP ranks in one (sglang) there is one such process, with a server, a registration
+and a port for each rank. A rank's generation is drawn at each start.
 """
 
 import asyncio
@@ -55,15 +55,15 @@ from services.wire.isthmus.v1 import rank_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# For a rank to stop its engine once the grace of its requests is over, before its supervisor kills it.
+# A rank has so long to stop its engine after the grace of its requests, before its supervisor kills it.
 _AFTER_GRACE_S = 15.0
-# For one with a thread that hangs, from when that is noticed: less than decode's fence margin.
+# A rank with a hanging thread has so long once that is noticed: less than decode's fence margin.
 _HUNG_END_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """A role's servicers, once the engine stands."""
+    """A role has these servicers, once the engine stands."""
 
     register: Callable[[grpc.aio.Server], None]
     names: Sequence[str]
@@ -73,17 +73,17 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """What makes a rank a prefill or a decode rank."""
+    """This makes a rank a prefill or a decode rank."""
 
     role: Role
     engine: Engine
     make_services: Callable[[CollectorRegistry], Services]
-    capabilities: tuple[str, ...] = ()  # told to the routers
+    capabilities: tuple[str, ...] = ()  # The routers are told of them.
 
 
 @dataclass(frozen=True, slots=True)
 class ServedMetrics:
-    """/metrics of a rank: of its process alone until there is an engine."""
+    """A rank serves /metrics: of its process alone until there is an engine."""
 
     registry: CollectorRegistry
     port: int
@@ -91,7 +91,7 @@ class ServedMetrics:
 
 @dataclass(frozen=True, slots=True)
 class OpenRank:
-    """A rank that serves and is registered. `failed` is set when it can never work again."""
+    """This rank serves and is registered. `failed` is set when it can never work again."""
 
     address: RankAddress
     engine: Engine
@@ -101,8 +101,10 @@ class OpenRank:
     failed: asyncio.Event
 
     async def drain(self) -> None:
-        """Tell the routers that it stops; returns when nothing is running. What comes to a rank that has
-        failed before they hear of it cannot be served, and is refused at once."""
+        """Tell the routers that it stops; return when nothing is running.
+
+        What comes to a rank that has failed before they hear of it cannot be served, and is refused at once.
+        """
         await self.intake.stop(at_once=self.failed.is_set())
 
 
@@ -110,7 +112,7 @@ MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
 
 
 def main(module: str, make_roles: MakeRoles) -> None:
-    """The command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
+    """Run the command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     keep_to_loopback(config.host)
@@ -121,22 +123,22 @@ def main(module: str, make_roles: MakeRoles) -> None:
         if config.rank_index is None:
             sys.exit(supervise(config, module, held))
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
-        config.certificates()  # refused before torch is imported
+        config.certificates()  # What cannot work is refused before torch is imported.
         config = config if config.kv_pages else with_pool(config)
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
         try:
             asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon))
-        except RankFailed as error:  # whose stack tells nothing
+        except RankFailed as error:  # Its stack tells nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
 
 
 def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
-    """Run every rank of a worker as a process of its own; returns the exit code. `held` holds their ports."""
+    """Run every rank of a worker as a process of its own; return the exit code. `held` holds their ports."""
     log_lines.log_service(config.worker, config.log_level, config.log_format)
-    config.certificates()  # its ranks would refuse them one by one
+    config.certificates()  # Its ranks would refuse them one by one.
     _warn_of_strangers(config)
     config = with_pool(config)
     num_processes = config.dp_size // config.ranks_per_process
@@ -144,7 +146,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
         "port": _ports(config, config.port, num_processes, held),
         "metrics-port": _ports(config, config.metrics_port, num_processes, held),
     }
-    if config.ranks_per_process > 1:  # each process chooses for its ranks
+    if config.ranks_per_process > 1:  # Each process chooses for its ranks.
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
     # Probes ask the supervisor, and it the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
@@ -167,10 +169,10 @@ def _warn_of_strangers(config: RankConfig) -> None:
 
 
 def with_pool(config: RankConfig) -> RankConfig:
-    """With a number of pages that the worker's ranks can have: those asked for, or those that memory has room
-    for. As it is where that is not for us to say.
+    """Return the settings with a number of pages that the worker's ranks can have.
 
-    Raises ConfigError and Unavailable as `pool_pages`.
+    It is the requested one, or what memory has room for; where that is not for us to say, none is set. Raises
+    ConfigError and Unavailable as `pool_pages`.
     """
     ranks = ranks_memory(config, read_config(config.model))
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
@@ -178,18 +180,18 @@ def with_pool(config: RankConfig) -> RankConfig:
         return config
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
-        pool_pages([ranks], free_bytes, total_bytes)  # refuses what does not fit
+        pool_pages([ranks], free_bytes, total_bytes)  # This refuses what does not fit.
     log_lines.event(log, "kv_pool", pages=pages, bytes_of_each=pages * ranks.page_bytes, free=free_bytes)
     return replace(config, kv_pages=pages)
 
 
 def own_rank_id(config: RankConfig) -> RankId:
-    """A new life of the rank."""
+    """Return the id of a new incarnation of the rank."""
     return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
 
 
 def rank_configs(config: RankConfig, held: ExitStack) -> list[RankConfig]:
-    """Of each rank of this process: its index and its ports, which `held` holds."""
+    """Return the settings of each rank of this process, with its index and its ports, which `held` holds."""
     if config.ranks_per_process == 1:
         return [config]
     ports = _ports(config, config.port, config.dp_size, held)
@@ -217,7 +219,7 @@ async def run_ranks(
     async with AsyncExitStack() as stack:
         beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
         stack.callback(beating.cancel)
-        # All of them before the first engine starts: with SGLang that one's start is everybody's.
+        # All are served before the first engine starts: with SGLang that one's start is everybody's.
         pages = [
             await stack.enter_async_context(serving_metrics(config, role.role, own_id))
             for config, own_id, role in zip(configs, own_ids, roles, strict=True)
@@ -226,7 +228,7 @@ async def run_ranks(
         ranks = []
 
         def waits() -> None:
-            _keep_for_good()  # while nobody asks for anything yet
+            _keep_for_good()  # Nobody asks for anything yet.
             notifier.waits()
 
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
@@ -255,14 +257,15 @@ async def run_ranks(
 
 
 def _keep_for_good() -> None:
-    """What there is now, modules and a model, never becomes garbage: looking through it would hold up every
-    token by a tenth of a second and more, from time to time, and does so once here."""
+    """Freeze what there is now: modules and a model never become garbage.
+
+    Looking through them would hold up every token by a tenth of a second and more, from time to time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
-    """Spans themselves say which rank of the process they are of."""
     who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
     process = traces.Process(role.value, who, config.cluster)
     return traces.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
@@ -281,7 +284,8 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 @asynccontextmanager
 async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[ServedMetrics]:
-    """From before the engine starts: a model may load for longer than a process may be out of sight.
+    """Serve /metrics from before the engine starts: a model may load for longer than a process may be out of
+    sight.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -307,12 +311,12 @@ async def open_rank(
     waits: Callable[[], None] = lambda: None,
     end_soon: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
-    """A rank from its engine's start to its engine's stop.
+    """Open a rank from its engine's start to its engine's stop.
+
+    It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd is
+    missing, `end_soon` when a thread of the engine's hangs.
 
     Raises ConfigError, Unavailable where another start may do, and StoppedEarly.
-
-    It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd
-    is missing, `end_soon` when a thread of the engine's hangs.
     """
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
@@ -374,7 +378,7 @@ def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str,
 
 
 class RankFailed(Exception):
-    """Ends the process with an error, so that the supervisor starts a new life."""
+    """The process ends with an error, so that the supervisor starts a new incarnation."""
 
 
 async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[[], None]) -> None:
@@ -384,7 +388,7 @@ async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[
 
 
 def _end_soon() -> None:
-    """The process ends, or is ended: no thread of it may write when others think that it is gone."""
+    """End the process, or have it ended: no thread of it may write when others think that it is gone."""
     faulthandler.dump_traceback_later(_HUNG_END_S, exit=True)
 
 
@@ -399,7 +403,7 @@ async def _join(
 ) -> Membership:
     """Register and publish in the background, until the stack is closed.
 
-    Waits for the registration, in vain once the rank has failed or `stopping` is set.
+    It waits for the registration, in vain once the rank has failed or `stopping` is set.
     """
     etcd = await stack.enter_async_context(
         Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
@@ -414,7 +418,7 @@ async def _join(
     )
     registry.register(MembershipCollector(membership))
     task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
-    # A schema that differs, or a later life in our place: nothing that waiting would mend.
+    # The schema differs, or a later incarnation is in our place: waiting would mend neither.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
     waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping, failed)}
     await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)

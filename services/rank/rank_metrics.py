@@ -1,4 +1,4 @@
-"""What a rank of either role shows Prometheus: its load, read when scraped, and its requests' ends."""
+"""A rank of either role shows Prometheus its load, read when scraped, and its requests' ends."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +19,11 @@ from services.values.kv_path import KvPath
 from services.values.load import RankLoad
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-# Up to what a request may wait: the routers' --max-wait-s.
+# They end where a request's wait may: at the routers' --max-wait-s.
 SECONDS = (*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class RequestMetrics:
-    """How requests end."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "isthmus_rank_requests",
@@ -34,7 +32,7 @@ class RequestMetrics:
             registry=registry,
         )
         self._outcome = cache(self._requests.labels)
-        self._outcome("finished")  # alerts compare with it from the beginning
+        self._outcome("finished")  # Alerts compare with it from the beginning.
         self._transfer_failures = Counter(
             "isthmus_transfer_failures",
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",
@@ -50,7 +48,7 @@ class RequestMetrics:
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
-        except TimeoutError:  # of the request's own deadline
+        except TimeoutError:  # The request's own deadline has passed.
             outcome = DeadlineExceeded.__name__
             raise
         except BaseException as error:
@@ -63,7 +61,7 @@ class RequestMetrics:
 
 
 def _kv_paths(paths: Sequence[KvPath]) -> Metric:
-    """Without a sample where nothing was written yet, as on every decode rank."""
+    """Return the metric, without a sample where nothing was written yet, as on every decode rank."""
     metric = GaugeMetricFamily(
         "isthmus_kv_path",
         "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
@@ -76,7 +74,7 @@ def _kv_paths(paths: Sequence[KvPath]) -> Metric:
 
 
 def _carried(load: RankLoad) -> Iterator[Metric]:
-    """Without a sample where the model's layers are all full attention."""
+    """Yield metrics, without a sample where the model's layers are all full attention."""
     units = GaugeMetricFamily(
         "isthmus_carried_units",
         "Pages of windows, or states of sequences, in the pools beside full attention's, by state: free or "
@@ -100,7 +98,7 @@ def _carried(load: RankLoad) -> Iterator[Metric]:
 
 
 def _drafts(load: RankLoad) -> Iterator[Metric]:
-    """Without a sample where nothing was drafted."""
+    """Yield metrics, without a sample where nothing was drafted."""
     drafted = CounterMetricFamily(
         "isthmus_drafted_tokens",
         "Tokens that were drafted and verified, by source: lookup (the request's own text), tree and ngrams "
@@ -220,8 +218,6 @@ class PoolCollector(Collector):
 
 
 class EngineCollector(Collector):
-    """What an engine's libraries count themselves."""
-
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 

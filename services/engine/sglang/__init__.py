@@ -1,1 +1,1 @@
-"""SGLang as an engine: in a process of its own, its ranks speaking our Handshake through its plugin."""
+"""SGLang is an engine here, in a process of its own; its ranks speak our Handshake through its plugin."""

@@ -1,7 +1,8 @@
-"""Whether the loops that carry the Handshake, in SGLang's processes, run. They tell every few seconds.
+"""The loops that carry the Handshake, in SGLang's processes, report every few seconds that they run.
 
-Counted in looks, as everywhere: whoever looks may have stood still itself. SGLang watches its schedulers
-(`--watchdog-timeout`); of our thread beside them it knows nothing, and its rooms would wait for ever.
+Time is counted in looks, as everywhere: whoever looks may have stood still itself. SGLang watches its
+schedulers (`--watchdog-timeout`); of our thread beside them it knows nothing, and its transfers would wait
+for ever.
 """
 
 import asyncio
@@ -13,32 +14,32 @@ from typing import Any, TypeVar
 
 BEAT_S = 5.0
 _LOOK_S = 1.0
-_SILENT_LOOKS = 60  # as long as a supervisor waits for a rank
+_SILENT_LOOKS = 60  # A supervisor waits as long for a rank.
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Beats:
     def __init__(self) -> None:
-        self._looks: dict[int, int] = {}  # by pid, since it was heard of
+        self._looks: dict[int, int] = {}  # By pid it counts the looks since the last beat.
 
     def heard(self, pid: int) -> None:
         self._looks[pid] = 0
 
     def look(self) -> list[int]:
-        """Those that were heard of, and are no more."""
+        """Return those that have beaten before and are silent now."""
         self._looks = {pid: looks + 1 for pid, looks in self._looks.items()}
         return [pid for pid, looks in self._looks.items() if looks >= _SILENT_LOOKS]
 
     async def until_silent(self) -> list[int]:
-        """Returns who was heard of and is no more."""
+        """Wait until some that have beaten are silent, and return them."""
         while not (silent := self.look()):
             await asyncio.sleep(_LOOK_S)
         return silent
 
 
 class LoopThread:
-    """Runs until the process ends."""
+    """An asyncio loop runs in a thread of its own until the process ends, whose main thread must not wait."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,12 +47,14 @@ class LoopThread:
         self.thread.start()
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call it on the loop; returns at once. From any thread."""
+        """Call it on the loop, from any thread; return at once."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def every(self, pause_s: float, function: Callable[[], Any]) -> None:
-        """Call it on the loop now, and again each `pause_s`, whatever it raises. The first of failures in
-        a row is logged."""
+        """Call it on the loop now, and again each `pause_s`, whatever it raises.
+
+        The first of failures in a row is logged.
+        """
         failed = False
 
         def call() -> None:

@@ -1,4 +1,4 @@
-"""Where the prefill processes of a worker serve their Handshake, told by its service over gRPC."""
+"""A worker's service says over gRPC where its prefill processes serve their Handshake."""
 
 import json
 import time
@@ -17,22 +17,22 @@ from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
-_TIMEOUT_S = 15.0  # as for a stream
-_FRESH_S = 3.0  # SGLang asks every second while a request waits
+_TIMEOUT_S = 15.0  # A stream has as long.
+_FRESH_S = 3.0  # SGLang asks every second while a request waits.
 
-Place = tuple[int, int, int, int]  # dp_rank, cp_rank, tp_rank, pp_rank
+Place = tuple[int, int, int, int]  # It is dp_rank, cp_rank, tp_rank and pp_rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """All processes of one prefill worker."""
+    """It has all processes of one prefill worker."""
 
     endpoints: dict[Place, str]
-    topology: dict[str, Any]  # what SGLang's ranks tell each other
+    topology: dict[str, Any]  # SGLang's ranks tell each other this.
 
 
 class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
-    """Answers at the service's endpoint; Connect is served by SGLang's processes themselves."""
+    """It answers at the service's endpoint; SGLang's processes serve Connect themselves."""
 
     def __init__(self, response: handshake_pb2.DescribeRanksResponse) -> None:
         self._response = response
@@ -51,7 +51,7 @@ class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
 
 
 def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handshake_pb2.DescribeRanksResponse:
-    """`ids` by DP rank."""
+    """Return the answer to DescribeRanks; `ids` go by DP rank."""
     return handshake_pb2.DescribeRanksResponse(
         ranks=[
             handshake_pb2.EngineRank(
@@ -68,7 +68,8 @@ def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handsha
 
 
 def directory_from_proto(response: handshake_pb2.DescribeRanksResponse) -> Directory:
-    """Raises ProtocolError when a rank has no endpoint or the topology is not SGLang's."""
+    """Return the directory. Raises ProtocolError when a rank has no endpoint or the topology is not
+    SGLang's."""
     endpoints = {
         (entry.rank.rank, entry.cp_rank, entry.tp_rank, entry.pp_rank): entry.endpoint
         for entry in response.ranks
@@ -101,10 +102,10 @@ class _Asked:
 
 
 class Lookups:
-    """Directories that are asked for in the background, by HOST:PORT.
+    """Directories are asked for in the background, by HOST:PORT.
 
     A request that waits for one can end before the answer comes. What is said then of a worker is not kept
-    for the next request: it may have had another life since, at the same address.
+    for the next request: it may have had another incarnation since, at the same address.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Lookups:
         self._asked: dict[str, _Asked] = {}
 
     def take(self, endpoint: str, wait_s: float) -> Directory | None:
-        """The answer, once; None while it is still to come. Raises IsthmusError."""
+        """Return the answer, once, or None while it is still to come. Raises IsthmusError."""
         asked = self._asked.get(endpoint)
         if asked is None or self._is_stale(asked):
             asked = self._asked[endpoint] = self._ask_now(endpoint)

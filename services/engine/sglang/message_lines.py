@@ -1,4 +1,4 @@
-"""What our service and SGLang's processes say to each other: one line of JSON per message. Pure."""
+"""Our service and SGLang's processes say this to each other: one line of JSON per message. All is pure."""
 
 import json
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def kinds_of(*classes: type[Any]) -> Kinds:
 
 
 def encode(message: Any) -> bytes:
-    """Of a dataclass whose fields are JSON's own."""
+    """Return a dataclass, whose fields are JSON's own, as a line."""
     told = {field.name: getattr(message, field.name) for field in fields(message)}
     return json.dumps({"kind": type(message).__name__, **told}).encode() + b"\n"
 
 
 def decode(line: bytes, kinds: Kinds) -> Any:
-    """Raises ProtocolError."""
+    """Return the message. Raises ProtocolError."""
     try:
         told = json.loads(line.decode())
         return kinds[told.pop("kind")](**told)
@@ -32,10 +32,11 @@ def decode(line: bytes, kinds: Kinds) -> Any:
 
 
 class LineSplitter:
-    """Bytes as they come, as whole lines. One that is too long loses what came first: nobody can read it."""
+    """Bytes, as they come, become whole lines. One that is too long loses what came first: nobody can read
+    it."""
 
     def __init__(self) -> None:
-        self._begun: list[bytes] = []  # of a line without its end
+        self._begun: list[bytes] = []  # A line without its end is here.
         self._begun_bytes = 0
 
     def feed(self, received: bytes) -> list[bytes]:
@@ -52,5 +53,5 @@ class LineSplitter:
 
     @property
     def has_begun(self) -> bool:
-        """Of a line the beginning is here, and not its end."""
+        """Return whether the beginning of a line is here, and not its end."""
         return bool(self._begun)

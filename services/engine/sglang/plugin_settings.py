@@ -1,4 +1,4 @@
-"""What our service tells the plugin inside SGLang's processes: one environment variable of JSON."""
+"""Our service tells the plugin inside SGLang's processes this, in one environment variable of JSON."""
 
 import json
 import os
@@ -16,13 +16,13 @@ VARIABLE = "ISTHMUS_SGLANG_PLUGIN"
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
     worker: str
-    generations: tuple[int, ...]  # by DP rank
+    generations: tuple[int, ...]  # They go by DP rank.
     model_fingerprint: int
-    num_kv_heads: int  # of the whole model
+    num_kv_heads: int  # They are the whole model's.
     head_dim: int
-    host: str  # to listen on
+    host: str  # The process listens on it.
     advertise_host: str
-    reports_path: str  # the service's Unix socket
+    reports_path: str  # This is the service's Unix socket.
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -31,9 +31,9 @@ class PluginSettings:
     tls_peer_name: str = ""
     nixl_backend: str = UCX
     expects_rdma: bool = False
-    # Of the draft's checkpoint, where it has one of its own; heads of the whole of it.
+    # They are those of the draft's checkpoint, where it has one of its own, with the whole of its heads.
     draft_fingerprint: int = 0
-    draft_kv_heads: int = 0  # 0: as the model's
+    draft_kv_heads: int = 0  # 0 means as many as the model's.
     draft_head_dim: int = 0
     draft_is_latent: bool = False
 
@@ -51,7 +51,7 @@ class PluginSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "PluginSettings":
-        """Raises ConfigError outside of a process that our service started."""
+        """Read the settings. Raises ConfigError outside of a process that our service started."""
         if VARIABLE not in environment:
             raise ConfigError(f"{VARIABLE} is not set: SGLang was not started by an Isthmus service")
         fields = json.loads(environment[VARIABLE])

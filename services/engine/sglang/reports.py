@@ -1,4 +1,4 @@
-"""What the plugin tells our service: one line per report. And what the service asks of a scheduler."""
+"""The plugin reports to our service, one line per report; the service asks this of a scheduler."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -23,21 +23,21 @@ class Active:
     pp_rank: int
     tp_size: int
     pid: int
-    endpoint: str  # of its Handshake; empty on decode
+    endpoint: str  # It is that of its Handshake, and empty on decode.
     page_size: int
-    page_bytes: int  # of the whole model
+    page_bytes: int  # They are the whole model's.
     num_pages: int
     dtype: str
     num_layers: int
-    state_kinds: list[str]  # SGLang's words for what it keeps beside the KV
-    carried: list[dict[str, Any]]  # the layout's groups beside full attention, by `group_fields`
-    draft: dict[str, Any] | None  # the draft's KV, by `draft_fields`
-    topology: dict[str, Any]  # SGLang's own description of a prefill rank
+    state_kinds: list[str]  # These are SGLang's words for what it keeps beside the KV.
+    carried: list[dict[str, Any]]  # They are the layout's groups beside full attention, by `group_fields`.
+    draft: dict[str, Any] | None  # It is the draft's KV, by `draft_fields`.
+    topology: dict[str, Any]  # It is SGLang's own description of a prefill rank.
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSent:
-    """A decode process has told prefill where a room's delta goes."""
+    """A decode process has told prefill where a transfer's delta goes."""
 
     room: int
     decode_prefix_len: int
@@ -46,12 +46,12 @@ class TicketSent:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A prefill process has written a room's delta, counted where the writes are posted."""
+    """A prefill process has written a transfer's delta, counted where the writes are posted."""
 
     room: int
     num_pages: int
-    size_bytes: int  # of pages
-    carried_bytes: dict[str, int]  # of tails and states, by SGLang's word for them, and of the draft's KV
+    size_bytes: int  # They are pages' bytes.
+    carried_bytes: dict[str, int]  # Tails, states and the draft's KV have these, by SGLang's word for them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class PathFound:
     """A prefill process has written KV by a way by which it had not before."""
 
     dp_rank: int
-    path_kind: str  # `kind` is the report's own
+    path_kind: str  # `kind` is the report's own.
     reach: str
     lanes: str
 
 
 @dataclass(frozen=True, slots=True)
 class TreeEvents:
-    """What a DP rank's radix tree gained and lost: SGLang's events, in order, as plain values."""
+    """A DP rank's radix tree gained and lost these: SGLang's events, in order, as plain values."""
 
     dp_rank: int
     events: list[dict[str, Any]]
@@ -81,18 +81,21 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What requests of a rank gained in one step of its scheduler, or why they ended. None is in both."""
+    """Requests of a rank gained this in one step of its scheduler, or ended for these reasons. None is in
+    both."""
 
-    chunks: list[dict[str, Any]]  # rid, output_ids (new ones), meta_info: SGLang's words, as over HTTP
-    # By rid the new ids of those of which there is nothing else to tell: nearly all of a step's.
+    chunks: list[
+        dict[str, Any]
+    ]  # They have rid, output_ids (new ones) and meta_info: SGLang's words, as over HTTP.
+    # By rid it has the new ids of those of which there is nothing else to tell: nearly all of a step's.
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of a DP rank, told when it has changed."""
+    """This is a DP rank's load, reported when it has changed."""
 
-    load: dict[str, Any]  # SGLang's own words (managers/load_snapshot.py)
+    load: dict[str, Any]  # It is in SGLang's own words (managers/load_snapshot.py).
 
 
 Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
@@ -101,15 +104,16 @@ REPORTS = message_lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvent
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A request for the scheduler of a rank."""
+    """This request is for the scheduler of a rank."""
 
-    # Of SGLang's TokenizedGenerateReqInput; sampling_params as a dict, input_ids by `pack_ids`.
+    # They are those of SGLang's TokenizedGenerateReqInput, with sampling_params as a dict and input_ids by
+    # `pack_ids`.
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """No error where there is no such request any more."""
+    """The request is to end; it is no error where there is no such request any more."""
 
     rid: str
 
@@ -119,23 +123,26 @@ ORDERS = message_lines.kinds_of(Generate, Abort)
 
 
 def pack_ids(ids: Iterable[int]) -> str:
-    """Token ids of a prompt, for JSON: a scheduler computes nothing while it reads them, and to read them as
-    a list of numbers takes it five times as long."""
+    """Pack token ids of a prompt for JSON.
+
+    A scheduler computes nothing while it reads them, and to read them as a list of numbers takes it five
+    times as long.
+    """
     return b64encode(array("i", ids)).decode()
 
 
 def unpack_ids(packed: str) -> "array[int]":
-    """What `pack_ids` packed, on this machine, as 64-bit numbers, which SGLang wants."""
+    """Return what `pack_ids` packed, on this machine, as 64-bit numbers, which SGLang wants."""
     return array("q", np.frombuffer(b64decode(packed), np.int32).astype(np.int64).tobytes())
 
 
 def group_fields(group: KvGroup) -> dict[str, Any]:
-    """As JSON has it."""
+    """Return the group as JSON has it."""
     return {**asdict(group), "kind": group.kind.value, "layer_ids": list(group.layer_ids)}
 
 
 def group_of(fields: Mapping[str, Any]) -> KvGroup:
-    """What `group_fields` made, read from JSON."""
+    """Return the group that `group_fields` made fields of, which were read from JSON."""
     kind, layer_ids = GroupKind(fields["kind"]), tuple(fields["layer_ids"])
     return KvGroup(**{**fields, "kind": kind, "layer_ids": layer_ids})
 
@@ -147,5 +154,5 @@ def draft_fields(draft: DraftKv | None) -> dict[str, Any] | None:
 
 
 def draft_of(fields: Mapping[str, Any] | None) -> DraftKv | None:
-    """What `draft_fields` made, read from JSON."""
+    """Return the draft that `draft_fields` made fields of, which were read from JSON."""
     return DraftKv(fields["model_fingerprint"], group_of(fields["group"])) if fields is not None else None

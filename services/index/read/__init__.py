@@ -1,1 +1,1 @@
-"""A router's side of the index: a copy in memory, made of what etcd's watch tells."""
+"""This is a router's side of the index: a copy in memory, made of what etcd's watch shows."""

@@ -1,4 +1,4 @@
-"""Which ranks hold which blocks. Pure.
+"""This knows which ranks hold which blocks. All is pure.
 
 A rank is a column, a bit in the mask of a set of ranks. A block has the number of its set; blocks share sets,
 for those of one conversation have the same few holders. A column that is given up is dead: its bits count no
@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 from services.index.read.hash_table import HashTable, Numbers, PackedHashes
 from services.index.records import hashes_of
 
-_SWEPT_BUCKETS = 4096  # with each change
-_SETS_AT_ONCE = 1024  # with each change, and four times as many as it made: else they would grow faster
-_MOST_DEAD_COLUMNS = 64  # and as many as are alive: then they are swept
+_SWEPT_BUCKETS = 4096  # So many are swept with each change.
+_SETS_AT_ONCE = (
+    1024  # So many go with each change, and four times as many as it made: else they would grow faster.
+)
+_MOST_DEAD_COLUMNS = 64  # They are swept when they are as many, and as many as are alive.
 _FEW_COLUMNS = 8
 _BITS_OF = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for octet in range(256))
-_MIN_SETS = 4096  # below, none are looked for that no block has
+_MIN_SETS = 4096  # With fewer, none are looked for that no block has.
 _DONE = object()
-_AT_ONCE = 128  # blocks of a prompt, where its holders change often
+_AT_ONCE = 128  # So many blocks of a prompt are looked up where its holders change often.
 
 Columns = NDArray[np.int64]
-Run = tuple[int, int]  # so many blocks of a prompt, and who holds them, as a mask
+Run = tuple[int, int]  # It is so many blocks of a prompt, and who holds them, as a mask.
 
 
 def packed(hashes: Iterable[int]) -> PackedHashes:
@@ -44,15 +46,15 @@ def columns_of(mask: int) -> list[int]:
 
 
 class _Sets:
-    """Masks by their numbers; 0 is nobody's."""
+    """Masks have numbers here; 0 is nobody's."""
 
     def __init__(self) -> None:
         self.masks = [0]
         self._numbers = {0: 0}
         self._free: list[int] = []
         self._many = _MIN_SETS
-        self._in_use: bytearray | None = None  # by number, from `begin_looking` on
-        self.num_new = 0  # since their tidying last went on
+        self._in_use: bytearray | None = None  # It goes by number, from `begin_looking` on.
+        self.num_new = 0  # These are new since their tidying last went on.
 
     @property
     def num_at_once(self) -> int:
@@ -60,7 +62,7 @@ class _Sets:
 
     @property
     def are_many(self) -> bool:
-        """It is time to look which of them no block has any more."""
+        """Return whether it is time to look which of them no block has any more."""
         return len(self._numbers) > self._many
 
     def number(self, mask: int) -> int:
@@ -81,17 +83,17 @@ class _Sets:
         return number
 
     def begin_looking(self) -> None:
-        """Whose number is asked for from now on is in use."""
+        """Count every set whose number is asked for from now on as in use."""
         self._in_use = bytearray(len(self.masks))
         self._in_use[0] = 1
 
     def in_use(self) -> NDArray[np.bool_]:
-        """By number, to be marked. Let go of it before numbers are asked for."""
+        """Return what is in use by number, to be marked. Let go of it before numbers are asked for."""
         assert self._in_use is not None
         return np.frombuffer(self._in_use, np.bool_)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Those of them that are not in use."""
+        """Forget those of them that are not in use."""
         assert self._in_use is not None
         for number in numbers:
             if not self._in_use[number] and self._numbers.get(self.masks[number]) == number:
@@ -108,26 +110,26 @@ class BlockHolders:
     def __init__(self) -> None:
         self._table = HashTable()
         self._sets = _Sets()
-        self._num_blocks = np.zeros(0, np.int64)  # by column
-        self._alone = np.zeros(0, np.uint32)  # by column: the number of its own set
+        self._num_blocks = np.zeros(0, np.int64)  # It goes by column.
+        self._alone = np.zeros(0, np.uint32)  # By column it has the number of its own set.
         self._free: list[int] = []
-        self._shown = 0  # columns that count
+        self._shown = 0  # These columns count.
         self._dead = self._num_dead_blocks = 0
-        self._tidying: Iterator[None] | None = None  # part by part
+        self._tidying: Iterator[None] | None = None  # It goes on part by part.
 
     def __repr__(self) -> str:
         return f"BlockHolders({self._table}, {len(self._sets.masks)} sets)"
 
     @property
     def size_bytes(self) -> int:
-        """Of the table."""
+        """Return the size of the table."""
         return self._table.size_bytes
 
     # -- columns ----------------------------------------------------------------------------------
 
     def take_column(self) -> int:
-        """One that holds nothing, and does not count before it is shown."""
-        self._tidy()  # it may never be changed
+        """Return a column that holds nothing, and does not count before it is shown."""
+        self._tidy()  # It may never be changed.
         if not self._free:
             first, count = len(self._alone), max(64, len(self._alone))
             self._free = list(range(first + count - 1, first - 1, -1))
@@ -141,7 +143,7 @@ class BlockHolders:
         self._shown |= 1 << column
 
     def give_column(self, column: int) -> None:
-        """It holds nothing any more."""
+        """Let the column hold nothing any more."""
         self._shown &= ~(1 << column)
         self._dead |= 1 << column
         self._num_dead_blocks += self.num_blocks(column)
@@ -153,7 +155,7 @@ class BlockHolders:
     # -- what they hold ---------------------------------------------------------------------------
 
     def change(self, hashes: PackedHashes, columns: Columns, is_added: NDArray[np.bool_]) -> None:
-        """One after the other."""
+        """Make the changes one after the other."""
         self._table.make_room(len(hashes))
         ordered = np.sort(hashes)
         if (ordered[1:] == ordered[:-1]).any():
@@ -186,7 +188,7 @@ class BlockHolders:
         self._table.put(blocks, rows, new)
 
     def _changed(self, old: Numbers, columns: Columns, is_added: NDArray[np.bool_]) -> Numbers:
-        """The numbers of blocks that were each changed once."""
+        """Return the new numbers of blocks that were each changed once."""
         alone = self._alone.take(columns)
         new = alone * is_added
         is_changed = new != old
@@ -207,7 +209,8 @@ class BlockHolders:
         return self._sets.number(after), after != before
 
     def runs(self, hashes: Sequence[int]) -> list[Run]:
-        """Ascending: so many leading blocks are held by these ranks, some of whom hold none behind them."""
+        """Return runs, ascending: so many leading blocks are held by these ranks, some of whom hold none
+        behind them."""
         runs: list[Run] = []
         holding, last, masks = self._shown, -1, self._sets.masks
         for depth, number in self._changes_along(hashes):
@@ -222,7 +225,7 @@ class BlockHolders:
         return runs
 
     def _changes_along(self, hashes: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """Blocks and the numbers of their holders, every change among them.
+        """Yield blocks and the numbers of their holders, every change among them.
 
         Whoever holds a block holds those before it: between two that the same hold nobody else does.
         """
@@ -231,7 +234,7 @@ class BlockHolders:
             return [(0, 0)]
         at: Sequence[int] = (0, last // 4, last // 2, last - last // 4, last)
         numbers = [first, *(number(hashes[i]) for i in at[1:])]
-        if len(set(numbers)) == len(at):  # there may be many more
+        if len(set(numbers)) == len(at):  # There may be many more.
             if last < _AT_ONCE:
                 return enumerate(self._table.find(packed(hashes)).tolist())
             at = [last * part // _AT_ONCE for part in range(_AT_ONCE + 1)]
@@ -255,7 +258,7 @@ class BlockHolders:
 
     def _tidy(self) -> None:
         if self._tidying is None:
-            if self._sets.are_many:  # else sweeps that follow each other make more and more
+            if self._sets.are_many:  # Else sweeps that follow each other make more and more.
                 self._tidying = self._forget_sets()
             elif self._dead and self._is_sweep_due():
                 self._tidying = self._sweep_columns()
@@ -268,8 +271,10 @@ class BlockHolders:
         return 2 * self._num_dead_blocks > len(self._table) or dead > alive + _MOST_DEAD_COLUMNS
 
     def _sweep_columns(self) -> Iterator[None]:
-        """Those that are dead now. Sets that are new since it began have none of them, and none is forgotten
-        meanwhile."""
+        """Sweep out the columns that are dead now.
+
+        Sets that are new since it began have none of them, and none is forgotten meanwhile.
+        """
         columns, self._num_dead_blocks = self._dead, 0
         masks, new_of = self._sets.masks, np.arange(len(self._sets.masks), dtype=np.uint32)
         first = 0
@@ -288,7 +293,7 @@ class BlockHolders:
         self._free += columns_of(columns)
 
     def _forget_sets(self) -> Iterator[None]:
-        """Those that no block has, and that none is given meanwhile."""
+        """Forget the sets that no block has, and that none is given meanwhile."""
         self._sets.begin_looking()
         for start, stop in self._buckets():
             self._table.mark_numbers(start, stop, self._sets.in_use())
@@ -303,7 +308,8 @@ class BlockHolders:
         self._sets.end_looking()
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """All, some at a time, from the first on: the halves of those split meanwhile stand behind them."""
+        """Yield all buckets, some at a time, from the first on: the halves of those split meanwhile stand
+        behind them."""
         start = 0
         while start < self._table.num_buckets:
             stop = min(start + _SWEPT_BUCKETS, self._table.num_buckets)

@@ -1,4 +1,4 @@
-"""What the ranks hold, read from their records as the watch brings them.
+"""A mirror reads from the ranks' records, as the watch brings them, what the ranks hold.
 
     record --RankHistory--> apply, wait or ignore --apply--> index, in slices that requests come between
                |--a record is missing--> a gap: the rank's records are read again, beside the watch
@@ -27,25 +27,24 @@ from services.values.rank import Generation, RankId, RankKey
 logger = logging.getLogger(__name__)
 
 RecordKey = HeadKey | SnapshotKey | LogKey
-_SLICE_HASHES = 8192  # taken in within about a millisecond
-_RESUMABLE_COST = 8  # hashes, of one that is told as resumable
+_SLICE_HASHES = 8192  # So many are taken in within about a millisecond.
+_RESUMABLE_COST = 8  # One that is reported as resumable costs as much as so many hashes.
 _TAKE_IN_S = 0.05
 _SLICE_RESUMABLE = _SLICE_HASHES // _RESUMABLE_COST
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """How far one rank's records have been read. `age_s`: of its last delta or snapshot when written."""
+    """One rank's records have been read so far. `age_s` is that of its last delta or snapshot when
+    written."""
 
     epoch: int
     next_seq: int
     age_s: float
-    current: bool  # a snapshot has been read, and no delta is missing
+    current: bool  # A snapshot has been read, and no delta is missing.
 
 
 class _Reading:
-    """One rank's."""
-
     __slots__ = ("age_s", "history")
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class _Reading:
 
 
 class BlockMirror:
-    """Owned by one event loop. Hold `turn` while applying: a rank's records may be read again meanwhile.
+    """One event loop owns it. Hold `turn` while applying: a rank's records may be read again meanwhile.
 
     `told` is called with the rank and the age, when written, of each delta and snapshot that was applied.
     """
@@ -62,18 +61,18 @@ class BlockMirror:
     def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[RankKey, float], None]) -> None:
         self.index = PrefixIndex()
         self.turn = asyncio.Lock()
-        self.gaps = 0  # times that a record was missing
-        self.resyncs = 0  # times that a rank's records were read again for that
+        self.gaps = 0  # A record was missing so often.
+        self.resyncs = 0  # A rank's records were read again for that so often.
         self.added_blocks = 0
         self.removed_blocks = 0
         self._etcd = etcd
         self._keys = keys
         self._told = told
         self._readings: dict[RankKey, _Reading] = {}
-        self._touched: set[RankKey] = set()  # had records since the prefix was last whole
+        self._touched: set[RankKey] = set()  # These had records since the prefix was last whole.
         self._rereads: set[asyncio.Task[None]] = set()
         self._taking_in: asyncio.TimerHandle | None = None
-        self._cost = 0  # of what was taken in since the loop last had its turn
+        self._cost = 0  # This was taken in since the loop last had its turn.
 
     def progress(self, rank: RankKey) -> RankProgress:
         reading = self._readings.get(rank) or _Reading()
@@ -81,13 +80,13 @@ class BlockMirror:
         return RankProgress(epoch, next_seq, reading.age_s, reading.history.current)
 
     def expect(self, rank: RankKey, generation: Generation) -> None:
-        """This is the rank's present life: nothing of another counts."""
+        """Take this for the rank's present incarnation: nothing of another counts."""
         self._reading(rank).history.expect(generation)
         if self.index.generation(rank) != generation:
             self.index.remove_rank(rank)
 
     def restart(self) -> None:
-        """Revisions seen so far mean nothing any more; what the ranks held still does."""
+        """Forget what revisions mean; what the ranks held still counts."""
         for reading in self._readings.values():
             reading.history.restart()
 
@@ -110,12 +109,12 @@ class BlockMirror:
             await asyncio.sleep(0)
 
     async def apply(self, key: RecordKey, change: KeyChange) -> None:
-        """Raises ProtocolError when the value is torn; then nothing has changed."""
+        """Apply a record. Raises ProtocolError when the value is torn; then nothing has changed."""
         if change.value is not None:
             await self._offer(key.rank, decode_record(key, change.value), change.mod_revision)
 
     def look_for_gaps(self) -> None:
-        """All that there is up to some revision has been applied: what is missing is lost."""
+        """Read again what is missing, now that all up to some revision has been applied: it is lost."""
         touched, self._touched = self._touched, set()
         for rank in touched:
             reading = self._reading(rank)
@@ -139,7 +138,7 @@ class BlockMirror:
         if step.snapshot is not None:
             await self._take_snapshot(life, reading, step.snapshot)
             if self._readings.get(life.key) is not reading:
-                return  # forgotten meanwhile
+                return  # It was forgotten meanwhile.
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(
@@ -153,7 +152,7 @@ class BlockMirror:
             await self.give_way(len(delta.added) + len(delta.removed) + resumable * _RESUMABLE_COST)
 
     def _take_in_soon(self) -> None:
-        """Though nobody asks: then what is told of how much ranks hold is right."""
+        """Take in what waits though nobody asks: then it is right what is shown of how much ranks hold."""
         if self._taking_in is None:
             self._taking_in = asyncio.get_running_loop().call_later(_TAKE_IN_S, self._take_in)
 
@@ -187,7 +186,7 @@ class BlockMirror:
         change: Callable[[RankKey, Sequence[int]], object],
         resumable: Iterable[int],
     ) -> None:
-        """Until the rank is forgotten."""
+        """Make the change slice by slice, until the rank is forgotten."""
         rest = iter(resumable)
         while (part := tuple(islice(rest, _SLICE_RESUMABLE))) and self._readings.get(rank) is reading:
             change(rank, part)
@@ -207,7 +206,10 @@ class BlockMirror:
         self._told(rank, age_s)
 
     async def _read_again(self, rank: RankKey, reading: _Reading) -> None:
-        """Beside the watch, which goes on. Should a record be lost, the next snapshot makes up for it."""
+        """Read the rank's records beside the watch, which goes on.
+
+        Should a record be lost, the next snapshot makes up for it.
+        """
         backoff = Backoff(self._etcd.rng)
         while True:
             try:
@@ -219,13 +221,13 @@ class BlockMirror:
         async with self.turn:
             for kv in kvs:
                 if self._readings.get(rank) is not reading:
-                    return  # forgotten meanwhile
+                    return  # It was forgotten meanwhile.
                 key = self._keys.parse(kv.key)
                 if isinstance(key, HeadKey | SnapshotKey | LogKey):
                     try:
                         await self._offer(rank, decode_record(key, kv.value), kv.mod_revision)
                     except ProtocolError:
-                        continue  # counted when the watch delivered it
+                        continue  # It was counted when the watch delivered it.
         self.resyncs += 1
 
     def _reading(self, rank: RankKey) -> _Reading:
@@ -236,7 +238,7 @@ class BlockMirror:
 
 
 def _parts(snapshot: Iterable[PrefixSnapshot]) -> Iterator[Hashes]:
-    """Its blocks, of each slice."""
+    """Yield the snapshot's blocks, slice by slice."""
     for chunk in snapshot:
         for start in range(0, len(chunk.hashes), _SLICE_HASHES):
             yield chunk.hashes[start : start + _SLICE_HASHES]

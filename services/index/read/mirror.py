@@ -1,11 +1,12 @@
-"""A router's copy of the index: ranks, blocks and pins, read from etcd's watch and never from etcd itself.
+"""A router has a copy of the index: ranks, blocks and pins, read from etcd's watch and never from etcd
+itself.
 
 a rank:  --registration--> LIVE --its key goes (lease lapsed)--> SUSPECT, blocks kept --key comes back--> LIVE
                             |  ^                                   |  ^
                             |  +--------- mark_live ---------------+  |
                             +------------ mark_dead (key is there) ---+
                                                                    +--mark_dead (key is gone)--> forgotten
-         --registration of a new generation--> LIVE, blocks of the old life forgotten
+         --registration of a new generation--> LIVE, blocks of the old incarnation forgotten
          --registration says draining--its key goes--> forgotten: a lapsed lease never says so first
 
 The ranks are listed first, so that they can be used while millions of blocks are still being read.
@@ -48,12 +49,12 @@ from services.values.registration import Registration
 logger = logging.getLogger(__name__)
 
 Subscriber = Callable[[RankKey], None]
-_CHANGE_COST = 64  # of one change, in hashes
+_CHANGE_COST = 64  # One change costs as much as so many hashes.
 _BEHIND_S = 10.0
 _OF_LATE_S = 10.0
-_NOBODY = "nobody"  # whose probe is never written
+_NOBODY = "nobody"  # Its probe is never written.
 _FREEZE_INTERVAL_S = 0.05
-_FREEZE_BLOCKS = 200_000  # looking through so many takes about 10 ms
+_FREEZE_BLOCKS = 200_000  # Looking through so many takes about 10 ms.
 
 
 class RankState(Enum):
@@ -63,8 +64,10 @@ class RankState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """`since_s`: when it took its state, on the mirror's clock. `registered`: its key is in etcd, else since
-    `gone_s` it has not been."""
+    """`since_s` is when it took its state, on the mirror's clock.
+
+    `registered` says that its key is in etcd; else it has not been since `gone_s`.
+    """
 
     registration: Registration
     state: RankState
@@ -74,17 +77,17 @@ class RankView:
 
     @property
     def draining(self) -> bool:
-        """It said itself that it takes no new requests."""
+        """Return whether it said itself that it takes no new requests."""
         return self.registration.draining
 
     @property
     def condition(self) -> str:
-        """In a word: draining, live or suspect."""
+        """Return one word: draining, live or suspect."""
         return "draining" if self.draining else self.state.value
 
 
 class Mirror:
-    """Owned by one event loop; `ranks`, `pins` and `index` are for reading.
+    """One event loop owns it; `ranks`, `pins` and `index` are for reading.
 
     `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set. Without a
     `router` it is only looked at: nothing is written, and the time that etcd takes is not known.
@@ -107,7 +110,7 @@ class Mirror:
         self.pins = PinMirror(max_pins)
         self.ranks_known = asyncio.Event()
         self.ready = asyncio.Event()
-        self.torn_values = 0  # that nobody of ours can have written, or not whole; they are skipped
+        self.torn_values = 0  # Nobody of ours can have written these, or not whole; they are skipped.
         self._etcd = etcd
         self._keys = keys
         self._observe_staleness = observe_staleness
@@ -121,11 +124,11 @@ class Mirror:
         self._is_router = router is not None
         self._subscribers: list[Subscriber] = []
         self._staleness = Staleness(_OF_LATE_S)
-        self._told_at: dict[RankKey, float] = {}  # when a record of the rank last took effect
+        self._told_at: dict[RankKey, float] = {}  # A record of the rank last took effect then.
 
     @property
     def revision(self) -> int:
-        """Of etcd, up to which the mirror has read."""
+        """Return the revision of etcd up to which the mirror has read."""
         return self._watch.revision
 
     @property
@@ -134,14 +137,15 @@ class Mirror:
 
     @property
     def degraded_reason(self) -> Degraded | None:
-        """None while the mirror follows etcd."""
+        """Return why the mirror may be behind, or None while it follows etcd."""
         if (trouble := self._watch.trouble or self._probe.trouble) is not None:
             return reason_of(trouble)
         return Degraded.BEHIND if self._probe.delay_s > _BEHIND_S else None
 
     @property
     def degraded(self) -> str | None:
-        """Why the mirror may be behind; None while it follows etcd. Routing goes on from memory."""
+        """Return in words why the mirror may be behind, or None while it follows etcd. Routing goes on from
+        memory."""
         reason = self.degraded_reason
         if reason is None:
             return None
@@ -151,12 +155,16 @@ class Mirror:
 
     @property
     def staleness_s(self) -> float:
-        """How far the index is behind the ranks: the oldest age told of late, plus the way here."""
+        """Return how far the index is behind the ranks: the oldest age reported of late, plus the way
+        here."""
         return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
 
     def rank_staleness_s(self, rank: RankKey) -> float:
-        """How far what is known of a rank is behind it: the age of its last record, if that came of late, or
-        for how long its records have been missing, plus the way here."""
+        """Return how far what is known of a rank is behind it.
+
+        It is the age of its last record, if that came of late, or for how long its records have been missing,
+        plus the way here.
+        """
         view, progress, now = self.ranks.get(rank), self.progress(rank), self._etcd.clock()
         if view is None:
             return 0.0
@@ -181,26 +189,27 @@ class Mirror:
         return known.pin if known else None
 
     def known_pin(self, name: str) -> KnownPin | None:
-        """`name` is from keys.pin_name."""
+        """Return the pin of a `name` from keys.pin_name, if there is one."""
         return self.pins.get(name)
 
     def unregistered_s(self, view: RankView) -> float:
-        """For how long the rank's key has been missing from etcd, and its records with it; 0: it is there."""
+        """Return for how long the rank's key has been missing from etcd, and its records with it; 0: it is
+        there."""
         return 0.0 if view.registered else self._etcd.clock() - view.gone_s
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` whenever a rank appears, changes or is forgotten. Returns how to stop that."""
+        """Call `subscriber` whenever a rank appears, changes or is forgotten; return how to stop that."""
         self._subscribers.append(subscriber)
         return lambda: self._subscribers.remove(subscriber)
 
     def mark_live(self, rank: RankKey) -> None:
-        """The rank answered a direct health check."""
+        """Note that the rank answered a direct health check."""
         view = self.ranks.get(rank)
         if view is not None and view.state is RankState.SUSPECT:
             self._set_view(rank, replace(view, state=RankState.LIVE, since_s=self._etcd.clock()))
 
     def mark_dead(self, rank: RankKey) -> None:
-        """The rank failed a direct health check. Forgotten if its key is gone; else it is suspect.
+        """Note that the rank failed a direct health check: forget it if its key is gone; else it is suspect.
 
         While etcd is away it is suspect in any case: it could not say that it has come back.
         """
@@ -213,7 +222,8 @@ class Mirror:
             self._forget(rank)
 
     async def run(self) -> None:
-        """Until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us from the start."""
+        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us from
+        the start."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow())
@@ -235,7 +245,7 @@ class Mirror:
     async def _apply(self, batch: WatchBatch) -> None:
         if batch.rewound:
             self.blocks.restart()
-        if batch.first:  # nothing of a listing comes before
+        if batch.first:  # Nothing of a listing comes before.
             self.pins.begin_listing()
         for change in batch.changes:
             try:
@@ -263,13 +273,13 @@ class Mirror:
             case ProbeKey(router):
                 self._probe.seen(router, change.value)
             case SchemaKey():
-                pass  # each process compares it when it starts
+                pass  # Each process compares it when it starts.
             case None:
                 self.torn_values += change.value is not None
 
     def _told(self, rank: RankKey, age_s: float) -> None:
         self._told_at[rank] = self._etcd.clock()
-        if self.ready.is_set():  # what a listing shows may be hours old
+        if self.ready.is_set():  # What a listing shows may be hours old.
             self._staleness.told(age_s, self._etcd.clock())
             self._observe_staleness(age_s + self._probe.delay_s)
 

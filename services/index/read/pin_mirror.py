@@ -1,8 +1,8 @@
-"""The pins that a router has been told of: of very many the newest.
+"""A router knows of these pins: of very many the newest.
 
     begin_listing --put, for each that etcd has--> end_listing: these, and no others
 
-The watch does not remember which pins it has told, for they may be millions. So a listing tells all of them
+The watch does not remember which pins it has shown, for they may be millions. So a listing shows all of them
 again, by their names, and of none that it has gone.
 """
 
@@ -14,12 +14,12 @@ from services.index.pins import KnownPin
 
 
 class PinMirror(Mapping[str, KnownPin]):
-    """By keys.pin_name(conversation)."""
+    """It maps keys.pin_name(conversation) to pins."""
 
     def __init__(self, max_pins: int) -> None:
         self._max_pins = max_pins
-        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # in the order of their revisions
-        self._listed: list[tuple[int, str, KnownPin]] | None = None  # a heap, the oldest first
+        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # They stand in the order of their revisions.
+        self._listed: list[tuple[int, str, KnownPin]] | None = None  # It is a heap, the oldest first.
 
     def __repr__(self) -> str:
         return f"PinMirror(pins={len(self._pins)}, listing={self._listed is not None})"
@@ -34,7 +34,7 @@ class PinMirror(Mapping[str, KnownPin]):
         return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
-        """In a listing once for each name; what is not known yet is when the listing ends."""
+        """Put a pin, in a listing once for each name; what is not known yet is when the listing ends."""
         if self._listed is not None:
             if name in self._pins:
                 self._pins[name] = pin
@@ -51,7 +51,7 @@ class PinMirror(Mapping[str, KnownPin]):
         self._pins.pop(name, None)
 
     def begin_listing(self) -> None:
-        """What one that was broken off has brought is forgotten; the next will bring it."""
+        """Forget what a listing that was broken off has brought; the next will bring it."""
         self._listed = []
 
     def end_listing(self) -> None:

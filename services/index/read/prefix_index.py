@@ -1,4 +1,4 @@
-"""Which rank holds which index blocks, in memory. Pure.
+"""This knows in memory which rank holds which index blocks. All is pure.
 
 Sequence hashes make a set prefix-closed: a radix tree holds block i of a sequence only together with all
 blocks before it. So of a long prompt some blocks are looked up, and further ones where their holders differ.
@@ -19,11 +19,11 @@ from services.index.read.hash_table import PackedHashes
 from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
-_MOST_WAITING = 4096  # blocks: about a millisecond
+_MOST_WAITING = 4096  # So many blocks take about a millisecond.
 
 
 class Held:
-    """Who holds how much of one prompt, for as long as nothing changes."""
+    """This says who holds how much of one prompt, for as long as nothing changes."""
 
     __slots__ = ("_columns", "_keys", "_runs")
 
@@ -31,7 +31,7 @@ class Held:
         self._runs, self._columns, self._keys = runs, columns, keys
 
     def depth(self, key: RankKey) -> int:
-        """How many leading blocks the rank holds."""
+        """Return how many leading blocks the rank holds."""
         if not self._runs or (column := self._columns.get(key)) is None:
             return 0
         bit = 1 << column
@@ -41,15 +41,15 @@ class Held:
         return 0
 
     def num_beyond(self, depth: int) -> int:
-        """How many ranks hold more blocks than that."""
+        """Return how many ranks hold more blocks than that."""
         return self._mask(depth).bit_count()
 
     def beyond(self, depth: int) -> list[RankKey]:
-        """Those ranks, in no order."""
+        """Return those ranks, in no order."""
         return [self._keys[column] for column in columns_of(self._mask(depth))]
 
     def depths(self) -> dict[RankKey, int]:
-        """Of all that hold any."""
+        """Return the depths of all that hold any."""
         depths: dict[RankKey, int] = {}
         deeper = 0
         for depth, mask in reversed(self._runs):
@@ -66,42 +66,47 @@ class Held:
 
 
 class PrefixIndex:
-    """Per rank, the sequence hashes of its present life. 20 to 38 bytes a block, however many ranks hold it.
+    """Each rank has the sequence hashes of its present incarnation, 20 to 38 bytes a block, however many
+    ranks hold it.
 
-    `resume_points` are those of ranks that tell them: all others can go on computing wherever they hold.
+    `resume_points` are the checkpoints of ranks that report them: all others can go on computing wherever
+    they hold.
     """
 
     def __init__(self) -> None:
         self.resume_points = ResumableBlocks()
         self._holders = BlockHolders()
-        self._generations: dict[RankKey, Generation] = {}  # of the life that holds them
+        self._generations: dict[RankKey, Generation] = {}  # It is that of the incarnation that holds them.
         self._columns: dict[RankKey, int] = {}
-        self._keys: dict[int, RankKey] = {}  # by column
+        self._keys: dict[int, RankKey] = {}  # The keys are columns.
         self._waiting: list[tuple[int, bool, PackedHashes]] = []
         self._num_waiting = 0
-        self._more: dict[int, int] = {}  # by column: blocks that wait to be added, less those to be removed
+        self._more: dict[
+            int, int
+        ] = {}  # By column it has the blocks that wait to be added, less those to be removed.
 
     def __repr__(self) -> str:
         return f"PrefixIndex({ {str(key): self.num_blocks(key) for key in self._columns} })"
 
     @property
     def total_blocks(self) -> int:
-        """Over all ranks; see `num_blocks`."""
+        """Return the blocks of all ranks together; see `num_blocks`."""
         return sum(map(self.num_blocks, tuple(self._columns)))
 
     def generation(self, key: RankKey) -> Generation | None:
-        """Of the life whose blocks are held; None: nothing is known of the rank."""
+        """Return the generation whose blocks are held, or None where nothing is known of the rank."""
         return self._generations.get(key)
 
     def num_blocks(self, key: RankKey) -> int:
-        """What waits is counted as if it changed something. Any thread may ask."""
+        """Return how many blocks a rank holds; what waits is counted as if it changed something. Any thread
+        may ask."""
         column = self._columns.get(key)
         return 0 if column is None else self._holders.num_blocks(column) + self._more.get(column, 0)
 
     # -- snapshots: drafted in parts, seen at once -----------------------------------------------------
 
     def draft(self) -> int:
-        """A snapshot without blocks, to be shown or dropped."""
+        """Return a new snapshot without blocks, to be shown or dropped."""
         return self._holders.take_column()
 
     def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
@@ -109,8 +114,10 @@ class PrefixIndex:
         self._holders.change(blocks, np.full(len(blocks), draft), np.ones(len(blocks), np.bool_))
 
     def show_draft(self, draft: int, rank: RankId) -> None:
-        """The rank holds exactly this; whatever was known of this or another life is forgotten, but for the
-        resume points: they take so long that the caller changes them, in slices."""
+        """Let the rank hold exactly this; whatever was known of this or another incarnation is forgotten.
+
+        Its checkpoints stay: they take so long that the caller changes them, in slices.
+        """
         key = rank.key
         self._give_column(key)
         self._generations[key] = rank.generation
@@ -121,13 +128,13 @@ class PrefixIndex:
         self._holders.give_column(draft)
 
     def take_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
-        """All of a draft at once."""
+        """Take all of a draft at once."""
         draft = self.draft()
         self.add_to_draft(draft, hashes)
         self.show_draft(draft, rank)
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
-        """The same, and the resume points."""
+        """Take a snapshot at once, its checkpoints too."""
         self.take_snapshot(rank, hashes)
         self.resume_points.remove_rank(rank.key)
         self.resume_points.add(rank.key, resumable)
@@ -142,7 +149,7 @@ class PrefixIndex:
         resumable_added: Iterable[int] = (),
         resumable_removed: Iterable[int] = (),
     ) -> bool:
-        """False, and nothing changes: this life of the rank has no snapshot here."""
+        """Apply a delta; return False, and change nothing, where this incarnation has no snapshot here."""
         key = rank.key
         if self._generations.get(key) != rank.generation:
             return False
@@ -163,7 +170,7 @@ class PrefixIndex:
                 self.take_in()
 
     def take_in(self) -> None:
-        """What waits."""
+        """Apply what waits."""
         if waiting := self._waiting:
             self._waiting, self._num_waiting, self._more = [], 0, {}
             columns, is_added, hashes = zip(*waiting, strict=True)
@@ -186,11 +193,11 @@ class PrefixIndex:
             del self._keys[column]
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
-        """The rank said that of this sequence it holds `present_depth` blocks: forget those beyond.
+        """Forget the blocks beyond `present_depth`, which the rank said that it holds of this sequence.
 
-        Call it with the blocks that were believed present when the request was sent. Blocks that the
-        rank holds and we did not know are not added: their eviction may have been told already.
-        Returns how many were forgotten.
+        Call it with the blocks that were believed present when the request was sent. Blocks that the rank
+        holds and we did not know are not added: their eviction may have been reported already. Returns how
+        many were forgotten.
         """
         if key not in self._columns:
             return 0
@@ -204,15 +211,15 @@ class PrefixIndex:
     # -- look-ups --------------------------------------------------------------------------------------
 
     def held(self, hashes: Sequence[int]) -> Held:
-        """Who holds how much of a prompt, looked up once for all ranks."""
+        """Look up once for all ranks who holds how much of a prompt."""
         self.take_in()
         runs = self._holders.runs(hashes) if hashes else []
         return Held(runs, self._columns, self._keys)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
-        """How many leading blocks of the sequence the rank holds."""
+        """Return how many leading blocks of the sequence the rank holds."""
         return self.held(hashes).depth(key)
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        """`match` for every rank; ranks that hold nothing of the sequence are left out."""
+        """Return `match` for every rank; ranks that hold nothing of the sequence are left out."""
         return self.held(hashes).depths()

@@ -1,14 +1,14 @@
-"""Decides what to do with each record of one rank, in whatever order, number and age they come. Pure.
+"""This decides what to do with each record of one rank, in whatever order, number and age they come.
 
     NOTHING --head--> WAITING for its chunks --all there--> FOLLOWING: deltas base_seq, base_seq + 1, ...
-                         ^                                     |--head of a newer epoch or life--+
-                         +-------------------------------------|---------------------------------+
+                         ^                                     |--head of a newer epoch or incarnation--+
+                         +-------------------------------------|----------------------------------------+
                          |--a chunk never comes--+             |--delta out of turn: waits for its turn
                          +--> a gap, told once an epoch: read the rank's records again
 
-What fences out the past: a head counts only if etcd wrote it after the last one that counted (its
-revision); a chunk or delta only if generation and epoch are the head's; a delta only in its turn. And
-once a registration has named the generation, records of any other life are ignored.
+What fences out the past: a head counts only if etcd wrote it after the last one that counted (its revision);
+a chunk or delta only if generation and epoch are the head's; a delta only in its turn. And once a
+registration has named the generation, records of any other incarnation are ignored. All is pure.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from enum import Enum
 from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot
 from services.values.rank import Generation
 
-_Life = tuple[Generation, int]  # generation, epoch
+_Life = tuple[Generation, int]  # It is a generation and an epoch.
 _MAX_WAITING_DELTAS = 10_000
-_MAX_WAITING_SNAPSHOTS = 3  # an attempt to write one that fails leaves its chunks behind
+_MAX_WAITING_SNAPSHOTS = 3  # An attempt to write one that fails leaves its chunks behind.
 
 
 class Verdict(Enum):
     APPLY = "apply"
-    WAIT = "wait"  # kept; something it stands on has yet to come
-    IGNORE = "ignore"  # of the past, of another life, or a duplicate
+    WAIT = "wait"  # It is kept; something it stands on has yet to come.
+    IGNORE = "ignore"  # It is past, of another incarnation, or a duplicate.
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """With APPLY: first the snapshot, where there is one, takes the place of all blocks; then the deltas.
+    """APPLY says to put the snapshot, where there is one, for all blocks, and then to apply the deltas.
 
     The snapshot comes in the chunks it was written in.
     """
@@ -47,16 +47,16 @@ _WAIT = Step(Verdict.WAIT)
 
 
 class RankHistory:
-    """The place reached in one rank's records."""
+    """One rank's records have been read up to this place."""
 
     def __init__(self) -> None:
         self._expected: Generation | None = None
         self._head: PrefixHead | None = None
         self._head_revision = 0
-        self._following = False  # the head's snapshot has been applied
+        self._following = False  # The head's snapshot has been applied.
         self._next_seq = 0
         self._chunks: dict[_Life, dict[int, PrefixSnapshot]] = {}
-        self._deltas: dict[int, PrefixDelta] = {}  # of the head's epoch, waiting for their turn
+        self._deltas: dict[int, PrefixDelta] = {}  # These of the head's epoch wait for their turn.
         self._gap_told: _Life | None = None
 
     def __repr__(self) -> str:
@@ -64,18 +64,19 @@ class RankHistory:
 
     @property
     def current(self) -> bool:
-        """A snapshot has been applied, and no delta is missing."""
+        """Return whether a snapshot has been applied, and no delta is missing."""
         return self._following and not self._deltas
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch that counts and the sequence number of the delta that comes next; zeros before any."""
+        """Return the epoch that counts and the sequence number of the delta that comes next; zeros before
+        any."""
         return (self._head.epoch if self._head else 0, self._next_seq)
 
     def gap(self) -> bool:
-        """Ask when everything up to some revision has been offered: True if a record is missing.
+        """Return whether a record is missing; ask when everything up to some revision has been offered.
 
-        Said once an epoch: where reading again does not help, the rank's next snapshot will.
+        It says so once an epoch: where reading again does not help, the rank's next snapshot will.
         """
         head = self._head
         if head is None or self.current or self._gap_told == (head.generation, head.epoch):
@@ -84,7 +85,7 @@ class RankHistory:
         return True
 
     def expect(self, generation: Generation) -> None:
-        """A registration has named the rank's present life: others are past."""
+        """Note that a registration has named the rank's present incarnation: others are past."""
         self._expected = generation
         if self._head is not None and self._head.generation != generation:
             self._head, self._following = None, False
@@ -99,7 +100,7 @@ class RankHistory:
         self._deltas.clear()
 
     def offer(self, record: PrefixHead | PrefixSnapshot | PrefixDelta, revision: int) -> Step:
-        """What to do now that etcd says that `record` was written at `revision`."""
+        """Return what to do now that etcd says that `record` was written at `revision`."""
         if self._expected is not None and record.generation != self._expected:
             return _IGNORE
         match record:

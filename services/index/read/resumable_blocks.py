@@ -1,7 +1,7 @@
-"""Where ranks can go on computing, by the blocks at whose end they kept tails and state, in memory. Pure.
+"""Ranks can go on computing at the end of these blocks, where they kept windows' tails and states.
 
-They are few, and no rank has all before one that it has. So they are looked up the other way round: which
-of a prompt's blocks are anybody's, and whose.
+They are few, and no rank has all before one that it has. So they are looked up the other way round: which of
+a prompt's blocks are anybody's, and whose. All is in memory and pure.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _MAX_SHARED = 1 << 14
 
 
 class ResumableBlocks:
-    """Per rank, a set of sequence hashes; per hash, the ranks. About 140 bytes an entry.
+    """Each rank has a set of sequence hashes, and each hash its ranks. An entry takes about 140 bytes.
 
     Most blocks are one rank's or the same few ranks', so blocks share their set of ranks.
     """
@@ -22,10 +22,10 @@ class ResumableBlocks:
     def __init__(self) -> None:
         self._blocks: dict[RankKey, set[int]] = {}
         self._ranks: dict[int, frozenset[RankKey]] = {}
-        self._shared: dict[frozenset[RankKey], frozenset[RankKey]] = {}  # of the values of `_ranks`
+        self._shared: dict[frozenset[RankKey], frozenset[RankKey]] = {}  # It holds the values of `_ranks`.
 
     def __len__(self) -> int:
-        """Over all ranks."""
+        """Return how many there are over all ranks."""
         return sum(map(len, self._blocks.values()))
 
     def num_blocks(self, key: RankKey) -> int:
@@ -37,7 +37,7 @@ class ResumableBlocks:
             self._ranks[block] = self._share(self._ranks.get(block, _NOBODY) | {key})
 
     def remove(self, key: RankKey, blocks: Iterable[int]) -> int:
-        """Returns how many of them were there."""
+        """Remove the blocks, and return how many of them were there."""
         known = self._blocks.get(key)
         if known is None:
             return 0
@@ -53,13 +53,13 @@ class ResumableBlocks:
         return len(gone)
 
     def _share(self, ranks: frozenset[RankKey]) -> frozenset[RankKey]:
-        """An equal set, as a rule the one that other blocks have."""
+        """Return an equal set, as a rule the one that other blocks have."""
         if len(self._shared) >= _MAX_SHARED:
-            self._shared.clear()  # of many nobody may have any more
+            self._shared.clear()  # Nobody may have many of them any more.
         return self._shared.setdefault(ranks, ranks)
 
     def changes(self, key: RankKey, blocks: AbstractSet[int]) -> tuple[AbstractSet[int], AbstractSet[int]]:
-        """What to remove and what to add, until the rank's are these."""
+        """Return what to remove and what to add, until the rank's are these."""
         known = self._blocks.get(key, set())
         return known - blocks, blocks - known
 
@@ -67,7 +67,7 @@ class ResumableBlocks:
         self.remove(key, tuple(self._blocks.get(key, ())))
 
     def along(self, hashes: Sequence[int]) -> Iterator[tuple[int, frozenset[RankKey]]]:
-        """Those of a sequence, deepest first: how many of its blocks lie before, and the ranks."""
+        """Yield those of a sequence, deepest first: how many of its blocks lie before, and the ranks."""
         if not self._ranks:
             return
         for depth in range(len(hashes), 0, -1):
@@ -75,8 +75,8 @@ class ResumableBlocks:
                 yield depth, ranks
 
     def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
-        """Of each rank of `most`, its deepest one of the sequence within so many blocks; ranks that have none
-        are left out."""
+        """Return each rank's deepest one of the sequence within `most` blocks; ranks that have none are left
+        out."""
         found: dict[RankKey, int] = {}
         for depth, ranks in self.along(hashes):
             for key in ranks & most.keys():

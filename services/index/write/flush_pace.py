@@ -1,4 +1,4 @@
-"""When one rank may write its index: the cluster's budget, shared by all ranks. Pure."""
+"""A rank writes its index when the cluster's budget, shared by all ranks, lets it. All is pure."""
 
 import math
 
@@ -6,10 +6,11 @@ _MAX_SLOW_S = 1.0
 
 
 class FlushPace:
-    """Adapts the interval between two writes, and nothing else. Times are seconds on one monotonic clock.
+    """This adapts the interval between two writes, and nothing else. Times are seconds on one monotonic
+    clock.
 
-    Never below `flush_s`; never below the rank's share of `writes_per_s`, which is what all ranks of the
-    cluster may write together; and, where etcd is slow, at most half of the time is spent writing. A rank
+    It is never below `flush_s`; never below the rank's share of `writes_per_s`, which is what all ranks of
+    the cluster may write together; and, where etcd is slow, at most half of the time is spent writing. A rank
     that has not written for so long waits only `flush_s`, for what else may happen.
 
     Every rank keeps the beat that chance gave it. Many who have news at one moment, or whom a slow moment of
@@ -18,7 +19,7 @@ class FlushPace:
 
     def __init__(self, flush_s: float, writes_per_s: float) -> None:
         assert flush_s >= 0 and writes_per_s > 0
-        self.num_ranks = 1  # of the cluster
+        self.num_ranks = 1  # The cluster has so many.
         self._flush_s = flush_s
         self._writes_per_s = writes_per_s
         self._took_s = 0.0
@@ -29,7 +30,8 @@ class FlushPace:
 
     @property
     def interval_s(self) -> float:
-        """From the beginning of one write to that of the next, where the last one is typical."""
+        """Return the time from the beginning of one write to that of the next, where the last one is
+        typical."""
         return max(self._beat_s, self._took_s + min(self._took_s, _MAX_SLOW_S))
 
     @property
@@ -37,7 +39,7 @@ class FlushPace:
         return max(self._flush_s, self.num_ranks / self._writes_per_s)
 
     def wait_s(self, now: float, age_s: float) -> float:
-        """Until the next write, where the oldest untold event happened `age_s` ago."""
+        """Return the time until the next write, where the oldest unreported event happened `age_s` ago."""
         return max(0.0, self._next_at - now, self._flush_s - age_s)
 
     def scatter(self, now: float, chance: float) -> None:
@@ -45,7 +47,7 @@ class FlushPace:
         self._next_at = max(self._next_at, now + chance * self._beat_s)
 
     def tries(self, now: float) -> None:
-        """A write begins; should it fail, it counts too."""
+        """Note that a write begins; should it fail, it counts too."""
         if self._next_at == -math.inf:
             self._next_at = now
         # A beat that was missed, or nearly so, is left out.
@@ -53,6 +55,6 @@ class FlushPace:
         self._next_at += beats * self._beat_s
 
     def wrote(self, now: float, took_s: float) -> None:
-        """A write took so long and has ended."""
+        """Note that a write took so long and has ended."""
         self._took_s = took_s
         self._next_at = max(self._next_at, now + min(took_s, _MAX_SLOW_S))

@@ -1,8 +1,8 @@
-"""What a rank's radix tree holds, and what of that etcd has yet to be told. Pure.
+"""A ledger knows what a rank's radix tree holds, and what of that etcd has yet to hear. All is pure.
 
-store x, evict x, both untold     nothing to tell
-evict x, store x, x was told      told again: a mirror that was corrected meanwhile gets it back
-cleared, or too much to tell      only a whole snapshot will do
+store x, evict x, both unreported     nothing to report evict x, store x, x was reported      reported again:
+a mirror that was corrected meanwhile gets it back cleared, or too much to report        only a whole snapshot
+will do
 """
 
 from itertools import filterfalse, islice
@@ -13,18 +13,18 @@ _MAX_UNTOLD = 1 << 17
 
 
 class HashLedger:
-    """Takes events at any rate; its size is bounded by what the pool can hold."""
+    """It takes events at any rate; its size is bounded by what the pool can hold."""
 
     def __init__(self, max_untold: int = _MAX_UNTOLD) -> None:
         self.held: set[int] = set()
         self.needs_snapshot = True
         self._max_untold = max_untold
-        # Dicts, for they keep the order: parents are stored first and evicted last.
+        # These are dicts, for they keep the order: parents are stored first and evicted last.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
-        self._again: set[int] = set()  # those of the added that etcd believes to be there
-        self._oldest_s: float | None = None  # of the untold events
-        self._taken_s: float | None = None  # likewise, of those that are on their way
+        self._again: set[int] = set()  # etcd believes these of the added to be there.
+        self._oldest_s: float | None = None  # It is the oldest unreported event's time.
+        self._taken_s: float | None = None  # It is that of those that are on their way.
 
     def __repr__(self) -> str:
         untold = f"added={len(self._added)}, removed={len(self._removed)}"
@@ -35,11 +35,11 @@ class HashLedger:
         return bool(self.needs_snapshot or self._added or self._removed)
 
     def age_s(self, now: float) -> float:
-        """How long the oldest untold event has waited."""
+        """Return how long the oldest unreported event has waited, in seconds."""
         return 0.0 if self._oldest_s is None else max(0.0, now - self._oldest_s)
 
     def taken_age_s(self, now: float) -> float:
-        """How long the oldest event of what was taken last, and is on its way, has waited."""
+        """Return how long the oldest event of what was taken last, and is on its way, has waited."""
         return 0.0 if self._taken_s is None else max(0.0, now - self._taken_s)
 
     def record(self, events: CacheEvents, now: float) -> None:
@@ -80,7 +80,7 @@ class HashLedger:
         self._removed.update(blocks)
 
     def take_delta(self, max_hashes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The next (added, removed), oldest first, at most `max_hashes` together; the rest stays.
+        """Return the next (added, removed), oldest first, at most `max_hashes` together; the rest stays.
 
         Call `told` when it has reached etcd, `forget_told` if it may not have.
         """
@@ -94,18 +94,18 @@ class HashLedger:
         return added, removed
 
     def take_snapshot(self) -> tuple[int, ...]:
-        """All that is held. Then `told` or `forget_told`, as after a delta."""
+        """Return all that is held. Then call `told` or `forget_told`, as after a delta."""
         self.forget_told()
         self._taken_s, self._oldest_s = self._oldest_s, None
         self.needs_snapshot = False
         return tuple(self.held)
 
     def told(self) -> None:
-        """What was taken last has reached etcd."""
+        """Note that what was taken last has reached etcd."""
         self._taken_s = None
 
     def forget_told(self) -> None:
-        """Nothing that etcd was told counts any more: tell all of it."""
+        """Report all again: nothing that etcd heard counts any more."""
         if self._taken_s is not None:
             self._oldest_s, self._taken_s = self._taken_s, None
         self._added.clear()

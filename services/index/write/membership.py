@@ -1,8 +1,8 @@
-"""One rank's place in the cluster: lease, registration and published blocks, for as long as it runs.
+"""One rank has a place in the cluster: lease, registration and published blocks, for as long as it runs.
 
 run --> schema checked --> lease --> registered --> publisher attached <--drain--> registered as draining
              ^                                            |                             |
-             +--------- lease lost, or another life publishes: publisher detached, -----+
+             +--- lease lost, or another incarnation publishes: publisher detached, ----+
                         the engine notices nothing
 cancelled --> lease revoked: everything of the rank is gone from etcd
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 _COUNT_INTERVAL_S = 30.0
-# For a key whose owner may have ended; a new leader of etcd lets every lease begin anew.
+# A key's owner may have ended; a new leader of etcd lets every lease begin anew.
 _LEASES_TO_WAIT = 3.0
 
 
@@ -61,11 +61,11 @@ class Membership:
         self._registering = asyncio.Lock()
 
     async def run(self, events: AsyncIterator[CacheEvents]) -> None:
-        """Until cancelled; then the rank deregisters. An outage of etcd is waited out, however long.
+        """Stay registered until cancelled; then deregister. An outage of etcd is waited out, however long.
 
         Raises an ExceptionGroup with:
             ConfigError: at the start, the cluster was set up with another schema or etcd refuses this user.
-            StaleGeneration: a later life of this rank has taken over; this one must stop.
+            StaleGeneration: a later incarnation of this rank has taken over; this one must stop.
             What `events` raises.
         """
         try:
@@ -81,11 +81,11 @@ class Membership:
     async def say_draining(self, draining: bool) -> bool:
         """Say whether this rank takes no new requests, so that routers know; what it holds stays published.
 
-        False: nobody could be told.
+        Returns False where nobody could be told.
         """
         self._registration = replace(self._registration, draining=draining)
         if not self.registered.is_set():
-            return False  # told with the next registration, if there is one
+            return False  # The next registration says it, if there is one.
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._register(take_over=False)
@@ -110,8 +110,8 @@ class Membership:
                     checked = True
                 lease = await self._register(take_over=not has_registered)
             except StaleGeneration as error:
-                # Of an etcd restored from a backup this may be a life that ended long ago. Its key then goes
-                # with its lease, and a rank does not end because of etcd.
+                # In an etcd restored from a backup that incarnation may have ended long ago. Its key then
+                # goes with its lease, and a rank does not end because of etcd.
                 now_s = self._etcd.clock()
                 if foreign_since_s is None:
                     foreign_since_s = now_s
@@ -123,12 +123,12 @@ class Membership:
             except IsthmusError as error:
                 if isinstance(error, ConfigError) and not has_registered:
                     raise
-                foreign_since_s = None  # while etcd is away no lease lapses
+                foreign_since_s = None  # While etcd is away no lease lapses.
                 logger.warning("registration_failed rank=%s error=%s", self._registration.id, error)
                 await backoff.sleep()
                 continue
             if not has_registered:
-                await self._count_ranks()  # all may be starting: what they write first is scattered by that
+                await self._count_ranks()  # All may be starting: this scatters what they write first.
             has_registered, foreign_since_s = True, None
             backoff.reset()
             self.publisher.attach(lease.id)
@@ -136,7 +136,7 @@ class Membership:
             await self._lost_or_disputed(lease)
             self.registered.clear()
             self.publisher.detach()
-            checked = False  # with the lease etcd may have lost all else
+            checked = False  # With the lease etcd may have lost all else.
 
     async def _lost_or_disputed(self, lease: EtcdLease) -> None:
         ends = (lease.lost, self.publisher.disputed)
@@ -144,16 +144,16 @@ class Membership:
             await first_of(*ends, lease.reopened)
             if lease.reopened.is_set():
                 lease.reopened.clear()
-                self.publisher.doubt()  # whoever answers now may have been restored from a backup
+                self.publisher.doubt()  # Whoever answers now may have been restored from a backup.
         self.lease_losses += lease.lost.is_set()
 
     def _lease_lapses_within_s(self) -> float:
-        # etcd may give more than was asked for, and will have given as much to the other life.
+        # etcd may give more than was requested, and will have given as much to the other incarnation.
         granted_s = self._lease.ttl_s if self._lease else 0
         return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
     async def _register(self, take_over: bool) -> EtcdLease:
-        # One at a time: draining as a lease is lost, two would be taken, and one of them kept for ever.
+        # There is one at a time: draining as a lease is lost would take two, and keep one for ever.
         async with self._registering:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = await EtcdLease.grant(self._etcd, self._ttl_s)
@@ -163,7 +163,7 @@ class Membership:
     async def _share_the_budget(self) -> None:
         """Tell the publisher now and then how many ranks there are to share the write budget with.
 
-        Often at first, for where one rank starts many do.
+        It does so often at first, for where one rank starts many do.
         """
         backoff = Backoff(self._etcd.rng, first_s=1.0, max_s=_COUNT_INTERVAL_S)
         while True:

@@ -1,14 +1,14 @@
-"""Writes one rank's records to etcd, so that no other life's can be taken for them.
+"""This writes one rank's records to etcd, so that no other incarnation's can be taken for them.
 
     NO LOG --replace: the chunks of a new epoch; with the last, in one transaction, head flips to the epoch
        ^      |       and what is older goes away--> LOG --append: log/<seq>, while it is short--> LOG
        |      +-----------------<--- replace: log is long -------------------------------------+
        +--- a write failed, or may have failed; a new lease -----------------------------------+
 
-Every write is a transaction that holds only while `head` is the one that we wrote (or, before our first
-one, found): of two lives of a rank the later one's head ends the writing of the earlier one, whatever
-its lease says. And it holds only while the record before it is as we wrote it: an etcd restored from a
-backup, whose leases live on, has the same head and not all that came after it.
+Every write is a transaction that holds only while `head` is the one that we wrote (or, before our first one,
+found): of two incarnations of a rank the later one's head ends the writing of the earlier one, whatever its
+lease says. And it holds only while the record before it is as we wrote it: an etcd restored from a backup,
+whose leases live on, has the same head and not all that came after it.
 """
 
 import logging
@@ -47,7 +47,7 @@ class LogLimits:
     max_deltas: int = 512
     min_bytes: int = 64 << 10
     max_bytes: int = 4 << 20
-    max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # with its header below 1 MiB
+    max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # With its header a chunk is below 1 MiB.
 
 
 class RecordsMoved(IsthmusError):
@@ -56,16 +56,16 @@ class RecordsMoved(IsthmusError):
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """What a write stands on: the head and, since, the newest record of ours, and when they were written."""
+    """A write stands on the head and, since, the newest record of ours, and on when they were written."""
 
-    head_revision: int  # 0: there is none
-    newest: bytes | None = None  # None: the head
+    head_revision: int  # 0 means that there is none.
+    newest: bytes | None = None  # None means the head.
     newest_revision: int = 0
 
 
 @dataclass(slots=True)
 class _Log:
-    """The epoch that deltas are appended to."""
+    """Deltas are appended to this epoch."""
 
     epoch: int
     stand: _Stand
@@ -75,9 +75,8 @@ class _Log:
 
 
 class PrefixWriter:
-    """Every method raises StaleGeneration when a later life rules, RecordsMoved, Unavailable, EtcdNoSpace,
-    LeaseNotFound. After an error nobody knows what was written: call `start_over`.
-    """
+    """Every method raises StaleGeneration when a later incarnation rules, RecordsMoved, Unavailable,
+    EtcdNoSpace or LeaseNotFound. After an error nobody knows what was written: call `start_over`."""
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, rank: RankId, limits: LogLimits) -> None:
         self._etcd = etcd
@@ -85,16 +84,16 @@ class PrefixWriter:
         self._rank = rank
         self._limits = limits
         self._log: _Log | None = None
-        self._epoch = 0  # the last one used, by us or, before us, by an earlier life
+        self._epoch = 0  # We used it last or, before us, an earlier incarnation did.
         self._next_seq = 0
-        self._has_ruled = False  # a head of ours has been in etcd since we were last told to overrule others'
+        self._has_ruled = False  # A head of ours has been in etcd since we were last to overrule others'.
 
     def __repr__(self) -> str:
         return f"PrefixWriter(rank={self._rank}, epoch={self._epoch}, next_seq={self._next_seq})"
 
     @property
     def has_log(self) -> bool:
-        """A snapshot of ours is in etcd, and everything appended since."""
+        """Return whether a snapshot of ours is in etcd, and everything appended since."""
         return self._log is not None
 
     @property
@@ -106,15 +105,15 @@ class PrefixWriter:
         return log.size_bytes >= longest_bytes
 
     def start_over(self) -> None:
-        """Nothing that was written counts: only a snapshot may follow."""
+        """Let nothing that was written count: only a snapshot may follow."""
         self._log = None
 
     def overrule(self) -> None:
-        """Whatever head is found next is an earlier life's."""
+        """Take whatever head is found next for an earlier incarnation's."""
         self._has_ruled = False
 
     async def append(self, changes: UntoldChanges, age_s: float, lease_id: int) -> None:
-        """One delta. Only with a log."""
+        """Write one delta. There must be a log."""
         log = self._log
         assert log is not None, "a delta needs a snapshot to stand on"
         delta = PrefixDelta(
@@ -141,11 +140,13 @@ class PrefixWriter:
         lease_id: int,
         pause: Callable[[], Awaitable[None]],
     ) -> None:
-        """A snapshot of all that there is; `pause` is awaited between two of its chunks. `age_s` is asked
-        when it takes effect."""
+        """Write a snapshot of all that there is; `pause` is awaited between two of its chunks.
+
+        `age_s` is called when it takes effect.
+        """
         # What the log says since its head counts no more, so nothing stands on it.
         stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
-        # A number of its own for every attempt: the chunks of one that failed are never mixed in.
+        # Every attempt has a number of its own: the chunks of one that failed are never mixed in.
         self._epoch += 1
         size = self._limits.max_chunk_hashes
         chunks: list[etcd_pb2.RequestOp] = []
@@ -162,7 +163,8 @@ class PrefixWriter:
         self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
-        """False: etcd has not the newest record as we wrote it. Only with a log; raises Unavailable."""
+        """Return whether etcd has the newest record as we wrote it. There must be a log; raises
+        Unavailable."""
         assert self._log is not None, "without a log there is no newest record"
         stand = self._log.stand
         found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
@@ -174,7 +176,7 @@ class PrefixWriter:
         return put_op(key, encode_snapshot(snapshot), lease_id)
 
     async def _check_head(self) -> int:
-        """The revision of the head that is there, 0 for none."""
+        """Return the revision of the head that is there, 0 for none."""
         found = await self._etcd.get(self._keys.head(self._rank.key))
         if found is None:
             return 0
@@ -182,7 +184,7 @@ class PrefixWriter:
             head = decode_record(HeadKey(self._rank.key), found.value)
         except ProtocolError as error:
             logger.warning("index_head_overwritten rank=%s error=%s", self._rank, error)
-            return found.mod_revision  # whoever wrote that is no life of this rank
+            return found.mod_revision  # Whoever wrote that is no incarnation of this rank.
         assert isinstance(head, PrefixHead)
         if head.generation == self._rank.generation:
             self._has_ruled = True
@@ -217,7 +219,7 @@ class PrefixWriter:
         )
 
     async def _put(self, put: etcd_pb2.RequestOp, stand: _Stand) -> _Stand:
-        """Returns what comes next stands on."""
+        """Return what the next write stands on."""
         revision = await self._write([put], stand, idempotent=True)
         return replace(stand, newest=put.request_put.key, newest_revision=revision)
 
@@ -234,7 +236,7 @@ class PrefixWriter:
 
 
 def _parts(contents: Contents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
-    """Of the snapshot's chunks: at most `size` hashes together, the resumable ones in the last of them."""
+    """Yield the snapshot's chunks: at most `size` hashes together, the resumable ones in the last of them."""
     held, resumable = contents.held, contents.resumable
     for start in range(0, len(held) + len(resumable), size):
         first, end = max(0, start - len(held)), max(0, start + size - len(held))

@@ -1,14 +1,14 @@
-"""Tells etcd what one rank's radix tree holds.
+"""This tells etcd what one rank's radix tree holds.
 
     COLLECT --events--> DUE --its turn in the flush interval--> WRITE one delta, or a snapshot --ok--> COLLECT
        ^  no lease         ^                           |--etcd away: wait, longer each time--+
        +--- lease lost ----|---------------------------+--etcd full: wait long, write less---+
-       +--- another life --|---------------------------+                                     |
+       +--- another one ---|---------------------------+                                     |
             has the head   +----- then a snapshot: nothing told before counts <--------------+
                                                   (or: what was written last is not in etcd) ^
 
-Events are collected into memory at any time and merged there, so the engine never waits for etcd, and
-however long etcd is away, what waits for it is never more than the pool can hold.
+Events are collected into memory at any time and merged there, so the engine never waits for etcd, and however
+long etcd is away, what waits for it is never more than the pool can hold.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _NO_LEASE = 0
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    flush_s: float = 0.05  # events of so long go into one delta
-    writes_per_s: float = 2000.0  # of all ranks of the cluster together
+    flush_s: float = 0.05  # Events of so long go into one delta.
+    writes_per_s: float = 2000.0  # All ranks of the cluster share it.
     max_delta_hashes: int = 1 << 16
     max_backoff_s: float = 2.0
     no_space_backoff_s: float = 30.0
@@ -46,7 +46,7 @@ class PublisherSettings:
 
 
 class Publisher:
-    """Owned by one event loop; writes under the lease that `attach` gave it, sleeps without one."""
+    """One event loop owns it; it writes under the lease that `attach` gave it, and sleeps without one."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Publisher:
         settings: PublisherSettings | None = None,
         ledger: HashLedger | None = None,
     ) -> None:
-        # Another life's head was found where ours was; the registration tells which of us is the later one.
+        # Another incarnation's head was found where ours was; the registration tells which is the later one.
         self.disputed = asyncio.Event()
         self.trouble: str | None = None
         self.degraded: Degraded | None = Degraded.NO_LEASE
@@ -72,34 +72,36 @@ class Publisher:
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
         self._doubted = False
-        self._began_at = 0.0  # the present write
+        self._began_at = 0.0  # The present write began then.
 
     def __repr__(self) -> str:
         return f"Publisher({self._writer!r}, {self._ledger!r}, {self.pace!r})"
 
     @property
     def lag_s(self) -> float:
-        """How long the oldest event has waited to be told."""
+        """Return how long, in seconds, the oldest event has waited to be written."""
         return self._ledger.age_s(self._etcd.clock())
 
     @property
     def num_blocks(self) -> int:
-        """What the tree holds."""
+        """Return how many blocks the tree holds."""
         return len(self._ledger.held)
 
     @property
     def num_resumable(self) -> int:
-        """Of those, told by the engine as resumable."""
+        """Return how many of those the engine reported as resumable."""
         return len(self._ledger.resumable)
 
     @property
     def idle(self) -> bool:
-        """Everything recorded has been told."""
+        """Return whether everything recorded has been written."""
         return self._writer.has_log and not self._ledger.has_news
 
     def attach(self, lease_id: int) -> None:
-        """The registration is ours, so no other life may write: do so under this lease from now on, beginning
-        with a snapshot."""
+        """Write under this lease from now on, beginning with a snapshot.
+
+        The registration is ours, so no other incarnation may write.
+        """
         self._lease_id = lease_id
         self.disputed.clear()
         self.pace.scatter(self._etcd.clock(), self._etcd.rng.random())
@@ -108,24 +110,26 @@ class Publisher:
         self._wake.set()
 
     def detach(self) -> None:
-        """The lease is lost, or the rank: only collect, until the next `attach`."""
+        """Collect without writing until the next `attach`: the lease is lost, or the rank."""
         self._lease_id = _NO_LEASE
         self.degraded = Degraded.NO_LEASE
 
     def doubt(self) -> None:
-        """etcd has been away, and may have been restored from a backup: look whether it still has what was
-        written last. A rank with nothing new to write would never find out."""
+        """Look whether etcd still has what was written last, for it has been away and may have been restored.
+
+        A rank with nothing new to write would never find out.
+        """
         self._doubted = True
         self.pace.scatter(self._etcd.clock(), self._etcd.rng.random())
         self._wake.set()
 
     def record(self, events: CacheEvents) -> None:
-        """Never blocks."""
+        """Record events. It never blocks."""
         self._ledger.record(events, self._etcd.clock())
         self._wake.set()
 
     async def collect(self, events: AsyncIterator[CacheEvents]) -> None:
-        """Record everything that the engine yields; returns when it ends."""
+        """Record everything that the engine yields; return when it ends."""
         async for event in events:
             self.record(event)
 
@@ -153,7 +157,8 @@ class Publisher:
     async def flush(self) -> None:
         """Write one delta or one snapshot, if there is news and a lease.
 
-        After an error nothing told counts: the next flush writes a snapshot. Raises as PrefixWriter.
+        After an error nothing that was written counts: the next flush writes a snapshot. Raises as
+        PrefixWriter.
         """
         if self._doubted:
             await self._look_again()
@@ -168,7 +173,7 @@ class Publisher:
             if self._lease_id == lease_id:
                 self.detach()
             raise
-        except BaseException:  # a cancelled write, too, may or may not have happened
+        except BaseException:  # A cancelled write, too, may or may not have happened.
             self._start_over()
             raise
         self.trouble = self.degraded = None
@@ -180,7 +185,7 @@ class Publisher:
         logger.warning("index_write_failed rank=%s lag_s=%.3f error=%s", self._rank, self.lag_s, error)
 
     async def _look_again(self) -> None:
-        self._doubted = False  # first: there may be a new doubt while we wait
+        self._doubted = False  # This stands first, for there may be a new doubt while we wait.
         try:
             intact = not self._writer.has_log or await self._writer.is_intact()
         except BaseException:
@@ -202,7 +207,7 @@ class Publisher:
             await self._wake.wait()
 
     async def _pause(self) -> None:
-        """Between two writes of one snapshot."""
+        """Wait between two writes of one snapshot."""
         self._wrote()
         await asyncio.sleep(self.pace.wait_s(self._etcd.clock(), math.inf))
         self._begin()

@@ -1,7 +1,7 @@
-"""What a rank holds, where it can go on computing, and what of both etcd has yet to be told. Pure.
+"""A ledger knows what a rank holds, where it can go on computing, and what of both etcd has yet to hear.
 
-Resumable blocks are few, and all of them are held: their ledger is one more of the same kind, told with the
-other. Of a rank that can go on wherever it holds it stays empty.
+Resumable blocks are few, and all of them are held: their ledger is one more of the same kind, read with the
+other. It stays empty for a rank that can go on wherever it holds. All is pure.
 """
 
 from collections.abc import Sequence, Set
@@ -13,7 +13,7 @@ from services.values.kv import CacheEvents
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that there is, as sequence hashes."""
+    """This is all that there is, as sequence hashes."""
 
     held: Sequence[int]
     resumable: Sequence[int] = ()
@@ -21,7 +21,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class UntoldChanges:
-    """Of a delta, oldest first."""
+    """These go into a delta, oldest first."""
 
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
@@ -30,8 +30,8 @@ class UntoldChanges:
 
 
 class RankLedger:
-    """As HashLedger, of both kinds. Etcd never hears that a block is resumable before it hears that it is
-    held, and a block that is held no more is not resumable."""
+    """This is a HashLedger of both kinds. Etcd never hears that a block is resumable before it hears that it
+    is held, and a block that is held no more is not resumable."""
 
     def __init__(self, held: HashLedger | None = None) -> None:
         self._held = held or HashLedger()
@@ -46,7 +46,7 @@ class RankLedger:
 
     @property
     def resumable(self) -> Set[int]:
-        """Of those, as told."""
+        """Return the held blocks that were reported as resumable."""
         return self._resumable.held
 
     @property

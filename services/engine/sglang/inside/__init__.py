@@ -1,1 +1,1 @@
-"""What runs in SGLang's own processes: its NIXL classes with our Handshake, and a door to its schedulers."""
+"""This runs in SGLang's own processes: its NIXL classes with our Handshake, and a door to its schedulers."""

@@ -30,7 +30,9 @@ class DecodeEnd(OwnProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._directories: dict[str, Directory] = {}
         self._lookups = Lookups(self._ask)
-        self._rooms: dict[int, set[str]] = {}  # open rooms and the prefill processes that write them
+        self._rooms: dict[
+            int, set[str]
+        ] = {}  # It maps open transfers to the prefill processes that write them.
         self._rooms_lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
@@ -53,11 +55,10 @@ class DecodeEnd(OwnProcess):
         super()._start_decode_listener_thread()
 
     def _start_heartbeat_checker_thread(self) -> threading.Thread:
-        """None is needed: a stream that ends tells the same, at once."""
         return self._loop_thread.thread
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """`bootstrap_addr` is HOST:PORT of the prefill worker's service."""
+        """Return whether the prefill worker is known; `bootstrap_addr` is HOST:PORT of its service."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         try:
@@ -66,7 +67,7 @@ class DecodeEnd(OwnProcess):
             log.warning("kv_directory_unavailable prefill=%s reason=%r", bootstrap_addr, str(error))
             return False
         if directory is None:
-            return False  # still asking
+            return False  # The answer has yet to come.
         self._learn(bootstrap_addr, directory)
         return True
 
@@ -80,7 +81,7 @@ class DecodeEnd(OwnProcess):
         self.prefill_info_table[bootstrap_addr] = info
 
     def process_of(self, bootstrap_addr: str, place: tuple[int, int, int, int]) -> str | None:
-        """HOST:PORT of the Handshake of one process of a prefill worker."""
+        """Return HOST:PORT of the Handshake of one process of a prefill worker, if it is known."""
         directory = self._directories.get(bootstrap_addr)
         return directory.endpoints.get(place) if directory is not None else None
 
@@ -88,7 +89,7 @@ class DecodeEnd(OwnProcess):
         self._loop_thread.soon(self._decode_streams.open, endpoint)
 
     def message_of(self, parts: Frames, prompt_len: int) -> handshake_pb2.HandshakeMessage:
-        """What SGLang says to prefill. Raises ProtocolError."""
+        """Return what SGLang says to prefill as our message. Raises ProtocolError."""
         message = frames.message_of_decode(parts, prompt_len)
         if message.HasField("ticket") and not message.ticket.no_pages:
             places = self._memory.carried_places
@@ -107,7 +108,7 @@ class DecodeEnd(OwnProcess):
             self._rooms.pop(room, None)
 
     def _on_stream_lost(self, endpoint: str, reason: str) -> None:
-        """On the loop: rooms that it would have written have failed; the worker is looked up anew."""
+        """Fail, on the loop, the transfers that it would have written; the worker is looked up anew."""
         with self._rooms_lock:
             rooms = [room for room, endpoints in self._rooms.items() if endpoint in endpoints]
         for room in rooms:
@@ -123,7 +124,7 @@ class DecodeEnd(OwnProcess):
 
 
 def _server_info(topology: dict[str, Any]) -> PrefillServerInfo:
-    """As CommonKVBootstrapServer makes it of what a prefill rank says."""
+    """Return what CommonKVBootstrapServer makes of what a prefill rank says."""
     plain_dp = topology["system_dp_size"] == 1
     return PrefillServerInfo(
         attn_tp_size=topology["attn_tp_size"],

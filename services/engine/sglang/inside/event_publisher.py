@@ -1,4 +1,4 @@
-"""SGLang's KV events of one process to our service, instead of over ZMQ: in order, none lost."""
+"""SGLang's KV events of one process go to our service, instead of over ZMQ: in order, and none is lost."""
 
 from typing import Any
 
@@ -10,13 +10,15 @@ from services.engine.sglang.reports import TreeEvents
 
 
 def publish_events(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After Scheduler.process_batch_result: SGLang itself publishes when it logs, on decode at every 40th
-    step (`--decode-log-interval`)."""
+    """Publish after each Scheduler.process_batch_result.
+
+    SGLang itself publishes when it logs, on decode at every 40th step (`--decode-log-interval`).
+    """
     scheduler.kv_events_publisher.publish_kv_events()
 
 
 class TreeEventPublisher(EventPublisher):
-    """Made by SGLang's EventPublisherFactory, which passes the settings of its ZMQ publisher along."""
+    """SGLang's EventPublisherFactory makes it, and passes the settings of its ZMQ publisher along."""
 
     def __init__(self, attn_dp_rank: int, **_zmq_settings: Any) -> None:
         self._dp_rank = attn_dp_rank

@@ -1,4 +1,4 @@
-"""SGLang's grammars where it was started without a tokenizer: they alone get one.
+"""SGLang's grammars get a tokenizer where SGLang was started without one: they alone do.
 
 Without a tokenizer SGLang's GrammarManager makes no backend and ends every request with a grammar; text is
 the router's business, and a tokenizer in the other parts of SGLang would only take time at each token.
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def give_tokenizer(manager: Any, scheduler: Any) -> None:
-    """After GrammarManager's start. No grammars where the model's tokenizer is none that they can use."""
+    """Give a GrammarManager that has started a backend, if the model's tokenizer is one that it can use."""
     if manager.grammar_backend is not None:
         return
     try:
         manager.grammar_backend = _backend(scheduler)
-    except Exception:  # whatever a tokenizer's library and the backend's raise
+    except Exception:  # A tokenizer's library and the backend's raise whatever they like.
         log.warning("sglang_grammars_missing effect=constraints_are_refused", exc_info=True)
 
 
@@ -38,7 +38,7 @@ def _backend(scheduler: Any) -> Any:
     )
     return create_grammar_backend(
         scheduler.server_args,
-        tokenizer_of_file(tokenizer, Path(serving.tokenizer_path)),  # as the router's
+        tokenizer_of_file(tokenizer, Path(serving.tokenizer_path)),  # It is made as the router's is.
         config.vocab_size,
         config.hf_eos_token_id,
         think_end_ids=config.think_end_ids,

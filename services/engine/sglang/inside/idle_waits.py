@@ -1,17 +1,17 @@
 """SGLang's loops wait for events where they would spin.
 
-While rooms are under way, a scheduler without a batch goes round and round, and the DP controller always
-does. Where cores are few that takes them from those who make the events: other ranks, tokenizers, the
-threads of the transfer, our streams. With `--sleep-on-idle` (always on a CPU) they wait instead:
+While transfers are under way, a scheduler without a batch goes round and round, and the DP controller always
+does. Where cores are few that takes them from those who make the events: other ranks, tokenizers, the threads
+of the transfer, our streams. With `--sleep-on-idle` (always on a CPU) they wait instead:
 
-    scheduler, nothing to compute --> SGLang's own idle poll + our fds ----> a request, or news of a room
+    scheduler, nothing to compute --> SGLang's own idle poll + our fds ----> a request, or news of a transfer
     DP controller ------------------> poll of its socket ------------------> a message of SGLang's own
 """
 
 import os
 from contextlib import suppress
 from functools import cache
-from select import POLLIN  # zmq's is the same
+from select import POLLIN  # zmq's is the same.
 from typing import Any
 
 # What makes no event (a peer that is looked up, a timeout) is seen this often.
@@ -19,11 +19,11 @@ _ROOMS_WAIT_MS = 10
 _CONTROLLER_WAIT_MS = 1000
 
 
-more_fds: list[int] = []  # readable when there is something else for the scheduler
+more_fds: list[int] = []  # They are readable when there is something else for the scheduler.
 
 
 class WakeUp:
-    """Wakes who polls `fd`; `set` may be called from any thread."""
+    """It wakes who polls `fd`; `set` may be called from any thread."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -32,21 +32,21 @@ class WakeUp:
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        with suppress(BlockingIOError):  # it was not set
+        with suppress(BlockingIOError):  # It was not set.
             os.eventfd_read(self.fd)
 
 
 @cache
 def room_news() -> WakeUp:
-    """Of this process: some room's status has changed."""
+    """Return this process's wake-up: some transfer's status has changed."""
     return WakeUp()
 
 
 def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After Scheduler.on_idle, which returns at once while rooms are under way."""
+    """Wait after Scheduler.on_idle, which returns at once while transfers are under way."""
     poller = getattr(scheduler.idle_sleeper, "poller", None)
     if poller is None:
-        return  # without --sleep-on-idle, or a rank that follows another one's requests
+        return  # There is no --sleep-on-idle, or the rank follows another one's requests.
     news = room_news()
     for fd in (news.fd, *more_fds):
         if fd not in poller:
@@ -56,13 +56,13 @@ def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) ->
 
 
 def wait_for_requests(controller: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before DataParallelController.event_loop, which asks its socket without a pause."""
+    """Make DataParallelController.event_loop wait, which asks its socket without a pause."""
     if controller.server_args.sleep_on_idle:
         controller.recv_from_tokenizer = WaitingSocket(controller.recv_from_tokenizer)
 
 
 class WaitingSocket:
-    """A socket whose receives wait a while first, also those that are not to block."""
+    """Receives of this socket wait a while first, also those that are not to block."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket

@@ -1,6 +1,6 @@
-"""SGLang's NIXL classes with our Handshake instead of ZMQ and its HTTP registry.
+"""SGLang's NIXL classes use our Handshake instead of ZMQ and its HTTP registry.
 
-SGLang keeps what it does with KV: queues, radix trees, NIXL writes, deferred release. Replaced is how
+SGLang keeps what it does with KV: queues, radix trees, NIXL writes, deferred release. What is replaced is how
 its processes speak to each other:
 
     SGLang                                     here
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class IsthmusKVManager(PrefillEnd, DecodeEnd):
-    """One per process of SGLang's that holds KV; its role says which end is used."""
+    """Each process of SGLang's that holds KV has one; its role says which end is used."""
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
@@ -64,7 +64,7 @@ class IsthmusKVManager(PrefillEnd, DecodeEnd):
 
 
 class NoBootstrapServer(BaseKVBootstrapServer):
-    """SGLang's HTTP registry is not needed: our service answers DescribeRanks."""
+    """Our service answers DescribeRanks, so SGLang's HTTP registry is not needed."""
 
     def __init__(self, host: str, port: int) -> None:
         log.info("bootstrap_server_replaced by=Handshake.DescribeRanks")

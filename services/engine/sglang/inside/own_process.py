@@ -1,4 +1,4 @@
-"""What both roles need to know of the process that they are in: who it is, and what memory it has."""
+"""Both roles need to know of the process that they are in: who it is, and what memory it has."""
 
 import queue
 from dataclasses import replace
@@ -29,7 +29,7 @@ _TRANSPORT = "sglang-nixl"
 
 
 class _Inbox:
-    """What SGLang's listener thread reads in place of a ZMQ socket."""
+    """SGLang's listener thread reads it in place of a ZMQ socket."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Frames] = queue.SimpleQueue()
@@ -40,8 +40,8 @@ class _Inbox:
 
 
 class OwnProcess(NixlKVManager):
-    # Set by the plugin's hook:
-    window_size = 0  # tokens before its own that a windowed layer sees
+    # The plugin's hook sets it.
+    window_size = 0  # A windowed layer sees so many tokens before its own.
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self._settings = PluginSettings.from_environment()
@@ -59,7 +59,7 @@ class OwnProcess(NixlKVManager):
 
     @property
     def agent(self) -> Any:
-        """NIXL's, which the base constructor sets before it gives it a backend."""
+        """Return NIXL's agent, which the base constructor sets before it gives it a backend."""
         return self._agent
 
     @agent.setter
@@ -78,7 +78,7 @@ class OwnProcess(NixlKVManager):
         args, settings = self.kv_args, self._settings
         own, of_draft = read_item_bytes(args.kv_item_lens, int(args.num_draft_entries))
         heads = AttentionHeads(settings.num_kv_heads, settings.head_dim, str(self.kv_cache_dtype_str))
-        # MLA, also beside recurrent layers.
+        # This is MLA, also beside recurrent layers.
         is_latent = bool(self.is_mla_backend or getattr(args, "is_hybrid_mla_backend", False))
         buffers = Buffers(own, heads, is_latent)
         return ProcessMemory(
@@ -93,7 +93,7 @@ class OwnProcess(NixlKVManager):
         )
 
     def _draft(self, item_bytes: tuple[int, ...], of_model: Buffers) -> Draft:
-        """Where it has no checkpoint of its own it is a layer of the model's."""
+        """Return the draft: where it has no checkpoint of its own it is a layer of the model's."""
         settings, buffers = self._settings, replace(of_model, item_bytes=item_bytes)
         if settings.draft_kv_heads:
             heads = replace(
@@ -117,12 +117,12 @@ class OwnProcess(NixlKVManager):
         return Hello.of(rank, self._layout, (pages, *carried, pages), _TRANSPORT, agent_metadata)
 
     def _take_inbox(self) -> None:
-        """SGLang's threads read our inbox from now on; its own socket is closed unread."""
+        """Let SGLang's threads read our inbox from now on; its own socket is closed unread."""
         self.server_socket.close(linger=0)
         self.server_socket: Any = self._inbox
 
     def _fail_room(self, room: int, reason: str) -> None:
-        """Also one whose request has not come yet: it must not wait for another ticket."""
+        """Fail a transfer, also one whose request has not come yet: it must not wait for another ticket."""
         self.record_failure(room, reason)
         if room not in self.request_status:
             self.update_status(room, KVPoll.Bootstrapping)

@@ -1,4 +1,4 @@
-"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each process it starts.
+"""This is the entry point `sglang.srt.plugins`: SGLang calls `register` in each process it starts.
 
 Nothing is opened here: the same function runs in processes that hold no KV.
 """
@@ -17,7 +17,7 @@ def register() -> None:
     """Have SGLang make our KV managers, senders and receivers, take requests by our door, publish KV events
     to us, and have grammars."""
     if VARIABLE not in os.environ:
-        return  # installed beside SGLang, but not started by us
+        return  # It is installed beside SGLang, but we did not start it.
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -78,7 +78,7 @@ def _give_tokenizer(result: Any, manager: Any, scheduler: Any) -> None:
 
 
 def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """A ticket says how long the prompt is, which SGLang's own metadata does not."""
+    """Note how long the prompt is, which a ticket says and SGLang's own metadata does not."""
     decode_request.kv_receiver.prompt_len = len(request.origin_input_ids)
 
 

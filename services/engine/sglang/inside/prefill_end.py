@@ -1,4 +1,4 @@
-"""The prefill end of transfers: it serves the Handshake, and counts what is written."""
+"""The prefill end of transfers serves the Handshake, and counts what is written."""
 
 import logging
 import threading
@@ -34,9 +34,9 @@ _LISTEN_TIMEOUT_S = 30.0
 class PrefillEnd(OwnProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._posting = threading.local()
-        self._posted: dict[int, Posted] = {}  # by room
-        self._unwritten: dict[int, tuple[Any, ...]] = {}  # room -> CUDA events to wait for
-        self._unusable: dict[str, str] = {}  # decode's agent -> why it cannot be written to
+        self._posted: dict[int, Posted] = {}  # The keys are transfers.
+        self._unwritten: dict[int, tuple[Any, ...]] = {}  # It maps transfers to CUDA events to wait for.
+        self._unusable: dict[str, str] = {}  # It maps decode's agents to why they cannot be written to.
         self._paths: tuple[KvPath, ...] = ()
         self._paths_lock = threading.Lock()
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ class PrefillEnd(OwnProcess):
     def register_to_bootstrap(self) -> None:
         """Listen, then have SGLang describe this rank to `_register_topology_row`.
 
-        Called by the base constructor before NIXL stands: what comes earlier waits in the inbox.
+        The base constructor calls it before NIXL stands: what comes earlier waits in the inbox.
         """
         own = self._own_hello()
 
@@ -63,8 +63,11 @@ class PrefillEnd(OwnProcess):
         super().register_to_bootstrap()
 
     def _start_bootstrap_thread(self) -> None:
-        """As a daemon, which a thread is if who starts it is one. SGLang's is none (0.5.23), and waits for
-        messages for good: its process would be killed at each stop, before it has given back its memory."""
+        """Start the thread as a daemon, which a thread is if who starts it is one.
+
+        SGLang's is none (0.5.23), and waits for messages for good: its process would be killed at each stop,
+        before it has given back its memory.
+        """
         starter = threading.Thread(target=super()._start_bootstrap_thread, daemon=True)
         starter.start()
         starter.join()
@@ -76,15 +79,16 @@ class PrefillEnd(OwnProcess):
             [handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name],
             self._settings.tls(),
         )
-        self._server = server  # kept: a server that is collected stops
+        self._server = server  # It is kept, for a server that is collected stops.
         return server.port
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """Our service tells it to whoever asks for DescribeRanks."""
+        """Have our service tell it to whoever asks for DescribeRanks."""
         self._topology = payload
 
     def _deliver(self, parts: Frames) -> None:
-        """To SGLang's thread, unless it could not read it: that would end it, and leave the rank deaf.
+        """Hand frames to SGLang's thread, unless it could not read them: that would end it, and leave the
+        rank deaf.
 
         Raises ProtocolError.
         """
@@ -101,7 +105,8 @@ class PrefillEnd(OwnProcess):
         self._loop_thread.soon(self._prefill_streams.send, endpoint, frames.message_of_prefill(parts))
 
     def _add_remote_peer(self, decode_kv_args: Any) -> None:
-        """An unusable peer must not end SGLang's thread, which serves all others; its rooms fail alone."""
+        """Add a peer; one that cannot be used must not end SGLang's thread, which serves all others: its
+        transfers fail alone."""
         try:
             super()._add_remote_peer(decode_kv_args)
         except Exception as error:
@@ -109,8 +114,11 @@ class PrefillEnd(OwnProcess):
             self._unusable[decode_kv_args.agent_name] = repr(error)
 
     def _prepare_payload_xfer(self, peer_info: Any) -> None:
-        """With unequal tensor parallelism SGLang writes to no host memory: a GPU's may have another layout.
-        On a CPU host memory is the pool itself, with the layout that is sliced everywhere."""
+        """Prepare writes to host memory on a CPU, also with unequal tensor parallelism.
+
+        There SGLang writes to none: a GPU's may have another layout. On a CPU host memory is the pool itself,
+        with the layout that is sliced everywhere.
+        """
         on_cpu = self.src_mem_kind == "DRAM" and set(peer_info.dst_kv_mem_kinds) == {"DRAM"}
         if not on_cpu or self.is_mla_backend or peer_info.decode_tp_size == self.attn_tp_size:
             super()._prepare_payload_xfer(peer_info)
@@ -120,20 +128,24 @@ class PrefillEnd(OwnProcess):
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         if status == KVPoll.Transferring:
-            self._posting.room = bootstrap_room  # this thread posts for it now
+            self._posting.room = bootstrap_room  # This thread posts for it now.
         super().update_status(bootstrap_room, status)
         room_news().set()
 
     def add_transfer_request(self, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
-        """SGLang's NIXL drops the event that says when the pages have been written; see `_until_written`."""
+        """Keep the event that says when the pages have been written, which SGLang's NIXL drops; see
+        `_until_written`."""
         if kwargs.get("wait_event") is not None:
-            earlier = self._unwritten.get(bootstrap_room, ())  # at worst waited for twice
+            earlier = self._unwritten.get(bootstrap_room, ())  # It is waited for twice at worst.
             self._unwritten[bootstrap_room] = (*earlier, kwargs["wait_event"])
         return super().add_transfer_request(bootstrap_room, *args, **kwargs)
 
     def _until_written(self) -> None:
-        """On the thread that posts: the scheduler must not wait. The early send of a cached prefix, which
-        needs it, is off (settings.environment); should SGLang rename the switch, this still holds."""
+        """Wait on the thread that posts, for the scheduler must not wait.
+
+        The early send of a cached prefix, which needs it, is off (settings.environment); should SGLang rename
+        the switch, this still holds.
+        """
         for event in self._unwritten.pop(self._posting.room, ()):
             event.synchronize()
 
@@ -159,8 +171,8 @@ class PrefillEnd(OwnProcess):
             posted.carried(DRAFT, num_pages * of_draft)
 
     def maybe_send_extra(self, peer_name: str, prefill_state_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        """A generator of SGLang's: what it yields is posted. Windows' tails and states are counted here, with
-        the room's last chunk."""
+        """Count windows' tails and states, with the transfer's last chunk: what SGLang's generator yields is
+        posted."""
         self._until_written()
         peer = self.decode_kv_args_table[peer_name]
         posted = self._posted.setdefault(self._posting.room, Posted())
@@ -171,19 +183,19 @@ class PrefillEnd(OwnProcess):
         yield from super().maybe_send_extra(peer_name, prefill_state_indices, *args, **kwargs)
 
     def _places(self, peer: Any) -> tuple[TpPlace, TpPlace]:
-        """Of the writer, this process, and of the reader."""
+        """Return the places of the writer, this process, and of the reader."""
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
         return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 
     def forget_room(self, room: int) -> None:
-        """Of a request that has ended, also one of which a part was posted and nothing concluded."""
+        """Forget a request that has ended, also one of which a part was posted and nothing concluded."""
         self._posted.pop(room, None)
         self._unwritten.pop(room, None)
 
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
         posted = self._posted.pop(bootstrap_room, Posted())
         self._unwritten.pop(bootstrap_room, None)
-        if status == KVPoll.Success:  # before anybody can see the success
+        if status == KVPoll.Success:  # Nobody can see the success before that.
             moved = Moved(bootstrap_room, posted.num_pages, posted.size_bytes, posted.carried_bytes)
             process_reporter().report(moved)
             if posted.num_pages:
@@ -191,7 +203,6 @@ class PrefillEnd(OwnProcess):
         return super().conclude_transfer(bootstrap_room=bootstrap_room, status=status, **kwargs)
 
     def _report_paths(self) -> None:
-        """Several of SGLang's threads conclude transfers."""
         with self._paths_lock:
             piece_bytes = min(map(int, self.kv_args.kv_item_lens))
             paths = known_paths(self.agent.name, piece_bytes, self._nixl)
@@ -203,7 +214,7 @@ class PrefillEnd(OwnProcess):
             self._paths = paths
 
     def check_ticket_of(self, room: int, num_pages: int) -> None:
-        """Fail the room unless every ticket of it covers the `num_pages` that prefill will send, and to
+        """Fail the transfer unless every ticket of it covers the `num_pages` that prefill will send, and to
         memory that can be written."""
         for agent, info in list(self.transfer_infos.get(room, {}).items()):
             reason = ""

@@ -1,4 +1,4 @@
-"""SGLang's two ends of one request, with our streams for its sockets and our reports of what it says."""
+"""SGLang's two ends of one request have our streams for its sockets and our reports of what it says."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -14,10 +14,9 @@ from services.values.errors import ProtocolError
 
 
 class IsthmusKVSender(NixlKVSender):
-    """The prefill side of one request."""
-
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """`num_kv_indices`: pages of the prompt past decode_prefix_len, which SGLang itself never checks."""
+        """Begin; `num_kv_indices` are pages of the prompt past decode_prefix_len, which SGLang itself never
+        checks."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.check_ticket_of(self.bootstrap_room, num_kv_indices)
 
@@ -33,7 +32,7 @@ class IsthmusKVSender(NixlKVSender):
 
 
 class _ToPrefill:
-    """What SGLang's receiver takes for its socket to one prefill process."""
+    """SGLang's receiver takes it for its socket to one prefill process."""
 
     def __init__(self, manager: IsthmusKVManager, endpoint: str) -> None:
         self._manager = manager
@@ -47,9 +46,7 @@ class _ToPrefill:
 
 
 class IsthmusKVReceiver(NixlKVReceiver):
-    """The decode side of one request."""
-
-    prompt_len = 0  # tokens; set by the plugin's hook
+    prompt_len = 0  # It counts tokens; the plugin's hook sets it.
 
     @classmethod
     def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> tuple[Any, Any]:
@@ -69,7 +66,7 @@ class IsthmusKVReceiver(NixlKVReceiver):
     def _send_bootstrap_message(
         self, *, bootstrap_info: dict[str, Any], message: Frames, operation: str
     ) -> bool:
-        """Never waits; a registration is the stream's Hello, so there is nothing more to send."""
+        """Return at once: a registration is the stream's Hello, so there is nothing more to send."""
         if operation == "_register_kv_args":
             bootstrap_info["stream"].open()
             return True

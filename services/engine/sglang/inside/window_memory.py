@@ -1,9 +1,10 @@
-"""What SGLang itself says of a model before it is started: are windows' KV in memory of their own?
+"""SGLang itself says of a model, before it is started, whether windows' KV are in memory of their own.
 
     python -m services.engine.sglang.inside.window_memory DIR      prints true or false
 
-In a process of its own, for SGLang's libraries take seconds to load. Its list of architectures decides,
-whatever config.json says of windows: of a model that is not in it every layer keeps the KV of every token.
+It runs in a process of its own, for SGLang's libraries take seconds to load. Its list of architectures
+decides, whatever config.json says of windows: of a model that is not in it every layer keeps the KV of every
+token.
 """
 
 import json
@@ -16,7 +17,7 @@ from sglang.srt.configs.model_config import is_hybrid_swa_model
 
 
 def has_window_memory(config: dict[str, Any]) -> bool:
-    """Of a whole config.json."""
+    """Return whether a model with this whole config.json has window memory."""
     text = SimpleNamespace(**(config.get("text_config") or config))
     return bool(is_hybrid_swa_model(list(config.get("architectures") or ()), text))
 

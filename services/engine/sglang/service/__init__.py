@@ -1,1 +1,1 @@
-"""SGLang seen from our process: started, asked, counted."""
+"""SGLang is seen from our process here: started, asked, counted."""

@@ -1,4 +1,4 @@
-"""Requests into SGLang's schedulers: token ids in, token ids out.
+"""Requests go into SGLang's schedulers: token ids in, token ids out.
 
 stream --Generate--> scheduler --Outputs--> chunks --a finish reason--> end
    |                                 +-----> tokens, to who is told them
@@ -17,7 +17,7 @@ Chunk = dict[str, Any]
 
 
 class Telling:
-    """Who is told tokens that nothing else is said with, in the place of a chunk; not those of `stops`."""
+    """It is told tokens that nothing else is said with, in the place of a chunk; not those of `stops`."""
 
     def __init__(self, tell: Callable[[int], None], stops: Set[int]) -> None:
         self._tell = tell
@@ -25,13 +25,13 @@ class Telling:
         self._is_on = False
 
     def begin(self) -> None:
-        """All that has come so far has been passed on."""
+        """Tell from now on: all that has come so far has been passed on."""
         self._is_on = True
 
     def take(self, ids: list[int]) -> bool:
-        """Whether they are told."""
+        """Return whether the ids were told."""
         if not self._stops.isdisjoint(ids):
-            self._is_on = False  # with a stop the request ends, for us
+            self._is_on = False  # With a stop the request ends, for us.
         if self._is_on:
             for token_id in ids:
                 self._tell(token_id)
@@ -39,7 +39,7 @@ class Telling:
 
 
 class _Open:
-    """A request, and what has come of it."""
+    """This is a request, and what has come of it."""
 
     def __init__(self, telling: Telling | None) -> None:
         self.chunks: asyncio.Queue[Chunk | IsthmusError] = asyncio.Queue()
@@ -51,17 +51,17 @@ class _Open:
 
 
 class Door:
-    """Of all DP ranks of a worker; on one loop."""
+    """One loop has a door to all DP ranks of a worker."""
 
     def __init__(self) -> None:
-        self._schedulers: dict[int, Say] = {}  # by DP rank
-        self._open: dict[str, _Open] = {}  # by rid
+        self._schedulers: dict[int, Say] = {}  # They go by DP rank.
+        self._open: dict[str, _Open] = {}  # They go by rid.
 
     def __repr__(self) -> str:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
 
     def connect(self, dp_rank: int, say: Say) -> None:
-        """To the process that takes the rank's requests."""
+        """Connect to the process that takes the rank's requests."""
         self._schedulers[dp_rank] = say
 
     def is_open(self, dp_rank: int) -> bool:
@@ -70,7 +70,8 @@ class Door:
     async def stream(
         self, body: dict[str, Any], telling: Telling | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one request, but for what `telling` takes; leaving them before the end aborts it.
+        """Yield the chunks of one request, but for what `telling` takes; leaving them before the end aborts
+        it.
 
         Raises:
             InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
@@ -96,7 +97,7 @@ class Door:
                 say(Abort(rid))
 
     def take(self, outputs: Outputs) -> None:
-        """Those of requests that were left are dropped."""
+        """Pass outputs on; those of requests that were left are dropped."""
         for chunk in outputs.chunks:
             if (opened := self._open.get(chunk["rid"])) is not None:
                 opened.chunks.put_nowait(chunk)
@@ -105,7 +106,7 @@ class Door:
                 opened.put_tokens(rid, ids)
 
     def close(self, reason: str) -> None:
-        """All requests end with Unavailable, and new ones begin no more."""
+        """End all requests with Unavailable, and let no new ones begin."""
         self._schedulers.clear()
         for opened in self._open.values():
             opened.chunks.put_nowait(Unavailable(reason))

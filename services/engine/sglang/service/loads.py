@@ -1,4 +1,5 @@
-"""What a scheduler of SGLang's tells of its load, as routers want it (managers/load_snapshot.py). Pure."""
+"""A scheduler of SGLang's reports its load (managers/load_snapshot.py); this is what routers want of it.
+Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,17 +10,20 @@ from services.values.rank import Role
 from services.values.step_histogram import NO_STEPS, StepHistogram
 
 Load = Mapping[str, Any]
-_PACE = 0.2  # of the exponential average
+_PACE = 0.2  # It is the exponential average's.
 
 
 def num_pages(load: Load, page_size: int) -> int:
-    """Of the rank's pool; 0 before its scheduler has told anything."""
+    """Return the pages of the rank's pool; 0 before its scheduler has reported anything."""
     return int(load.get("max_total_num_tokens", 0)) // page_size
 
 
 def waiting(load: Load, role: Role) -> int:
-    """Requests that wait for pages. On decode SGLang's own number has those as well that have theirs and
-    wait for prefill: its time is not this rank's."""
+    """Return how many requests wait for pages.
+
+    On decode SGLang's own number has those as well that have theirs and wait for prefill: its time is not
+    this rank's.
+    """
     if role is Role.PREFILL:
         return int(load.get("num_waiting_reqs", 0))
     queues = load.get("disaggregation", {})
@@ -28,7 +32,8 @@ def waiting(load: Load, role: Role) -> int:
 
 
 def rank_load(load: Load, role: Role, page_size: int, pool_pages: int) -> RankLoad:
-    """`pool_pages` until the rank has told; pages that SGLang could evict count as free."""
+    """Return the rank's load: `pool_pages` until it has reported; pages that SGLang could evict count as
+    free."""
     total = num_pages(load, page_size) or pool_pages
     used_tokens = int(load.get("num_used_tokens", 0))
     used = min(total, -(-used_tokens // page_size))
@@ -54,16 +59,20 @@ def _prefill_rate(load: Load) -> float:
 
 
 class MeanStepTimes:
-    """Kept while a rank rests: a router wants to know what one sequence more would cost there."""
+    """Step times are kept while a rank rests: a router wants to know what one sequence more would cost
+    there."""
 
     def __init__(self) -> None:
-        self._totals: dict[int, tuple[float, float]] = {}  # steps, microseconds
+        self._totals: dict[int, tuple[float, float]] = {}  # It has steps and microseconds.
         self._averages_s: dict[int, float] = {}
         self._histograms: dict[int, StepHistogram] = {}
 
     def note(self, dp_rank: int, moments: Sequence[float] | None) -> None:
-        """`moments`: since the rank's start, over all decode steps, how many, their batch sizes, their
-        microseconds and more; None before the first (sglang.srt.managers.load_snapshot)."""
+        """Take SGLang's running totals in.
+
+        `moments` are, since the rank's start and over all decode steps, how many there were, their batch
+        sizes, their microseconds and more; None before the first (sglang.srt.managers.load_snapshot).
+        """
         if not moments:
             return
         before = self._totals.get(dp_rank, (0.0, 0.0))
@@ -76,9 +85,9 @@ class MeanStepTimes:
             self._histograms[dp_rank] = known.with_steps(sample_s, int(steps - before[0]))
 
     def step_s(self, dp_rank: int) -> float:
-        """0 before the first step."""
+        """Return the average in seconds; 0 before the first step."""
         return self._averages_s.get(dp_rank, 0.0)
 
     def histogram(self, dp_rank: int) -> StepHistogram:
-        """Since the start; of steps between two looks their mean is all that is known."""
+        """Return all steps since the start; of those between two looks their mean is all that is known."""
         return self._histograms.get(dp_rank, NO_STEPS)

@@ -1,4 +1,4 @@
-"""Where SGLang's processes connect to tell what they have to, and are told what to do."""
+"""SGLang's processes connect here to report what they have to, and hear what to do."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from services.values.errors import InvalidRequest, ProtocolError
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[Order], None]  # raises InvalidRequest
+Say = Callable[[Order], None]  # It raises InvalidRequest.
 
 
 async def serve_reports(
@@ -20,8 +20,11 @@ async def serve_reports(
     unreadable: Callable[[ProtocolError], None],
     ended: Callable[[], None],
 ) -> asyncio.Server:
-    """On the running loop: `take` gets every report and how to answer, or `unreadable` why it is none;
-    `ended` is called when a process that reports ends."""
+    """Serve on the running loop.
+
+    `take` gets every report and how to answer, or `unreadable` why it is none; `ended` is called when a
+    process that reports ends.
+    """
 
     def connection() -> asyncio.Protocol:
         return _Process(take, unreadable, ended)
@@ -30,8 +33,6 @@ async def serve_reports(
 
 
 class _Process(asyncio.Protocol):
-    """One of SGLang's."""
-
     _transport: asyncio.WriteTransport
 
     def __init__(
@@ -58,13 +59,14 @@ class _Process(asyncio.Protocol):
             self._take(report, self._say)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Of a process that was killed half a line may be left."""
+        """End; half a line may be left of a process that was killed."""
         if error is not None:
             log.info("sglang_reports_reset error=%s", error)
         self._ended()
 
     def _say(self, order: Order) -> None:
-        """Raises InvalidRequest for what the other end would not read: a scheduler ends with such a line."""
+        """Send an order. Raises InvalidRequest for what the other end would not read: a scheduler ends with
+        such a line."""
         if len(line := message_lines.encode(order)) > message_lines.MAX_LINE_BYTES:
             limit = message_lines.MAX_LINE_BYTES
             raise InvalidRequest(f"engine sglang takes requests of {limit} bytes as JSON, got {len(line)}")

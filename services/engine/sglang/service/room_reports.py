@@ -1,4 +1,4 @@
-"""What SGLang's processes told of rooms, until somebody asks for it."""
+"""Reports of SGLang's processes on transfers are kept here until somebody asks for them."""
 
 import asyncio
 import time
@@ -9,17 +9,19 @@ from services.engine.sglang.reports import Moved, TicketSent
 from services.values.errors import PeerFailed
 from services.values.rank import Room
 
-_REPORT_TIMEOUT_S = 15.0  # a report is on its way when it is asked for; processes may be starved
+_REPORT_TIMEOUT_S = 15.0  # A report is on its way when it is asked for; processes may be starved.
 _MAX_ROOMS = 4096
 
 
 class RoomReports:
-    """On one loop."""
+    """It is used on one loop."""
 
     def __init__(self) -> None:
-        self._tickets: dict[int, tuple[TicketSent, float]] = {}  # by room, with when it was reported
-        self._moved: dict[int, tuple[int, int]] = {}  # room -> reports, bytes
-        self._waiting: dict[int, asyncio.Event] = {}  # by room
+        self._tickets: dict[
+            int, tuple[TicketSent, float]
+        ] = {}  # By transfer there is the ticket, and when it was reported.
+        self._moved: dict[int, tuple[int, int]] = {}  # It maps transfers to reports and bytes.
+        self._waiting: dict[int, asyncio.Event] = {}  # The keys are transfers.
 
     def take(self, report: TicketSent | Moved) -> None:
         room = report.room
@@ -34,7 +36,7 @@ class RoomReports:
             told.set()
 
     async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
-        """What the decode side promised for a room, and when (monotonic).
+        """Return what the decode side promised for a transfer, and when (monotonic).
 
         Raises PeerFailed when the plugin says nothing.
         """
@@ -42,7 +44,8 @@ class RoomReports:
         return self._tickets.pop(room)
 
     async def bytes_moved(self, room: Room, num_processes: int) -> int:
-        """What was written for a room, by all of the rank's processes. Raises PeerFailed likewise."""
+        """Return the bytes that all of the rank's processes wrote for a transfer. Raises PeerFailed
+        likewise."""
 
         def all_told() -> bool:
             return self._moved.get(room, (0, 0))[0] >= num_processes
@@ -70,6 +73,6 @@ class RoomReports:
 
 
 def _bound(rooms: dict[int, Any]) -> None:
-    """Rooms of requests that failed before anybody asked are forgotten in time."""
+    """Forget transfers of requests that failed before anybody asked."""
     while len(rooms) > _MAX_ROOMS:
         del rooms[next(iter(rooms))]

@@ -1,4 +1,4 @@
-"""Our sampling parameters as SGLang's. Pure."""
+"""Our sampling parameters become SGLang's. All is pure."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ _BAN = -1e30
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest for what this engine does not offer."""
+    """Raise InvalidRequest for what this engine does not offer."""
     if sampling.logprobs is not None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
@@ -24,9 +24,10 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_resumption(request: GenerationRequest) -> None:
-    """Raises Unavailable where the output would be another one: SGLang counts penalties over the tokens that
-    it has generated itself, begins a constraint with them, and those so far are prompt to it. Routers that
-    know of this end such a request.
+    """Raise Unavailable where the output would be another one.
+
+    SGLang counts penalties over the tokens that it has generated itself, begins a constraint with them, and
+    those so far are prompt to it. Routers that know of this end such a request.
     """
     if request.output_ids_so_far and request.sampling.heeds_output:
         raise Unavailable(
@@ -35,8 +36,11 @@ def check_resumption(request: GenerationRequest) -> None:
 
 
 def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> dict[str, Any]:
-    """SGLang's `sampling_params`. The seed is left out: SGLang's random numbers are not a function of
-    (seed, position), so only greedy output is the same wherever a request runs."""
+    """Return SGLang's `sampling_params`, without the seed.
+
+    SGLang's random numbers are not a function of (seed, position), so only greedy output is the same wherever
+    a request runs.
+    """
     sampling, so_far = request.sampling, len(request.output_ids_so_far)
     left = max_context_tokens - len(request.all_ids)
     if sampling.max_tokens is not None:
@@ -58,13 +62,14 @@ def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> d
 
 
 def _logit_bias(sampling: SamplingParams) -> dict[str, dict[str, float]]:
-    """A banned token has a bias that no logit outweighs. SGLang adds them after penalties."""
+    """Return the biases: a banned token's is one that no logit outweighs. SGLang adds them after
+    penalties."""
     biases = dict(sampling.logit_bias) | {ids[0]: _BAN for ids in sampling.bad_token_ids}
     return {"logit_bias": {str(token_id): bias for token_id, bias in biases.items()}} if biases else {}
 
 
 def _grammar(constraint: Constraint | None) -> dict[str, str]:
-    """In the words of its llguidance backend, which takes Lark as `ebnf`, too."""
+    """Return the constraint in the words of its llguidance backend, which takes Lark as `ebnf`, too."""
     if constraint is None:
         return {}
     match constraint.kind:

@@ -1,8 +1,8 @@
-"""What SGLang tells of a prompt's tokens, as ours. Pure.
+"""SGLang's report of a prompt's tokens becomes ours. All is pure.
 
 asked from token 3 on: logprob_start_len 2     SGLang matches 2 tokens at most, and tells from there on:
-input_token_logprobs   [null, id 2, null], [logprob, id 3, null], ...
-input_top_logprobs     null,               [[logprob, id, null], ...], ...
+input_token_logprobs   [null, id 2, null], [logprob, id 3, null], ... input_top_logprobs     null,
+[[logprob, id, null], ...], ...
 """
 
 import math
@@ -14,13 +14,13 @@ from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import GenerationRequest
 
-# Of one prompt: they come as one line of JSON, some 30 bytes each, and SGLang's scheduler stands while it
+# One prompt's come as one line of JSON, some 30 bytes each, and SGLang's scheduler stands while it
 # is written.
 _MOST = 200_000
 
 
 def check_scored(request: GenerationRequest) -> None:
-    """Raises InvalidRequest where they are not in the prompt, or too many."""
+    """Raise InvalidRequest where they are not in the prompt, or too many."""
     scored, num_top = request.scored, request.sampling.prompt_logprobs or 0
     if (number := len(scored) * (1 + num_top)) > _MOST:
         raise InvalidRequest(
@@ -29,7 +29,7 @@ def check_scored(request: GenerationRequest) -> None:
 
 
 def scoring_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """For a prefill rank; none where nothing is asked."""
+    """Return a prefill rank's arguments; none where nothing is requested."""
     if (num_top := request.sampling.prompt_logprobs) is None:
         return {}
     start = request.scored.start - 1
@@ -37,7 +37,10 @@ def scoring_arguments(request: GenerationRequest) -> dict[str, Any]:
 
 
 def told_of_prompt(request: GenerationRequest, meta_info: Mapping[str, Any]) -> PromptLogprobs | None:
-    """None where nothing was asked. Of a stream that moved what is told of its output is left out."""
+    """Return the scores, or None where none were requested.
+
+    Of a stream that moved what is reported of its output is left out.
+    """
     if (num_top := request.sampling.prompt_logprobs) is None:
         return None
     num_tokens = len(request.scored)
@@ -60,5 +63,5 @@ def _filled(top: Sequence[Any], num_top: int) -> list[Any]:
 
 
 def _rank(token_id: int, top: Sequence[Any]) -> int:
-    """SGLang tells none: where it is not among the most probable ones it is not known."""
+    """Return the rank: SGLang tells none, so where it is not among the most probable ones it is not known."""
     return next((rank for rank, entry in enumerate(top, start=1) if entry[1] == token_id), 0)

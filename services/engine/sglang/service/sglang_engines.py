@@ -1,8 +1,8 @@
-"""Both roles of one DP rank of an SGLang worker.
+"""One DP rank of an SGLang worker is an engine of either role.
 
-    generate:  room drawn --+--> SGLang (decode) with room and ranks --> chunks
-                            +--> prefill leg, at once -----------------> PrefillResult
-               first chunk and result --> admitted, with what the plugin reported of the room
+    generate:  transfer drawn --+--> SGLang (decode) with transfer and ranks --> chunks
+                                +--> prefill leg, at once ---------------------> PrefillResult
+               first chunk and result --> admitted, with what the plugin reported of the transfer
 
 SGLang learns decode_prefix_len only inside its scheduler, when both legs are in flight.
 """
@@ -39,15 +39,15 @@ from services.values.request import Admitted, FinishReason, GenerationRequest, O
 
 log = logging.getLogger(__name__)
 
-_ROOM_BITS = 62  # SGLang keeps rooms in signed 64-bit numbers, and 0 means "nothing landed yet"
+_ROOM_BITS = 62  # SGLang keeps rooms in signed 64-bit numbers, and 0 means "nothing landed yet".
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class SglangRank:
-    """What both roles have in common; implements services.engine.base.Engine."""
+    """Both roles have this in common; it implements services.engine.base.Engine."""
 
-    tells_resume_points = False  # SGLang's events are of full attention alone
-    takes_turns = False  # SGLang's queue knows no tenants
+    tells_resume_points = False  # SGLang's events are of full attention alone.
+    takes_turns = False  # SGLang's queue knows no tenants.
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker
@@ -90,7 +90,8 @@ class SglangRank:
             yield await events.get()
 
     async def books(self) -> PageBooks:
-        """As SGLang reports them: it walks its own pages, and ends itself when its books are wrong."""
+        """Return the books as SGLang reports them: it walks its own pages, and ends itself when its books are
+        wrong."""
         return self.load().books
 
     def _body(self, request: GenerationRequest, room: Room, prefill_rank: int) -> dict[str, Any]:
@@ -108,7 +109,8 @@ class SglangRank:
         }
 
     def _check(self, request: GenerationRequest) -> None:
-        """SGLang itself does not look at the ids: one that is out of the vocabulary ends its process."""
+        """Check the ids, at which SGLang itself does not look: one that is out of the vocabulary ends its
+        process."""
         check_sampling(request.sampling)
         check_resumption(request)
         check_scored(request)
@@ -125,7 +127,7 @@ class SglangRank:
 
 
 class SglangDecodeEngine(SglangRank):
-    """Implements services.engine.base.DecodeEngine."""
+    """It implements services.engine.base.DecodeEngine."""
 
     plans = frozenset({Plan.REMOTE})
     moves_penalties = False
@@ -163,7 +165,7 @@ class SglangDecodeEngine(SglangRank):
                     yield output
         finally:
             leg.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # whoever waited for it has had its error
+            with suppress(asyncio.CancelledError, Exception):  # Whoever waited for it has had its error.
                 await leg
             self._worker.rooms.forget(room)
 
@@ -175,7 +177,7 @@ class SglangDecodeEngine(SglangRank):
         prompt_tokens = len(request.all_ids)
         layout = self._shared_layout(ticket.decode_prefix_len, prompt_tokens, prefill.kv_bytes_moved)
         moved = moved_bytes(ticket.decode_prefix_len, prompt_tokens, layout)
-        # In turn: pages here, the queue and the computation there (on another clock), the transfer.
+        # They come in turn: pages here, the queue and the computation there (on another clock), the transfer.
         decode_queue_s = min(max(0.0, reserved - began), ended - began)
         prefill_s = ended - began - decode_queue_s
         prefill_queue_s = min(prefill.queue_s, prefill_s)
@@ -196,9 +198,10 @@ class SglangDecodeEngine(SglangRank):
         )
 
     def _shared_layout(self, prefix_len: int, prompt_len: int, moved: int) -> KvLayout:
-        """Of what both ranks have: a draft's KV crosses only if prefill speculates too, which its bytes tell.
+        """Return the layout that both ranks have.
 
-        Raises PeerFailed where they are neither.
+        A draft's KV crosses only if prefill speculates too, which its bytes tell. Raises PeerFailed where
+        they are neither.
         """
         layouts = self.layout, replace(self.layout, draft=None)
         due = {sum(moved_bytes(prefix_len, prompt_len, layout)): layout for layout in layouts}
@@ -209,15 +212,15 @@ class SglangDecodeEngine(SglangRank):
 
 
 class SglangPrefillEngine(SglangRank):
-    """Implements services.engine.base.PrefillEngine."""
+    """It implements services.engine.base.PrefillEngine."""
 
     @property
     def max_context_tokens(self) -> int:
-        """Of the prompt: SGLang wants room for its first token here too."""
+        """Return the longest prompt: SGLang wants room for its first token here too."""
         return self._worker.max_context_tokens - 1
 
     def handshake(self) -> DirectoryService:
-        """Served at our endpoint: it says where SGLang's own processes serve Connect."""
+        """Return what is served at our endpoint: it says where SGLang's own processes serve Connect."""
         return DirectoryService(directory_to_proto(self._worker.actives, dict(self._worker.own_ids)))
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
@@ -225,7 +228,7 @@ class SglangPrefillEngine(SglangRank):
             raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
         room = rendezvous.room
         body = self._body(request, room, self._own_id.rank)
-        body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it
+        body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it.
         body |= scoring_arguments(request)
         began = time.monotonic()
         try:
@@ -249,8 +252,11 @@ class SglangPrefillEngine(SglangRank):
 
 
 def _stages(meta_info: Mapping[str, Any], elapsed_s: float) -> tuple[float, float]:
-    """Seconds in SGLang's queue, and under computation (observability/req_time_stats.py). The answer comes
-    after the transfer, so what is left of `elapsed_s` is the transfer's. By two clocks: kept within it."""
+    """Return the seconds in SGLang's queue, and under computation (observability/req_time_stats.py).
+
+    The answer comes after the transfer, so what is left of `elapsed_s` is the transfer's. Two clocks measured
+    them, so they are kept within it.
+    """
     queue_s = min(elapsed_s, max(0.0, float(meta_info.get("queue_time") or 0.0)))
     began_s, ended_s = meta_info.get("forward_entry_time"), meta_info.get("prefill_finished_time")
     if not began_s or not ended_s:
@@ -267,7 +273,7 @@ async def _leg(
 async def _both(
     chunks: AsyncGenerator[dict[str, Any], None], leg: "asyncio.Task[PrefillResult]"
 ) -> tuple[dict[str, Any], PrefillResult]:
-    """The first chunk and the leg's result; raises what the first of the two to fail raised.
+    """Return the first chunk and the leg's result; raise what the first of the two to fail raised.
 
     Of two that failed at once, that our own SGLang is gone tells more.
     """
@@ -292,7 +298,7 @@ async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 
 async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
-    """What the chunks of a request of one token say together."""
+    """Return what the chunks of a request of one token say together."""
     async with aclosing(chunks):
         told = await _next(chunks)
         async for chunk in chunks:
@@ -302,7 +308,7 @@ async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 
 async def _next_of_decode(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
-    """When prefill's part is over: a failure is SGLang's own."""
+    """Return the next chunk, now that prefill's part is over: a failure is SGLang's own."""
     try:
         return await _next(chunks)
     except PeerFailed as error:
@@ -310,13 +316,13 @@ async def _next_of_decode(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[
 
 
 def _stops(request: GenerationRequest) -> Set[int]:
-    """A stop token of the request's ends it whatever SGLang makes of it."""
+    """Return the stop tokens: one of the request's ends it whatever SGLang makes of it."""
     stop_token_ids = frozenset(request.sampling.stop_token_ids)
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids.union(request.eos_token_ids)
 
 
 def _output(chunk: dict[str, Any], stops: Set[int]) -> Output:
-    """SGLang tells of a request's drafts at its end."""
+    """Return the output; SGLang tells of a request's drafts at its end."""
     ids, meta_info = tuple(int(token) for token in chunk["output_ids"]), chunk["meta_info"]
     reason = meta_info.get("finish_reason")
     finished = None if reason is None else _FINISH[reason["type"]]

@@ -1,4 +1,4 @@
-"""SGLang's radix tree events to ours. Pure.
+"""SGLang's radix tree events become ours. All is pure.
 
     BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent
     node at the end of an index block -------> stored: the block's sequence hash, chained from the root
@@ -21,23 +21,23 @@ from services.kv.block_hash import extend_hash, scope_seed
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents
 
-# sglang.srt.disaggregation.kv_events.StorageMedium: the device's own pages, or not said.
+# These are sglang.srt.disaggregation.kv_events.StorageMedium's: the device's own pages, or not said.
 _OUR_TIER = ("GPU", None)
-_MAX_KINDS = 16  # of what cannot be read: texts of errors, which may have values in them
+_MAX_KINDS = 16  # They are texts of errors, which may have values in them.
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A page in the tree."""
+    """This is a page in the tree."""
 
-    block: BlockHash | None  # sequence hash of the last full index block up to here
-    open_tokens: tuple[int, ...]  # since that block's end
+    block: BlockHash | None  # This is the sequence hash of the last full index block up to here.
+    open_tokens: tuple[int, ...]  # They came since that block's end.
     seed: int
 
 
 @dataclass(slots=True)
 class _News:
-    """What one batch comes to; a block is in at most one of the two."""
+    """One batch comes to this; a block is in at most one of the two."""
 
     stored: dict[BlockHash, None] = field(default_factory=dict)
     removed: dict[BlockHash, None] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class _News:
 
 
 class TreeEventRebuilder:
-    """Of one DP rank. Memory: a node per page that the tree holds."""
+    """One DP rank has one. It takes memory for a node per page that the tree holds."""
 
     def __init__(self, model: str, page_size: int, index_block: int) -> None:
         if index_block % page_size:
@@ -67,8 +67,8 @@ class TreeEventRebuilder:
         self._page_size = page_size
         self._index_block = index_block
         self._nodes: dict[int, _Node] = {}
-        self._num_pages_of: Counter[BlockHash] = Counter()  # that end it: several where keys are pairs
-        self.unreadable: Counter[str] = Counter()  # events that could not be read, by kind
+        self._num_pages_of: Counter[BlockHash] = Counter()  # Several pages end one where keys are pairs.
+        self.unreadable: Counter[str] = Counter()  # By kind it counts events that could not be read.
 
     def __repr__(self) -> str:
         return f"TreeEventRebuilder(pages={len(self._nodes)} unreadable={self.unreadable.total()})"
@@ -78,7 +78,7 @@ class TreeEventRebuilder:
         return len(self._nodes)
 
     def rebuild(self, events: Iterable[Mapping[str, Any]]) -> CacheEvents:
-        """What one batch of SGLang's events means. Never raises.
+        """Return what one batch of SGLang's events means. It never raises.
 
         After an event that cannot be read no block counts as held but those that are stored from then on,
         from the root.
@@ -87,13 +87,13 @@ class TreeEventRebuilder:
         for event in events:
             try:
                 self._read(event, news)
-            except Exception as error:  # another's words: whatever is wrong with them
+            except Exception as error:  # These are another's words, whatever is wrong with them.
                 self._count(str(error) if isinstance(error, ProtocolError) else repr(error))
                 self._forget(news)
         return CacheEvents(tuple(news.stored), tuple(news.removed), news.cleared)
 
     def forget(self, kind: str) -> CacheEvents:
-        """For a batch of which nothing could be read."""
+        """Return what a batch means of which nothing could be read."""
         self._count(kind)
         news = _News()
         self._forget(news)
@@ -106,12 +106,12 @@ class TreeEventRebuilder:
     def _forget(self, news: _News) -> None:
         stands = bool(news.stored or self._num_pages_of)
         self._clear()
-        if stands:  # else nothing that was told does
+        if stands:  # Else nothing that was reported does.
             news.clear()
 
     def _read(self, event: Mapping[str, Any], news: _News) -> None:
         if event.get("medium") not in _OUR_TIER:
-            return  # not of our pages
+            return  # It is not of our pages.
         match event["type"]:
             case "BlockStored":
                 self._check(event)
@@ -131,7 +131,7 @@ class TreeEventRebuilder:
         self._num_pages_of.clear()
 
     def _check(self, event: Mapping[str, Any]) -> None:
-        """Raises ProtocolError."""
+        """Raise ProtocolError where an event's pages and tokens do not fit."""
         if event["block_size"] != self._page_size:
             raise ProtocolError(f"pages have {event['block_size']} tokens, not {self._page_size}")
         if len(event["token_ids"]) != len(event["block_hashes"]) * self._page_size:
@@ -141,7 +141,7 @@ class TreeEventRebuilder:
         tokens = _tokens(event["token_ids"])
         node = self._parent(event)
         if node is None:
-            return  # below a page that we were never told of: its hash cannot be known
+            return  # It is below a page that we never heard of: its hash cannot be known.
         for number, name in enumerate(event["block_hashes"]):
             page = tokens[number * self._page_size : (number + 1) * self._page_size]
             node = self._child(node, page)

@@ -1,4 +1,4 @@
-"""One SGLang with all its DP ranks, shared by the engines of those ranks.
+"""One SGLang, with all its DP ranks, is shared by the engines of those ranks.
 
 first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
             --> serving
@@ -65,21 +65,21 @@ from services.values.rank import RankId, Room
 log = logging.getLogger(__name__)
 
 _ACTIVE_TIMEOUT_S = 15.0
-_POOLS_TIMEOUT_S = 60.0  # a scheduler reports its load when it first finds nothing to do
+_POOLS_TIMEOUT_S = 60.0  # A scheduler reports its load when it first finds nothing to do.
 _HEALTH_POLL_S = 0.2
-_REFUSED = 2  # argparse's exit code
+_REFUSED = 2  # This is argparse's exit code.
 _ENDED = "SGLang has ended"
-# sglang.srt.disaggregation.base.conn.StateType: what is as much a part of each page as its KV, and what the
-# layout has groups for.
+# Of sglang.srt.disaggregation.base.conn.StateType these are as much a part of each page as its KV, and the
+# layout has groups for those below.
 _KINDS_BY_PAGE = {"dsa", "block_scale"}
 _CARRIED_KINDS = {"swa", "mamba"}
 
 
 class SglangWorker:
-    """Owned by one asyncio loop."""
+    """One asyncio loop owns it."""
 
     def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
-        """`own_ids` by DP rank. Raises ConfigError."""
+        """`own_ids` go by DP rank. Raises ConfigError."""
         self.settings = settings
         self.dp_size = settings.engine.dp_size
         self.own_ids = own_ids
@@ -96,7 +96,9 @@ class SglangWorker:
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self.rooms = RoomReports()
         self._door = Door()
-        self._paths: dict[int, dict[KvPath, None]] = {}  # by DP rank, in the order in which they were found
+        self._paths: dict[
+            int, dict[KvPath, None]
+        ] = {}  # They go by DP rank, in the order in which they were found.
         self._told = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(self.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(self.dp_size)]
@@ -106,7 +108,9 @@ class SglangWorker:
         self._retractions = [0] * self.dp_size
         # A process of SGLang's has ended, which SGLang itself takes seconds to see.
         self._broken = asyncio.Event()
-        self._stands = False  # before, it heeds no SIGTERM, and some of its processes have no parent but ours
+        self._stands = (
+            False  # Before, it heeds no SIGTERM, and some of its processes have no parent but ours.
+        )
         self._users = 0
         self._starting = asyncio.Lock()
         self._process: SglangProcess | None = None
@@ -123,7 +127,7 @@ class SglangWorker:
     # -- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Started by the first of its ranks; the others wait, as long as SGLang takes to load.
+        """Start with the first of its ranks; the others wait, as long as SGLang takes to load.
 
         Raises:
             ConfigError: SGLang refuses its flags, or runs without our plugin.
@@ -141,7 +145,7 @@ class SglangWorker:
                 raise
 
     async def stop(self) -> None:
-        """Ended by the last of its ranks."""
+        """End with the last of its ranks."""
         async with self._starting:
             self._users -= 1
             if self._users == 0:
@@ -152,7 +156,8 @@ class SglangWorker:
         await first_of(self._process.ended, self._broken)
 
     async def _close_door_at_end(self) -> None:
-        """Its schedulers outlive SGLang's first process for a moment, in which they answer nobody."""
+        """Close the door: its schedulers outlive SGLang's first process for a moment, in which they answer
+        nobody."""
         await self.crashed()
         self._door.close(_ENDED)
 
@@ -182,7 +187,8 @@ class SglangWorker:
         self._reports = await serve_reports(path, self._take_from, self._take_unreadable, self._broken.set)
 
     async def _window_arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """Windows' KV is kept whole where nothing else is asked for; what SGLang does else is told."""
+        """Return flags that keep windows' KV whole where nothing else is requested; what SGLang does else is
+        logged."""
         settings, shape = self.settings, self.shape
         if shape.is_recurrent:
             log.warning("sglang_recurrent said=%r", RECURRENT_SAID)
@@ -203,7 +209,7 @@ class SglangWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         in_order = self._stands and not self._broken.is_set()
         if self._http is not None and in_order:
-            await self._http.abort_all()  # SGLang would let requests finish, for as long as they take
+            await self._http.abort_all()  # SGLang would let requests finish, for as long as they take.
         if self._process is not None:
             await self._process.stop(in_order)
         self._door.close(self.ending)
@@ -216,7 +222,7 @@ class SglangWorker:
         self._held.close()
 
     async def _until_healthy(self) -> None:
-        """However long that takes: how long a model may load is the start-up probe's to know."""
+        """Wait however long that takes: how long a model may load is the start-up probe's to know."""
         assert self._process is not None
         while not await self.http.healthy():
             # Its children may outlive it, and hold its output open.
@@ -230,7 +236,7 @@ class SglangWorker:
         self._process.note_tree()
 
     async def _until_active(self) -> None:
-        """Every process that holds KV must have told us that our plugin is active in it."""
+        """Wait until every process that holds KV has reported that our plugin is active in it."""
         try:
             async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
                 await self._told.wait_for(lambda: not self._missing())
@@ -266,13 +272,16 @@ class SglangWorker:
             raise Unavailable(self.ending)
 
     def _num_pages(self) -> list[int]:
-        """Of the pool of each DP rank that has told."""
+        """Return the pages of the pool of each DP rank that has reported."""
         told = (loads.num_pages(load, self.settings.engine.page_size) for load in self._loads.values())
         return [pages for pages in told if pages]
 
     def _check_pools(self) -> None:
-        """Raises ConfigError. Where memory is short SGLang makes a smaller pool and only warns; what we let
-        in by the size that was asked for would then wait for ever."""
+        """Raise ConfigError where a pool is smaller than was requested.
+
+        Where memory is short SGLang makes a smaller pool and only warns; what we let in by the requested size
+        would then wait for ever.
+        """
         smallest = min(self._num_pages())
         if smallest < self.settings.engine.pool_pages:
             raise ConfigError(
@@ -325,7 +334,7 @@ class SglangWorker:
 
     def _draft_settings(self) -> dict[str, Any]:
         draft = self._draft
-        if draft is None:  # if there is one, it is in the model's checkpoint
+        if draft is None:  # If there is one, it is in the model's checkpoint.
             return {"draft_fingerprint": self._fingerprint}
         return {
             "draft_fingerprint": draft.fingerprint(),
@@ -348,7 +357,7 @@ class SglangWorker:
     async def stream(
         self, body: dict[str, Any], telling: Telling | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of one request. Raises as Door.stream, or Unavailable when we end."""
+        """Yield the chunks of one request. Raises as Door.stream, or Unavailable when we end."""
         if self.ending:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
@@ -362,7 +371,7 @@ class SglangWorker:
 
     @property
     def ending(self) -> str:
-        """Why no request can come to a good end here any more; empty while all is well."""
+        """Return why no request can come to a good end here any more; it is empty while all is well."""
         if self.stopping:
             return "the engine is stopping"
         gone = self._broken.is_set() or (self._process is not None and self._process.ended.is_set())
@@ -370,8 +379,11 @@ class SglangWorker:
 
     @contextmanager
     def blaming_ourselves(self) -> Iterator[None]:
-        """When our own SGLang ends, its peers lose their streams and fail the request as well: no fault of
-        theirs, for which a router would leave them alone."""
+        """Raise Unavailable for PeerFailed where our own SGLang ends.
+
+        Its peers then lose their streams and fail the request as well: no fault of theirs, for which a router
+        would leave them alone.
+        """
         try:
             yield
         except PeerFailed as error:
@@ -381,7 +393,7 @@ class SglangWorker:
 
     @property
     def actives(self) -> list[Active]:
-        """All processes that hold KV."""
+        """Return all processes that hold KV."""
         return list(self._active.values())
 
     @property
@@ -404,7 +416,8 @@ class SglangWorker:
         )
 
     def load(self, dp_rank: int) -> RankLoad:
-        """From its scheduler's own report, some hundred milliseconds old, and what we measured ourselves."""
+        """Return its scheduler's own report, some hundred milliseconds old, and what we measured
+        ourselves."""
         settings = self.settings
         told = loads.rank_load(
             self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.pool_pages
@@ -420,21 +433,22 @@ class SglangWorker:
         )
 
     def metrics(self, dp_rank: int) -> Iterator[Metric]:
-        """SGLang's own; any thread may ask, and waits."""
+        """Return SGLang's own metrics; any thread may ask, and waits."""
         return own_metrics.read(f"{self.http.base}/metrics", dp_rank)
 
     def note_admitted(self, dp_rank: int) -> None:
-        """A request that may have waited there is through."""
+        """Note that a request that may have waited there is through."""
         self._queue_rates[dp_rank].taken(time.monotonic())
 
     async def bytes_moved(self, room: Room) -> int:
-        """What was written for a room, by all of the rank's processes. Raises PeerFailed where none tells."""
+        """Return the bytes that all of the rank's processes wrote for a transfer. Raises PeerFailed where
+        none tells."""
         return await self.rooms.bytes_moved(room, self.layout.tp_size)
 
     # -- what the plugin reports -----------------------------------------------------------------------
 
     def _take_from(self, report: Report, say: Say) -> None:
-        if isinstance(report, Active) and report.tp_rank == 0:  # it hands requests on to the others
+        if isinstance(report, Active) and report.tp_rank == 0:  # It hands requests on to the others.
             self._door.connect(report.dp_rank, say)
         self._take(report)
 
@@ -463,12 +477,12 @@ class SglangWorker:
         self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
 
     def _take_unreadable(self, error: ProtocolError) -> None:
-        """Events of any rank may have been in it."""
+        """Forget what is known: events of any rank may have been in it."""
         for dp_rank in range(self.dp_size):
             self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
 
     def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:
-        """What cannot be read is counted, and logged once of each kind."""
+        """Read events; what cannot be read is counted, and logged once of each kind."""
         rebuilder = self._rebuilders[dp_rank]
         known = set(rebuilder.unreadable)
         self.events[dp_rank].put_nowait(read(rebuilder))

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's package of CUDA kernels where there is no GPU.
+"""This stands in for SGLang's package of CUDA kernels where there is no GPU.
 
 On a CPU SGLang 0.5.23 imports eight names of it and, for dense models on a CPU without AMX, calls none.
 """

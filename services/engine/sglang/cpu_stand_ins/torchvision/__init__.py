@@ -1,4 +1,4 @@
-"""Stands in for torchvision, of which there is no build beside the CPU torch that SGLang runs on here.
+"""This stands in for torchvision, of which there is no build beside the CPU torch that SGLang runs on here.
 
 SGLang imports it for models that see; nothing of it is called for those that do not.
 """
@@ -28,7 +28,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds every module below torchvision, and makes it of names that can only be imported."""
+    """It finds every module below torchvision, and makes it of names that can only be imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -42,8 +42,7 @@ class _Finder(MetaPathFinder, Loader):
         module.__path__ = []
         return module
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing in it."""
+    def exec_module(self, module: types.ModuleType) -> None: ...
 
 
 sys.meta_path.insert(0, _Finder())

@@ -1,1 +1,1 @@
-"""A scheduler asked directly, past its HTTP server: requests, their answers and its load."""
+"""A scheduler is asked directly, past its HTTP server: requests, their answers and its load."""

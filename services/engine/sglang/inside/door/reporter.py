@@ -1,4 +1,4 @@
-"""A process of SGLang's, connected to our service by a Unix socket of the service's.
+"""A process of SGLang's is connected to our service by a Unix socket of the service's.
 
 Whoever reports never waits: what the socket does not take at once a thread writes. Reports of one process
 arrive in order, none is lost while both live; a service that ends takes its SGLang with it.
@@ -18,7 +18,7 @@ from services.engine.sglang.reports import ORDERS, Order, Report
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
-_MOST_BYTES = 16 << 20  # of orders at a time: a scheduler has its steps to do
+_MOST_BYTES = 16 << 20  # No more of orders is read at a time: a scheduler has its steps to do.
 _REST_WAIT_MS = 5
 
 
@@ -29,16 +29,16 @@ class Reporter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._late: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._num_late = 0  # not yet written; while there are some, what comes goes behind them
+        self._num_late = 0  # They are not yet written; while there are some, what comes goes behind them.
         self._lock = threading.Lock()
         self._splitter = message_lines.LineSplitter()
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._comes = False  # something was there when we last looked, or waited
+        self._comes = False  # Something was there when we last looked, or waited.
         threading.Thread(target=self._write_late, name="isthmus-reports", daemon=True).start()
 
     def fileno(self) -> int:
-        """Readable when there are orders."""
+        """Return a descriptor that is readable when there are orders."""
         return self._socket.fileno()
 
     def report(self, report: Report) -> None:
@@ -50,7 +50,8 @@ class Reporter:
                 self._late.put(rest)
 
     def orders(self) -> list[Order]:
-        """Those that have come; waits only for the rest of one that is coming. Raises ProtocolError."""
+        """Return the orders that have come; wait only for the rest of one that is coming. Raises
+        ProtocolError."""
         orders: list[Order] = []
         left = _MOST_BYTES
         while left > 0 and ((received := self._received()) or self._rest_comes()):
@@ -59,15 +60,18 @@ class Reporter:
         return orders
 
     def _rest_comes(self) -> bool:
-        """A socket holds some 200 KB: the service writes on when they have been read. Left to the next step,
-        a long prompt would take one for each of its parts. A service that hangs is waited for once."""
+        """Return whether the rest of an order comes, for a socket holds some 200 KB.
+
+        The service writes on when they have been read. Left to the next step, a long prompt would take one
+        for each of its parts. A service that hangs is waited for once.
+        """
         if self._comes and self._splitter.has_begun:
             self._comes = bool(self._poll.poll(_REST_WAIT_MS))
             return self._comes
         return False
 
     def _received(self) -> bytes:
-        """Nothing after the service's end, with which this process ends, too."""
+        """Return what has come: nothing after the service's end, with which this process ends, too."""
         try:
             received = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -78,7 +82,7 @@ class Reporter:
         return received
 
     def _write_now(self, line: bytes) -> bytes:
-        """What the socket has no room for."""
+        """Return what the socket has no room for."""
         try:
             return line[self._socket.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
         except BlockingIOError:
@@ -100,5 +104,5 @@ class Reporter:
 
 @cache
 def process_reporter() -> Reporter:
-    """Connected at the first call."""
+    """Return this process's one reporter, connected at the first call."""
     return Reporter(PluginSettings.from_environment().reports_path)

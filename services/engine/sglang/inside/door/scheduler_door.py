@@ -1,4 +1,4 @@
-"""Requests of our service into a scheduler and its outputs back, by the socket that reports go by.
+"""Requests of our service go into a scheduler and its outputs back, by the socket that reports go by.
 
     service --Generate, Abort--> [SGLang's own: HTTP server, tokenizer manager, DP controller] scheduler
     service <--Outputs, one message per step--------------------------------------------------- scheduler
@@ -35,16 +35,17 @@ _NOT_ASKED_FOR: dict[str, Any] = {
 }
 
 
-Chunk = dict[str, Any]  # as over HTTP
+Chunk = dict[str, Any]  # It is laid out as over HTTP.
 
 
 def take_orders(
     receiver: Any, received: list[Any] | None, local: list[Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before SchedulerRequestReceiver._broadcast_reqs_across_ranks, whose arguments it returns.
+    """Take orders in, before SchedulerRequestReceiver._broadcast_reqs_across_ranks, whose arguments it
+    returns.
 
-    `received` is None in a process that gets what another one takes. Aborts go with `local`, SGLang's own
-    of this DP rank: with DP attention those that are received count at the first rank alone.
+    `received` is None in a process that gets what another one takes. Aborts go with `local`, SGLang's own of
+    this DP rank: with DP attention those that are received count at the first rank alone.
     """
     if received is None:
         return None
@@ -57,7 +58,8 @@ def take_orders(
 
 
 def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
-    """Around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer manager."""
+    """Report outputs, around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer
+    manager."""
     told = _told(output) if sender.socket is not None else []
     for outputs in told:
         process_reporter().report(outputs)
@@ -66,10 +68,10 @@ def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args:
 
 
 def _request(order: Generate, vocab_size: int) -> Any:
-    """None where it has been refused."""
+    """Return the request, or None where it has been refused."""
     try:
         return _generation(order, vocab_size)
-    except ValueError as error:  # as SGLang's tokenizer manager refuses it
+    except ValueError as error:  # SGLang's tokenizer manager refuses it so.
         refusal = {"type": "abort", "status_code": 400, "message": str(error)}
         process_reporter().report(Outputs([_end(order.arguments["rid"], refusal)]))
         return None
@@ -86,7 +88,7 @@ def _generation(order: Generate, vocab_size: int) -> Any:
 
 
 def _told(output: Any) -> list[Outputs]:
-    """Of requests of ours."""
+    """Return the outputs of requests of ours."""
     match output:
         case BatchTokenIDOutput(rids=rids):
             ours = [(index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]
@@ -109,8 +111,10 @@ def _has_others(output: Any) -> bool:
 
 
 def _apart(chunks: list[Chunk], tokens: dict[str, list[int]]) -> list[Outputs]:
-    """Prompts' scores go by themselves: of several that end in a step they could be more than a line holds,
-    and what is not read never ends."""
+    """Return prompts' scores by themselves.
+
+    Those of several that end in a step could be more than a line holds, and what is not read never ends.
+    """
     scored = [Outputs([chunk]) for chunk in chunks if "input_token_logprobs" in chunk["meta_info"]]
     others = [chunk for chunk in chunks if "input_token_logprobs" not in chunk["meta_info"]]
     return [*scored, Outputs(others, tokens)] if others or tokens else scored
@@ -125,7 +129,7 @@ def _end(rid: str, reason: Any) -> Chunk:
 
 
 def _chunk(output: Any, index: int, rid: str) -> Chunk:
-    """As TokenizerManager._handle_batch_output makes it, of what our service reads."""
+    """Return what TokenizerManager._handle_batch_output makes of it, as far as our service reads it."""
     reason = output.finished_reasons[index]
     told = {
         "finish_reason": reason,
@@ -145,7 +149,7 @@ def _times(output: Any, index: int) -> dict[str, Any]:
 
 
 def _drafts(output: Any, index: int) -> dict[str, int]:
-    """As TokenizerManager._calculate_spec_decoding_metrics counts them."""
+    """Count drafts as TokenizerManager._calculate_spec_decoding_metrics does."""
     verified = output.spec_verify_ct[index] if output.spec_verify_ct else 0
     if not verified:
         return {}
@@ -156,7 +160,7 @@ def _drafts(output: Any, index: int) -> dict[str, int]:
 
 
 def _prompt_logprobs(output: Any, index: int) -> dict[str, Any]:
-    """As TokenizerManager.add_logprob_to_meta_info lays them out."""
+    """Lay out scores as TokenizerManager.add_logprob_to_meta_info does."""
     if not output.input_token_logprobs_val or not output.input_token_logprobs_val[index]:
         return {}
     logprobs, ids = output.input_token_logprobs_val[index], output.input_token_logprobs_idx[index]

@@ -1,4 +1,4 @@
-"""The memory of one process, as SGLang lists it for a transfer, in the words of our layout.
+"""The memory of one process, as SGLang lists it for a transfer, is put in the words of our layout.
 
 kv_item_lens   | the model's buffers | the draft's |   a page's bytes in each: a layer's K, V or latent
 state_*        lists of such, one for each component (state_groups.py)
@@ -18,30 +18,32 @@ from services.values.kv import DraftKv, GroupKind, KvGroup, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Of the model or of its draft, in one process."""
+    """These are the model's or its draft's, in one process."""
 
-    item_bytes: tuple[int, ...]  # of a page
-    heads: AttentionHeads  # of the whole of it
-    is_latent: bool = False  # one vector for all heads, which every process has
+    item_bytes: tuple[int, ...]  # They are a page's.
+    heads: AttentionHeads  # They are the whole model's.
+    is_latent: bool = False  # A latent is one vector for all heads, which every process has.
 
     @property
     def own_bytes(self) -> int:
-        """A page's, in this process."""
+        """Return a page's bytes in this process."""
         return sum(self.item_bytes)
 
     @property
     def spread_heads(self) -> int:
-        """That the processes share out."""
+        """Return the heads that the processes share out."""
         return 1 if self.is_latent else self.heads.num_kv_heads
 
     def whole_bytes(self, tp_size: int) -> int:
-        """A page's, of all processes, each head once."""
+        """Return a page's bytes in all processes, with each head once."""
         return self.own_bytes // max(1, self.spread_heads // tp_size) * self.spread_heads
 
     def written_bytes(self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace) -> int:
-        """A page's, of a write from here to there: of two sides with different tensor parallelism the
-        narrower one's heads. 0 where another process writes the same: what is due is the model's KV, not its
-        copies."""
+        """Return a page's bytes in a write from here to there.
+
+        Of two sides with different tensor parallelism they are the narrower one's heads; 0 where another
+        process writes the same: what is due is the model's KV, not its copies.
+        """
         counts = is_counted(self.spread_heads, writer, reader)
         return min(self.own_bytes, sum(peer_item_bytes)) if counts else 0
 
@@ -66,18 +68,18 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    page_size: int  # tokens
+    page_size: int  # It counts tokens.
     num_pages: int
     tp_size: int
     buffers: Buffers
-    layer_ids: tuple[int, ...]  # of each of the model's buffers, where SGLang says them
+    layer_ids: tuple[int, ...]  # Each of the model's buffers has one, where SGLang says them.
     components: tuple[StateComponent, ...]
-    window_size: int = 0  # tokens before its own that a windowed layer sees
+    window_size: int = 0  # A windowed layer sees so many tokens before its own.
     draft: Draft | None = None
 
     @property
     def page_bytes(self) -> int:
-        """Of the whole model."""
+        """Return a page's bytes in the whole model."""
         return self.buffers.whole_bytes(self.tp_size)
 
     @property
@@ -86,7 +88,7 @@ class ProcessMemory:
 
     @property
     def carried_places(self) -> list[int]:
-        """Of the layout's carried groups, among the components."""
+        """Return where the layout's carried groups stand among the components."""
         return [place for place, component in enumerate(self.components) if component.is_carried]
 
     def layout(self, model_fingerprint: int) -> KvLayout:
@@ -102,8 +104,10 @@ class ProcessMemory:
     def written_bytes(
         self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace
     ) -> tuple[int, int]:
-        """A page's, of the model and of the draft. The peer may have a draft's buffers that this process has
-        not: SGLang writes none of them."""
+        """Return a page's bytes, of the model and of the draft.
+
+        The peer may have a draft's buffers that this process has not: SGLang writes none of them.
+        """
         count = len(self.buffers.item_bytes)
         of_model = self.buffers.written_bytes(peer_item_bytes[:count], writer, reader)
         if self.draft is None:
@@ -117,9 +121,11 @@ class ProcessMemory:
         writer: TpPlace,
         reader: TpPlace,
     ) -> Iterator[tuple[str, int]]:
-        """SGLang's word and bytes of each carried component. `indices`, by component: pages or slots that are
-        written; SGLang writes nothing of components for which there are none, or that the list is too short
-        for."""
+        """Yield SGLang's word and bytes of each component with per-request state.
+
+        `indices` are by component the pages or slots that are written; SGLang writes nothing of components
+        for which there are none, or that the list is too short for.
+        """
         heads = self.buffers.spread_heads
         for component, units, peer in zip(self.components, indices, peer_item_bytes, strict=False):
             if component.is_carried and units is not None:
@@ -127,16 +133,18 @@ class ProcessMemory:
 
 
 def _num_layers(buffers: Buffers) -> int:
-    return len(buffers.item_bytes) // (1 if buffers.is_latent else 2)  # K and V
+    return len(buffers.item_bytes) // (1 if buffers.is_latent else 2)  # They are K and V.
 
 
 def read_item_bytes(item_bytes: Sequence[int], num_draft: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The model's, and the draft's, which are the last ones."""
+    """Return the model's, and the draft's, which are the last ones."""
     count = len(item_bytes) - num_draft
     return tuple(map(int, item_bytes[:count])), tuple(map(int, item_bytes[count:]))
 
 
 class Posted:
+    """This was posted for one transfer, counted where it is posted."""
+
     def __init__(self) -> None:
         self.num_pages = 0
         self.size_bytes = 0
@@ -150,12 +158,13 @@ class Posted:
         self.size_bytes += num_pages * page_bytes
 
     def carried(self, kind: str, size_bytes: int) -> None:
-        """`kind`: SGLang's word, or DRAFT."""
+        """Count per-request state; `kind` is SGLang's word, or DRAFT."""
         self.carried_bytes[kind] = self.carried_bytes.get(kind, 0) + size_bytes
 
 
 class HostAgent:
-    """The agent, for which all memory is the host's."""
+    """All memory is the host's for this agent of NIXL's: SGLang calls the memory of states VRAM wherever it
+    is."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent

@@ -1,5 +1,5 @@
-"""Several processes of a rank that hold the same head of the KV: whose writes are counted, and which pairs
-of ranks are refused. Pure."""
+"""Several processes of a rank hold the same head of the KV: this says whose writes are counted, and which
+pairs of ranks are refused. All is pure."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,18 @@ from services.values.kv import DraftKv, GroupKind, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class TpPlace:
-    """A process among those of its DP rank that share the attention heads."""
+    """This is a process among those of its DP rank that share the attention heads."""
 
     rank: int
     size: int
 
 
 def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
-    """Of the writes that carry one and the same head, the first one is; `num_kv_heads`: of the whole model.
+    """Return whether this is the first of the writes that carry one and the same head.
 
-    With more processes than heads SGLang gives each process one, so neighbours hold the same, and each of
-    them is written. The latent of MLA is one head, which every process holds.
+    `num_kv_heads` is the whole model's. With more processes than heads SGLang gives each process one, so
+    neighbours hold the same, and each of them is written. The latent of MLA is one head, which every process
+    holds.
     """
     wider = writer if writer.size >= reader.size else reader
     replicas = max(1, wider.size // num_kv_heads)
@@ -27,8 +28,11 @@ def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
 
 
 def check_drafts(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raises ProtocolError for a pair between which SGLang fails every transfer, or writes a draft's KV into
-    another's: it sends what prefill has, by position. Decode may have a draft alone."""
+    """Raise ProtocolError for a pair between which SGLang fails every transfer, or writes a draft's KV into
+    another's.
+
+    It sends what prefill has, by position. Decode may have a draft alone.
+    """
     if prefill.draft is None:
         return
     if decode.draft is None:
@@ -49,8 +53,10 @@ def _said(draft: DraftKv) -> str:
 
 
 def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raises ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error:
-    seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's."""
+    """Raise ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error.
+
+    It was seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's.
+    """
     attention = [group.num_kv_heads for group in prefill.groups if group.kind is not GroupKind.RECURRENT]
     heads = min(attention, default=prefill.tp_size)
     if prefill.tp_size > max(heads, decode.tp_size):

@@ -1,4 +1,4 @@
-"""What SGLang keeps beside the KV of every token, as groups of our layout. Pure.
+"""SGLang keeps state beside the KV of every token; here it becomes groups of our layout. All is pure.
 
 SGLang calls it state, in components: lists of buffers, one component per kind. SWA is the pages of windowed
 layers (an item is one page of one layer's K or V), MAMBA a slot per request over the convolutions and states
@@ -12,31 +12,31 @@ from typing import Any
 from services.engine.sglang.inside.memory.replicas import TpPlace, is_counted
 from services.values.kv import GroupKind, KvGroup
 
-# sglang.srt.disaggregation.base.conn.StateType
+# These are sglang.srt.disaggregation.base.conn.StateType's.
 WINDOW, RECURRENT = "swa", "mamba"
 _KINDS = {WINDOW: GroupKind.SLIDING_WINDOW, RECURRENT: GroupKind.RECURRENT}
 
 
 @dataclass(frozen=True, slots=True)
 class StateComponent:
-    """One component, of one of the processes that share a rank's heads."""
+    """This is one component, of one of the processes that share a rank's heads."""
 
-    kind: str  # SGLang's word
-    item_bytes: tuple[int, ...]  # of each buffer: a page, or a request's part
-    layer_ids: tuple[int, ...] = ()  # where SGLang says them
-    sliced: tuple[int, ...] = ()  # of each buffer: 0 where every process holds the whole
-    num_units: int = 0  # pages, or slots
+    kind: str  # It is SGLang's word.
+    item_bytes: tuple[int, ...]  # Each buffer has one: a page's, or a request's part.
+    layer_ids: tuple[int, ...] = ()  # They are here where SGLang says them.
+    sliced: tuple[int, ...] = ()  # It is 0 for a buffer that every process holds whole.
+    num_units: int = 0  # These are pages, or slots.
 
     @property
     def is_carried(self) -> bool:
         return self.kind in _KINDS
 
     def own_bytes(self) -> int:
-        """A page's, or a slot's, in this process."""
+        """Return the bytes of a page, or a slot, in this process."""
         return sum(self.item_bytes)
 
     def whole_bytes(self, num_kv_heads: int, tp_size: int) -> int:
-        """The same of the whole model, however its heads are spread."""
+        """Return the bytes of a page, or a slot, in the whole model, however its heads are spread."""
         if self.kind == WINDOW:
             return self.own_bytes() // max(1, num_kv_heads // tp_size) * num_kv_heads
         sliced, replicated = self._state_bytes()
@@ -45,9 +45,11 @@ class StateComponent:
     def written_bytes(
         self, peer_item_bytes: Sequence[int], spread_heads: int, writer: TpPlace, reader: TpPlace
     ) -> int:
-        """A page's, or a slot's, of a write from here to there: of two sides with different tensor
-        parallelism the narrower one's part, and nothing that another process writes, too. `spread_heads`: of
-        attention, that the processes share out."""
+        """Return the bytes of a page, or a slot, in a write from here to there.
+
+        Of two sides with different tensor parallelism they are the narrower one's part, and nothing that
+        another process writes, too. `spread_heads` are attention's, that the processes share out.
+        """
         if self.kind == WINDOW:
             own = self.own_bytes() if is_counted(spread_heads, writer, reader) else 0
         else:
@@ -56,14 +58,15 @@ class StateComponent:
         return min(own, sum(peer_item_bytes))
 
     def _state_bytes(self) -> tuple[int, int]:
-        """A slot's in this process: of buffers that the processes share out, and that each holds whole."""
+        """Return a slot's bytes in this process: of buffers that the processes share out, and that each holds
+        whole."""
         sliced = self.sliced or (1,) * len(self.item_bytes)
         replicated = sum(size for size, parts in zip(self.item_bytes, sliced, strict=True) if not parts)
         return self.own_bytes() - replicated, replicated
 
 
 def components_of(kv_args: Any) -> tuple[StateComponent, ...]:
-    """In SGLang's order. `kv_args`: sglang.srt.disaggregation.base.conn.KVArgs."""
+    """Return the components in SGLang's order; `kv_args` is sglang.srt.disaggregation.base.conn.KVArgs."""
 
     def num_units(data_bytes: Any, item_bytes: Any) -> int:
         return int(data_bytes) // int(item_bytes)
@@ -82,7 +85,7 @@ def components_of(kv_args: Any) -> tuple[StateComponent, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """Of the whole model's attention."""
+    """The whole model's attention has these."""
 
     num_kv_heads: int
     head_dim: int
@@ -92,8 +95,10 @@ class AttentionHeads:
 def carried_groups(
     components: Sequence[StateComponent], heads: AttentionHeads, tp_size: int, window_size: int
 ) -> tuple[KvGroup, ...]:
-    """In SGLang's order, which both sides pair by. `window_size`: tokens before its own that a layer sees,
-    as SGLang counts."""
+    """Return the groups in SGLang's order, which both sides pair by.
+
+    `window_size` is the number of tokens before its own that a layer sees, as SGLang counts.
+    """
     return tuple(
         _group(component, heads, tp_size, window_size) for component in components if component.is_carried
     )
@@ -104,7 +109,9 @@ def _group(component: StateComponent, heads: AttentionHeads, tp_size: int, windo
     if component.kind == RECURRENT:
         layers = tuple(dict.fromkeys(component.layer_ids)) or tuple(range(len(component.item_bytes)))
         return KvGroup(GroupKind.RECURRENT, layers, 0, 0, heads.dtype, unit_bytes=size)
-    layers = tuple(range(len(component.item_bytes) // 2))  # K and V; SGLang does not say which layers
+    layers = tuple(
+        range(len(component.item_bytes) // 2)
+    )  # They are K and V; SGLang does not say which layers.
     return KvGroup(
         GroupKind.SLIDING_WINDOW,
         layers,

@@ -1,1 +1,1 @@
-"""The Handshake of a process of SGLang's: its control messages as ours, over gRPC."""
+"""A process of SGLang's speaks the Handshake: its control messages become ours, over gRPC."""

@@ -1,8 +1,8 @@
-"""The decode side of the Handshake inside a process of SGLang's: one stream per prefill process.
+"""The decode side of the Handshake inside a process of SGLang's has one stream per prefill process.
 
 send(endpoint, message) --> outbox --> [stream made at the first word: Hello, their Hello, checked] --> words
-Status, AbortAck --> frames --> deliver
-the stream ends --> forgotten, `lost(endpoint, reason)`; the next word makes a new one
+Status, AbortAck --> frames --> deliver the stream ends --> forgotten, `lost(endpoint, reason)`; the next word
+makes a new one
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 log = logging.getLogger(__name__)
 
 _Message = handshake_pb2.HandshakeMessage
-_CONNECT_TIMEOUT_S = 15.0  # a peer that is not there is known at once; this is for a starved one
+_CONNECT_TIMEOUT_S = 15.0  # A peer that is not there is known at once; this is for a starved one.
 
 
 class DecodeStreams:
-    """Lives on one asyncio loop; every method is called there and returns at once."""
+    """It lives on one asyncio loop; every method is called there and returns at once."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DecodeStreams:
         task.add_done_callback(self._tasks.discard)
 
     def send(self, endpoint: str, message: _Message) -> None:
-        """A ticket is given the generation of whoever answers there."""
+        """Send a message; a ticket is given the generation of whoever answers there."""
         self.open(endpoint)
         self._outboxes[endpoint].put_nowait(message)
 
@@ -80,7 +80,7 @@ class DecodeStreams:
             with (
                 grpc_errors.renaming(),
                 contextlib.suppress(asyncio.InvalidStateError),
-            ):  # ended: read says why
+            ):  # It has ended, and read says why.
                 await call.write(self._own_message())
             first = await _read(call)
         peer, _ = read_hello(first)
@@ -120,7 +120,7 @@ async def _write(
 
 
 async def _read(call: grpc.aio.StreamStreamCall) -> _Message:
-    """Raises IsthmusError when the stream has ended."""
+    """Return the next message. Raises IsthmusError when the stream has ended."""
     with grpc_errors.renaming():
         message: _Message = await call.read()
         if message is grpc.aio.EOF:

@@ -1,4 +1,5 @@
-"""SGLang's NIXL control messages, as frames of bytes, to our Handshake messages and back. Pure.
+"""SGLang's NIXL control messages, as frames of bytes, become our Handshake messages, and come back. All is
+pure.
 
     decode's scheduler                                        prefill's scheduler
     registration frames --> Hello.engine_memory ~~ stream ~~> registration frames
@@ -7,9 +8,9 @@
     status frames <-------- Status <------------- stream ---- status frames
     ack frames <----------- AbortAck <----------- stream ---- ack frames
 
-The frames are those of SGLang 0.5.23, disaggregation/nixl/conn.py and common/conn.py; integers are
-ASCII unless packed. Where SGLang puts its own socket's address into a frame, to be answered there, the
-receiving side puts the number of the stream on which the message came (`ReturnAddress`).
+The frames are those of SGLang 0.5.23, disaggregation/nixl/conn.py and common/conn.py; integers are ASCII
+unless packed. Where SGLang puts its own socket's address into a frame, to be answered there, the receiving
+side puts the number of the stream on which the message came (`ReturnAddress`).
 """
 
 import struct
@@ -33,22 +34,22 @@ _ABORT = b"ABORT"
 _ABORT_ACK = b"ABORT_ACK"
 _STATUS = b"KV_STATUS"
 
-# sglang.srt.disaggregation.base.conn.KVPoll
+# These are sglang.srt.disaggregation.base.conn.KVPoll's.
 POLL_FAILED = 0
 POLL_SUCCESS = 4
 
-_NUM_REGISTRATION_FRAMES = 25  # with the guard
-# Frames of the registration, counted without the guard, that only SGLang itself reads.
+_NUM_REGISTRATION_FRAMES = 25  # The guard is among them.
+# Only SGLang itself reads these frames of the registration, counted without the guard.
 _OPAQUE = (7, 12, 13, 14, 15, 19, 21, 22, 23)
 _MAX_ROOM = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnAddress:
-    """What stands for a stream where SGLang expects the address of a socket."""
+    """It stands for a stream where SGLang expects the address of a socket."""
 
     host: str
-    port: int  # the stream's number; also chooses SGLang's transfer queue
+    port: int  # It is the stream's number, and also chooses SGLang's transfer queue.
 
     @property
     def endpoint(self) -> str:
@@ -59,7 +60,7 @@ class ReturnAddress:
 
 
 def memory_of_registration(frames: Frames) -> tuple[handshake_pb2.EngineMemory, bytes, int]:
-    """The memory, the NIXL agent's metadata and the number of page slots. Raises ProtocolError."""
+    """Return the memory, the NIXL agent's metadata and the number of page slots. Raises ProtocolError."""
     if len(frames) != _NUM_REGISTRATION_FRAMES or frames[0] != GUARD or frames[1] != REGISTRATION:
         raise ProtocolError(f"not a registration as SGLang 0.5.23 writes it: {len(frames)} frames")
     body = frames[1:]
@@ -84,7 +85,8 @@ def memory_of_registration(frames: Frames) -> tuple[handshake_pb2.EngineMemory, 
 
 
 def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Frames:
-    """Raises ProtocolError when a decode process's Hello does not say where its memory lies."""
+    """Return the frames. Raises ProtocolError when a decode process's Hello does not say where its memory
+    lies."""
     if not hello.HasField("engine_memory") or not hello.engine_memory.agent_name:
         raise ProtocolError("the decode rank's Hello has no engine_memory: its engine is another one")
     memory = hello.engine_memory
@@ -115,7 +117,7 @@ def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Fram
 
 
 def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicket:
-    """What SGLang's metadata says. Raises ProtocolError when the frames are not as expected."""
+    """Return what SGLang's metadata says. Raises ProtocolError when the frames are not as expected."""
     if len(frames) != 11 or frames[0] != GUARD or frames[1] == REGISTRATION:
         raise ProtocolError(f"not a request's metadata as SGLang 0.5.23 writes it: {len(frames)} frames")
     pages = np.frombuffer(frames[5], dtype=np.int32).tolist()
@@ -136,8 +138,8 @@ def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicke
 def targets_of_state(
     ticket: handshake_pb2.KvTicket, layout: KvLayout, places: Sequence[int]
 ) -> list[handshake_pb2.GroupTarget]:
-    """Where tails and a state go, which SGLang says in lists of indices, one for each of its components;
-    `places` has those of the layout's carried groups.
+    """Return where windows' tails and a state go, which SGLang says in lists of indices, one for each of its
+    components; `places` has those of the layout's carried groups.
 
     Raises:
         ProtocolError: they are not what the layout's groups take at the prompt's end.
@@ -150,7 +152,7 @@ def targets_of_state(
 
 
 def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: ReturnAddress) -> Frames:
-    """Raises ProtocolError when the ticket's runs or room cannot be SGLang's."""
+    """Return the frames. Raises ProtocolError when the ticket's runs or transfer id cannot be SGLang's."""
     if not 0 < ticket.room < _MAX_ROOM:
         raise ProtocolError(f"room {ticket.room:016x} is not one that SGLang can name")
     pages = indices_of_runs(ticket.runs)
@@ -170,7 +172,7 @@ def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: Retur
 
 
 def runs_of_indices(pages: Sequence[int]) -> list[handshake_pb2.PageRun]:
-    """Page indices in token order as runs, in the same order."""
+    """Return page indices in token order as runs, in the same order."""
     return convert.runs_to_proto(runs_of([PageId(page) for page in pages]))
 
 
@@ -182,7 +184,7 @@ def indices_of_runs(runs: Sequence[handshake_pb2.PageRun]) -> list[int]:
 
 
 def status_of_frames(frames: Frames) -> handshake_pb2.Status:
-    """Raises ProtocolError for a status that is no last word."""
+    """Return the status. Raises ProtocolError for one that is no last word."""
     states = {
         POLL_SUCCESS: handshake_pb2.Status.STATE_LANDED,
         POLL_FAILED: handshake_pb2.Status.STATE_FAILED,
@@ -194,7 +196,7 @@ def status_of_frames(frames: Frames) -> handshake_pb2.Status:
 
 
 def status_frames(status: handshake_pb2.Status, writer_rank: int) -> Frames:
-    """LANDED is success; any other last word is a failure."""
+    """Return the frames: LANDED is success; any other last word is a failure."""
     landed = status.state == handshake_pb2.Status.STATE_LANDED
     poll = POLL_SUCCESS if landed else POLL_FAILED
     return [_STATUS, _ascii(status.room), _ascii(poll), _ascii(writer_rank), status.reason.encode()]
@@ -224,14 +226,14 @@ def abort_ack_frames(ack: handshake_pb2.AbortAck, writer_rank: int) -> Frames:
 
 
 def message_of_decode(frames: Frames, prompt_len: int) -> handshake_pb2.HandshakeMessage:
-    """What a decode process says after its Hello: a ticket or an abort. Raises ProtocolError."""
+    """Return what a decode process says after its Hello: a ticket or an abort. Raises ProtocolError."""
     if frames and frames[0] == _ABORT:
         return handshake_pb2.HandshakeMessage(abort=abort_of_frames(frames))
     return handshake_pb2.HandshakeMessage(ticket=ticket_of_metadata(frames, prompt_len))
 
 
 def message_of_prefill(frames: Frames) -> handshake_pb2.HandshakeMessage:
-    """What a prefill process says after its Hello: a last word. Raises ProtocolError."""
+    """Return what a prefill process says after its Hello: a last word. Raises ProtocolError."""
     if frames and frames[0] == _ABORT_ACK:
         return handshake_pb2.HandshakeMessage(abort_ack=abort_ack_of_frames(frames))
     return handshake_pb2.HandshakeMessage(status=status_of_frames(frames))
@@ -256,7 +258,8 @@ def _pack(code: str, numbers: Sequence[int]) -> bytes:
 
 
 def _unpack_lists(frame: bytes) -> list[list[int]]:
-    """As SGLang's pack_int_lists(..., "i") writes them: how many there are, their sizes, then all of them."""
+    """Unpack what SGLang's pack_int_lists(..., "i") writes: how many lists there are, their sizes, then all
+    of them."""
     if not frame:
         return []
     (count,) = _unpack("I", frame[:4])

@@ -1,10 +1,9 @@
-"""The Handshake service of one prefill process of SGLang's.
+"""One prefill process of SGLang's serves the Handshake.
 
-Hello --> checked --> our Hello --> registration frames --+
-KvTicket --> checked --> ACCEPTED --> metadata frames ----+--> inbox, which SGLang's thread reads
-Abort --> abort frames -----------------------------------+
-Status, AbortAck <-- `send`, by the stream's number <-- SGLang's threads
-the stream ends --> abort frames for every room of it that is open
+Hello --> checked --> our Hello --> registration frames --+ KvTicket --> checked --> ACCEPTED --> metadata
+frames ----+--> inbox, which SGLang's thread reads Abort --> abort frames -----------------------------------+
+Status, AbortAck <-- `send`, by the stream's number <-- SGLang's threads the stream ends --> abort frames for
+every transfer of it that is open
 """
 
 import asyncio
@@ -28,12 +27,12 @@ log = logging.getLogger(__name__)
 
 _Message = handshake_pb2.HandshakeMessage
 _Status = handshake_pb2.Status
-_HOST = "isthmus"  # SGLang prints it where it would print a decode rank's address
+_HOST = "isthmus"  # SGLang prints it where it would print a decode rank's address.
 
 
 @dataclass(slots=True)
 class _DecodeProcess:
-    """One decode process, for as long as its stream stands."""
+    """This is one decode process, for as long as its stream stands."""
 
     back: ReturnAddress
     hello: handshake_pb2.Hello
@@ -46,7 +45,7 @@ class _DecodeProcess:
 
 
 class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
-    """Lives on one asyncio loop; `send` is called there."""
+    """It lives on one asyncio loop; `send` is called there."""
 
     def __init__(
         self,
@@ -55,8 +54,10 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         deliver: Callable[[Frames], None],
         refuse: Callable[[int, str], None],
     ) -> None:
-        """`deliver` takes frames for SGLang, and raises ProtocolError for what it cannot read; `refuse` fails
-        a room of which a ticket was turned down."""
+        """`deliver` takes frames for SGLang, and raises ProtocolError for what it cannot read.
+
+        `refuse` fails a transfer of which a ticket was turned down.
+        """
         self._own = own
         self._own_message = own_message
         self._deliver = deliver
@@ -65,7 +66,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         self._streams: dict[str, _DecodeProcess] = {}
 
     def send(self, endpoint: str, message: _Message) -> None:
-        """A last word, to the stream whose ReturnAddress has this endpoint. Unsaid if it has ended."""
+        """Send a last word to the stream whose ReturnAddress has this endpoint, unless it has ended."""
         stream = self._streams.get(endpoint)
         if stream is None:
             log.info("kv_status_undelivered endpoint=%s", endpoint)
@@ -110,7 +111,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
                 stream.rooms.discard(message.abort.room)
                 self._deliver(frames.abort_frames(message.abort, stream.back))
             case "renew":
-                pass  # SGLang's decode keeps the pages until the last word, so there is no lease
+                pass  # SGLang's decode keeps the pages until the last word, so there is no lease.
             case other:
                 raise ProtocolError(f"a decode rank does not send {other} after its Hello")
 

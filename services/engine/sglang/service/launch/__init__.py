@@ -1,1 +1,1 @@
-"""What a worker's SGLang is started with, what is refused before, and the process that it becomes."""
+"""A worker's SGLang is started with this; some is refused before, and this is the process that it becomes."""

@@ -1,9 +1,8 @@
-"""Which models SGLang can serve here, and what of them concerns us: read from a checkpoint's config.json.
+"""A checkpoint's config.json says whether SGLang can serve the model here, and what of it concerns us.
 
-full attention, MLA's latent, its sparse attention   every layer keeps the KV of every token: pages
-windows, alike with the rest in width                kept whole, or carried as tails (window_memory.py)
-recurrent layers                                     carried as states
-others                                               refused: what they keep is not known here
+full attention, MLA's latent, its sparse attention   every layer keeps the KV of every token: pages windows,
+alike with the rest in width                kept whole, or moved as tails (has_window_memory) recurrent layers
+moved as states others                                               refused: what they keep is not known here
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from services.model.context_length import context_tokens
 from services.model.layer_groups import LayerGroups, layer_groups, text_config
 from services.values.errors import ConfigError, Unavailable
 
-# Lists of what each layer is, and the words for full attention; 1 is MiniMax's.
+# These are lists of what each layer is, and the words for full attention; 1 is MiniMax's.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mixer_types", "attn_type_list")
 _FULL_ATTENTION = ("full_attention", "attention", "attn", "indexed_attention", "deepseek_sparse_attention", 1)
-# Tokens that a layer sees; the first three as SGLang looks for them (configs/model_config.py).
+# A layer sees so many tokens; SGLang looks for the first three (configs/model_config.py).
 _WINDOWS = (
     "sliding_window_size",
     "sliding_window",
@@ -33,7 +32,7 @@ _WINDOWS = (
     "attention_window_size",
     "attention_chunk_size",
 )
-# Said by models that have layers of other kinds, and may list them nowhere.
+# Models that have layers of other kinds, and may list them nowhere, say these.
 _OTHER_LAYERS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
@@ -46,11 +45,11 @@ _OTHER_LAYERS = (
     "conv_L_cache",
     "compress_ratios",
 )
-# Layers that keep what no group is: whatever else config.json says.
+# Such layers keep what no group is, whatever else config.json says.
 _UNKNOWN = ("hybrid_layer_pattern", "ssm_cfg", "state_size", "compress_ratios")
 _REFUSED = "no model for --engine=sglang"
 _WINDOW_MODULE = "services.engine.sglang.inside.window_memory"
-# Of stock SGLang 0.5.23: a node of its tree is a hit only if every component has there what it needs.
+# A node of stock SGLang 0.5.23's tree is a hit only if every component has there what it needs.
 WINDOW_MEMORY_SAID = (
     "windows' KV is in memory of its own, as asked for: prompts that begin alike and then differ find "
     "nothing on decode, and a conversation whose window was evicted finds less than attention holds"
@@ -63,20 +62,25 @@ RECURRENT_SAID = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a checkpoint's config.json concerns us."""
+    """This of a checkpoint's config.json concerns us."""
 
     num_kv_heads: int
     head_dim: int
     max_context_tokens: int
     vocab_size: int
-    max_position_embeddings: int  # from which rotary angles may be stretched to the context
-    is_windowed: bool = False  # some layers see less than the context
+    max_position_embeddings: int  # Rotary angles may be stretched from it to the context.
+    is_windowed: bool = False  # Some layers see less than the context.
     is_recurrent: bool = False
 
     @classmethod
     def read(cls, model_path: str) -> "ModelShape":
-        """Raises ConfigError when config.json is missing, says too little, or tells of layers of which is not
-        known what they keep; Unavailable when it cannot be read now."""
+        """Read config.json.
+
+        Raises:
+            ConfigError: it is missing, says too little, or tells of layers of which is not known what they
+                keep.
+            Unavailable: it cannot be read now.
+        """
         try:
             whole = json.loads((Path(model_path) / "config.json").read_text())
             contradiction, config = disagreement(whole), text_config(whole)
@@ -95,7 +99,10 @@ class ModelShape:
 
 
 def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict[str, bool]:
-    """`reasons`: what config.json says of other layers. Raises ConfigError where that does not suffice."""
+    """Return which layers there are beside full attention.
+
+    `reasons` are what config.json says of other layers. Raises ConfigError where that does not suffice.
+    """
     said = f"its config.json says {'; '.join(reasons)}"
     if unknown := [name for name in _UNKNOWN if text_config(whole).get(name)]:
         raise ConfigError(f"{_REFUSED}: {said}, and what {', '.join(unknown)} comes to is not known here")
@@ -111,8 +118,11 @@ def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict
 
 
 def _require_one_width(groups: LayerGroups, said: str) -> None:
-    """Kept whole, windows lie in one pool with the rest; in memory of their own SGLang refuses such a model
-    with the decode cache (mem_cache/kv_cache_builder.py)."""
+    """Raise ConfigError unless all layers have one width.
+
+    Kept whole, windows lie in one pool with the rest; in memory of their own SGLang refuses such a model with
+    the decode cache (mem_cache/kv_cache_builder.py).
+    """
     full = (groups.full.num_kv_heads, groups.full.head_dim, groups.full.v_head_dim)
     for window in groups.windows:
         if (window.num_kv_heads, window.head_dim, window.v_head_dim) != full:
@@ -120,18 +130,21 @@ def _require_one_width(groups: LayerGroups, said: str) -> None:
 
 
 def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:
-    """What config.json, or its text part, says of layers without full attention."""
+    """Yield what config.json, or its text part, says of layers without full attention."""
     listed = [name for name in _LAYER_LISTS if config.get(name)]
     for name in listed:
         if others := sorted({str(kind) for kind in config[name] if kind not in _FULL_ATTENTION}):
             yield f"{name}: {', '.join(others)}"
-    if not listed:  # where layers are listed, the list is what holds
+    if not listed:  # Where layers are listed, the list is what holds.
         yield from (f"{name}={config[name]}" for name in _WINDOWS if _sees_less(config, name))
         yield from (name for name in _OTHER_LAYERS if config.get(name))
 
 
 def _sees_less(config: Mapping[str, Any], name: str) -> bool:
-    """Than its whole context. Qwen names windows that are switched off, or begin after its last layer."""
+    """Return whether a layer sees less than its whole context.
+
+    Qwen names windows that are switched off, or begin after its last layer.
+    """
     window = config.get(name)
     if not isinstance(window, int) or window <= 0 or not config.get("use_sliding_window", True):
         return False
@@ -142,9 +155,9 @@ def _sees_less(config: Mapping[str, Any], name: str) -> bool:
 
 
 async def has_window_memory(model_path: str, environment: Mapping[str, str]) -> bool:
-    """Whether SGLang would keep windows' KV in memory of its own, by its own list of architectures.
+    """Return whether SGLang would keep windows' KV in memory of its own, by its own list of architectures.
 
-    Loads SGLang's libraries in a child process: seconds.
+    It loads SGLang's libraries in a child process, which takes seconds.
 
     Raises:
         ConfigError: it gives no answer.

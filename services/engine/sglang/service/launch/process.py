@@ -1,4 +1,4 @@
-"""SGLang as a child process: its end takes its whole tree with it, and ours takes it.
+"""SGLang runs as a child process: its end takes its whole tree with it, and ours takes it.
 
 start --> running --SIGTERM, a while, SIGKILL to what is left--> stopped
               +--exits unasked--> ended --> stopped: what is left of its tree is killed
@@ -38,13 +38,15 @@ _SHORT_S = 5.0
 
 
 class SglangProcess:
-    """`python -m sglang.launch_server`, in our process group, so that a supervisor reaps it with us."""
+    """`python -m sglang.launch_server` runs in our process group, so that a supervisor reaps it with us."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = [sys.executable, "-m", "sglang.launch_server", *arguments]
         self._environment = dict(environment)
         self._process: asyncio.subprocess.Process | None = None
-        self._tree: dict[psutil.Process, float] = {}  # all that have been seen, with when they were born
+        self._tree: dict[
+            psutil.Process, float
+        ] = {}  # All that have been seen are here, with when they were born.
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._reader: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -61,7 +63,8 @@ class SglangProcess:
         self._reader = asyncio.create_task(self._pass_lines(self._process), name="sglang-log")
 
     async def stop(self, in_order: bool = True) -> None:
-        """Returns when every process of SGLang's has ended; not in order: killed at once."""
+        """Return when every process of SGLang's has ended; they are killed at once unless it is to end
+        `in_order`."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -83,17 +86,17 @@ class SglangProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal that killed it."""
+        """Return the exit code, minus the signal that killed it, or None while it runs."""
         return None if self._process is None else self._process.returncode
 
     def last_error(self) -> str:
-        """The line that most probably says why it ended."""
+        """Return the line that most probably says why it ended."""
         telling = [line for line in self._lines if "Error" in line or "error:" in line]
         telling = [line for line in telling if not any(noise in line for noise in _NOISE)]
         return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
 
     def note_tree(self) -> None:
-        """Remember which processes are SGLang's, while it runs. Costs 13 us for each process there is."""
+        """Remember which processes are SGLang's, while it runs. It costs 13 us for each process there is."""
         assert self._process is not None
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._process.pid)
@@ -101,7 +104,7 @@ class SglangProcess:
                 self._tree.setdefault(process, process.create_time())
 
     async def _until_ended(self, timeout_s: float) -> None:
-        """Or until the time is over."""
+        """Wait until it has ended, or until the time is over."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while any(map(_alive, self._tree)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
@@ -112,7 +115,7 @@ class SglangProcess:
             async for line in child_lines(process.stdout):
                 if line:
                     self._lines.append(line)
-                    # Whatever becomes of ours: if nobody reads its output, SGLang stands still at a line.
+                    # SGLang stands still at a line if nobody reads its output, whatever becomes of ours.
                     with suppress(OSError, ValueError):
                         print(line, file=sys.stderr, flush=True)
         finally:
@@ -122,7 +125,10 @@ class SglangProcess:
 
 
 async def _until_exited(process: asyncio.subprocess.Process) -> None:
-    """`process.wait()` waits for the end of its output, too, which a child that it leaves behind may hold."""
+    """Wait for the process alone.
+
+    `process.wait()` waits for the end of its output, too, which a child that it leaves behind may hold.
+    """
     while process.returncode is None:
         await asyncio.sleep(0.05)
 
@@ -135,7 +141,8 @@ def _alive(process: psutil.Process) -> bool:
 
 
 class SglangHttp:
-    """Made and used on one loop."""
+    """SGLang's own HTTP API, on loopback, says whether it is up, and ends requests. One loop makes and uses
+    it."""
 
     def __init__(self, port: int) -> None:
         self.base = f"http://127.0.0.1:{port}"
@@ -154,7 +161,7 @@ class SglangHttp:
             return False
 
     async def abort_all(self) -> None:
-        """No error when there is no SGLang any more."""
+        """Abort all requests; it is no error when there is no SGLang any more."""
         try:
             url, everything = f"{self.base}/abort_request", {"abort_all": True}
             await self._session.post(url, json=everything, timeout=_timeout())
@@ -167,7 +174,10 @@ def _timeout() -> aiohttp.ClientTimeout:
 
 
 def require_entry_point() -> None:
-    """Raises ConfigError. SGLang's processes have our interpreter, but would miss it only after loading."""
+    """Raise ConfigError unless SGLang would find our plugin.
+
+    SGLang's processes have our interpreter, but would miss it only after loading.
+    """
     found = entry_points(group="sglang.srt.plugins", name="isthmus")
     if not found:
         raise ConfigError(
@@ -185,5 +195,5 @@ def require_entry_point() -> None:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # Not even the package that it would be in exists.
         return False

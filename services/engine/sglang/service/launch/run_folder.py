@@ -1,5 +1,7 @@
-"""A worker's folder for temporary files, SGLang's among them, which would stay: SGLang ends by killing
-itself, with the files of its metrics, and never removes what its sockets are named after.
+"""A worker has a folder for temporary files, SGLang's among them, which would stay.
+
+SGLang ends by killing itself, with the files of its metrics, and never removes what its sockets are named
+after.
 
     open: of dead workers, removed --> made --> locked --> close: removed
                                                   +--killed: the kernel takes the lock away--> the next open
@@ -21,15 +23,17 @@ _PREFIX = "isthmus-worker-"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """For one life of one worker. Our child processes do not inherit the lock."""
+    """It is for one incarnation of one worker. Our child processes do not inherit the lock."""
 
     path: Path
-    lock: int  # a descriptor of the folder itself
+    lock: int  # It is a descriptor of the folder itself.
 
     @classmethod
     def open(cls) -> "RunFolder":
-        """Where temporary files are kept. Removes those of workers that have been killed, and what SGLang
-        left in shared memory."""
+        """Make a folder where temporary files are kept.
+
+        Those of workers that have been killed are removed, and what SGLang left in shared memory.
+        """
         root = Path(tempfile.gettempdir())
         for path in root.glob(f"{_PREFIX}*"):
             _remove_if_dead(path)
@@ -41,21 +45,24 @@ class RunFolder:
                 return cls(path, lock)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Of a process whose temporary files are to lie here; what it compiles is for its next life too."""
+        """Return the environment of a process whose temporary files are to lie here; what it compiles is for
+        its next start too."""
         environment = {**inherited, "TMPDIR": str(self.path)}
-        # Not as the first variable: torch sets it anew, and setproctitle would find no title to change.
+        # It is not the first variable: torch sets it anew, and setproctitle would find no title to change.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         return environment
 
     def close(self) -> None:
-        """What a process that is still ending writes afterwards is removed by the next worker."""
+        """Remove the folder; what a process that is still ending writes afterwards the next worker
+        removes."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
 
 def _lock(path: Path) -> int | None:
-    """None: another worker took the new folder for a dead one's, and has removed it."""
+    """Return a locked descriptor, or None where another worker took the new folder for a dead one's, and has
+    removed it."""
     try:
         descriptor = _open_folder(path)
     except FileNotFoundError:
@@ -68,7 +75,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    with suppress(OSError):  # gone already, another user's, or alive
+    with suppress(OSError):  # It is gone already, another user's, or alive.
         descriptor = _open_folder(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

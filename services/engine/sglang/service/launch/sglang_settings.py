@@ -1,4 +1,5 @@
-"""What a worker's SGLang is started with, and what is refused before it is. Pure but for the paths."""
+"""A worker's SGLang is started with these, and some is refused before it is. All is pure but for the
+paths."""
 
 import json
 import os
@@ -40,7 +41,7 @@ _ONE_TIER = (
     "the index knows one tier of pages, the device's: what SGLang moves to another counts as gone, and a "
     "restore that fails there fails its request (sglang#30322)"
 )
-# With the decode radix cache, or with our handshake, SGLang cannot do these.
+# SGLang cannot do these with the decode radix cache, or with our handshake.
 _UNSUPPORTED = {
     "--config": "what a file says would not be checked: give each flag by itself",
     "--enable-hisparse": "SGLang does not support it with the decode radix cache",
@@ -58,14 +59,14 @@ _UNSUPPORTED = {
     "--disaggregation-decode-host-receive-threshold": _ONE_TIER,
     "--radix-cache-backend": "the index follows the events of SGLang's own radix trees",
 }
-# And whatever begins so.
+# Whatever begins so is refused, too.
 _UNSUPPORTED_FAMILIES = {
     "--hicache-": _ONE_TIER,
     "--lmcache-": _ONE_TIER,
     "--flexkv-": _ONE_TIER,
     "--unified-cache-external-linker-": _ONE_TIER,
 }
-# These only at 1.
+# These are taken only at 1.
 _UNSUPPORTED_SIZES = {
     "--pp-size": _ONE_STAGE,
     "--pipeline-parallel-size": _ONE_STAGE,
@@ -85,10 +86,10 @@ _PROCESSES = ("--tp-size", "--tensor-parallel-size")
 _CONFIG = "--json-model-override-args"
 _PRIORITIES = "--enable-priority-scheduling"
 _DP_ATTENTION = "--enable-dp-attention"
-# Windows' KV: kept whole, as if every layer saw all; or in memory of their own, so much of it.
+# Windows' KV is kept whole, as if every layer saw all, or in memory of their own, so much of it.
 KEEP_WHOLE = "--disable-hybrid-swa-memory"
 WINDOW_MEMORY_FLAG = "--swa-full-tokens-ratio"
-# All that are known here, by which an abbreviation of one is known.
+# These are all that are known here, by which an abbreviation of one is known.
 _KNOWN = (
     *_OURS,
     *_UNSUPPORTED,
@@ -109,26 +110,26 @@ _KNOWN = (
     ),
 )
 _SET = "the service sets it itself"
-# What a chart can refuse before there is a service: flag, or what it begins with -> why.
+# A chart can refuse these before there is a service: each flag, or what it begins with, says why.
 REFUSED_FLAGS = {**dict.fromkeys(_OURS, _SET), **_UNSUPPORTED}
 REFUSED_FAMILIES = _UNSUPPORTED_FAMILIES
-REFUSED_SIZES = _UNSUPPORTED_SIZES  # at more than 1
-IDLE_CONNECTION_S = 15.0  # after it we close a connection to SGLang that nothing uses
-# For an abort that prefill does not acknowledge; environ.py's default is the least that is safe.
+REFUSED_SIZES = _UNSUPPORTED_SIZES  # They are refused at more than 1.
+IDLE_CONNECTION_S = 15.0  # After it we close a connection to SGLang that nothing uses.
+# An abort that prefill does not acknowledge waits so long; environ.py's default is the least that is safe.
 _RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 _LEAST_RELEASE_TIMEOUT_S = 30.0
 _NIXL_BACKEND = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
 _NIXL_PARAMETERS = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
-# managers/tp_worker.py: max_req_input_len.
+# This is max_req_input_len of managers/tp_worker.py.
 _CONTEXT_ASIDE = 6
-# arg_groups/fields/disagg.py: the default.
+# This is the default of arg_groups/fields/disagg.py.
 _RESERVED_DECODE_TOKENS = 512
 _CPU_STAND_INS = Path(__file__).parents[2] / "cpu_stand_ins"
 
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings:
-    """Of one worker, all its DP ranks: those of its engine, its role and its name."""
+    """These belong to one worker with all its DP ranks: those of its engine, its role and its name."""
 
     engine: EngineSettings
     role: Role
@@ -147,10 +148,10 @@ class SglangSettings:
             raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.engine.model!r} is none")
 
     def arguments(self, port: int) -> list[str]:
-        """Of `python -m sglang.launch_server`; the user's come last."""
+        """Return the arguments of `python -m sglang.launch_server`; the user's come last."""
         arguments = [
             f"--model-path={self.engine.model}",
-            "--host=127.0.0.1",  # only this service speaks to it
+            "--host=127.0.0.1",  # Only this service speaks to it.
             f"--port={port}",
             f"--dp-size={self.engine.dp_size}",
             f"--page-size={self.engine.page_size}",
@@ -161,12 +162,12 @@ class SglangSettings:
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
             "--skip-tokenizer-init",
-            "--grammar-backend=llguidance",  # as the torch engine's (inside/grammars.py)
+            "--grammar-backend=llguidance",  # They are as the torch engine's (inside/grammar_tokenizer.py).
             "--constrained-json-disable-any-whitespace",
             "--skip-server-warmup",
-            "--log-level-http=warning",  # not one line per poll of ours
+            "--log-level-http=warning",  # Else there is a line per poll of ours.
             "--incremental-streaming-output",
-            "--enable-metrics",  # passed on; and without it an answer does not say how long it queued
+            "--enable-metrics",  # They are passed on; else no answer says how long it queued.
         ]
         if self.engine.dtype is not None:
             arguments.append(f"--dtype={self.engine.dtype}")
@@ -179,26 +180,29 @@ class SglangSettings:
 
     @property
     def keeps_window_memory(self) -> bool:
-        """Windows' KV in memory of its own was asked for."""
+        """Return whether windows' KV in memory of its own was requested."""
         return WINDOW_MEMORY_FLAG in _values(self.engine.engine_arg)
 
     @property
     def keeps_windows_whole(self) -> bool:
-        """Asked for, as it is by default where SGLang would do otherwise."""
+        """Return whether it was requested, as it is by default where SGLang would do otherwise."""
         return KEEP_WHOLE in self.engine.engine_arg
 
     @property
     def _shares(self) -> int:
-        """Into how many SGLang divides these limits: with DP attention they are those of all DP ranks
-        together (arg_groups/parallel_hook.py, resolve_max_num_reqs), else of each."""
+        """Return into how many SGLang divides these limits.
+
+        With DP attention they are those of all DP ranks together (arg_groups/parallel_hook.py,
+        resolve_max_num_reqs), else of each.
+        """
         return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
     def draft(self) -> speculation_flags.DraftShape | None:
-        """Raises ConfigError."""
+        """Return the draft's shape. Raises ConfigError."""
         return speculation_flags.DraftShape.read(_values(self.engine.engine_arg))
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
-        """Prompt and output together. Raises ConfigError.
+        """Return how many tokens prompt and output may have together. Raises ConfigError.
 
         SGLang keeps a few tokens of the context and two pages of the pool to itself. A prompt that leaves
         less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
@@ -215,19 +219,24 @@ class SglangSettings:
         return min(self.model_context_tokens(of_checkpoint), pool_pages * self.engine.page_size)
 
     def model_context_tokens(self, of_checkpoint: int) -> int:
-        """Whatever the pool holds of it; as far as SGLang goes. Raises ConfigError."""
+        """Return the model's context as far as SGLang goes, whatever the pool holds of it. Raises
+        ConfigError."""
         return self._number(_CONTEXT, of_checkpoint) - _CONTEXT_ASIDE
 
     def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
-        """Flags and environment for a context other than the `stated` max_position_embeddings: SGLang leaves
-        it at that with yarn (get_context_length). Nothing where the user's flags may say another."""
+        """Return flags and environment for a context other than the `stated` max_position_embeddings.
+
+        SGLang leaves it at that with yarn (get_context_length). There are none where the user's flags may say
+        another.
+        """
         if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine.engine_arg).keys():
             return [], {}
         return [f"{_CONTEXT}={context}"], {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     @property
     def _draft_slots(self) -> int:
-        """Token slots that a running sequence keeps for drafts, behind those that its tokens fill."""
+        """Return the token slots that a running sequence keeps for drafts, behind those that its tokens
+        fill."""
         values = _values(self.engine.engine_arg)
         return speculation_flags.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
 
@@ -244,8 +253,11 @@ class SglangSettings:
         return [] if self.engine.has_cache(self.role) else ["--disable-radix-cache"]
 
     def _reserve_arguments(self) -> list[str]:
-        """SGLang admits a sequence where so much is left for its growth: less than it keeps for drafts, and
-        what is admitted is soon retracted. The user's own word comes later, and counts."""
+        """Return flags that leave a sequence room for its drafts.
+
+        SGLang admits a sequence where so much is left for its growth: less than it keeps for drafts, and what
+        is admitted is soon retracted. The user's own word comes later, and counts.
+        """
         slots = self._draft_slots
         return [f"{_RESERVED}={slots}"] if slots > _RESERVED_DECODE_TOKENS else []
 
@@ -261,17 +273,18 @@ class SglangSettings:
             "--disable-overlap-schedule",
             "--disable-cuda-graph",
             "--mem-fraction-static=0.15",
-            "--sleep-on-idle",  # else each process keeps a core busy with nothing
+            "--sleep-on-idle",  # Else each process keeps a core busy with nothing.
         ]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Of SGLang's processes, without what the plugin is told. Raises ConfigError."""
+        """Return the environment of SGLang's processes, without what the plugin is told. Raises
+        ConfigError."""
         if inherited.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
             raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER: the Handshake does not carry staging messages")
         environment = {
             # Prometheus's files would stay there; without it SGLang makes a folder of its own for them.
             **{name: value for name, value in inherited.items() if name != "PROMETHEUS_MULTIPROC_DIR"},
-            "SGLANG_PLUGINS": "isthmus",  # no other package's
+            "SGLANG_PLUGINS": "isthmus",  # No other package's is loaded.
             # NIXL would read pages before they are written: it drops the event that says when they are.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
             # Else a decode rank frees the pages of an aborted request while prefill may still write them.
@@ -292,12 +305,12 @@ class SglangSettings:
         return environment
 
     def _processes_per_rank(self) -> int:
-        """With DP attention, more than there are."""
+        """Return how many there are, or with DP attention more."""
         short, long = _PROCESSES
         return self._number(short, self._number(long, 1))
 
     def _binding(self, threads: int) -> str:
-        """Cores of each process that computes: `threads` neighbours, round and round."""
+        """Return the cores of each process that computes: `threads` neighbours, round and round."""
         cores = os.cpu_count() or 1
         sets = []
         for rank in range(self.engine.dp_size * self._processes_per_rank()):
@@ -308,7 +321,8 @@ class SglangSettings:
 
 
 def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """SGLang reads NIXL's settings there (environ.py). Raises ConfigError when others stand there."""
+    """Return NIXL's settings where SGLang reads them (environ.py). Raises ConfigError when others stand
+    there."""
     told = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
     for name, value in told.items():
         if inherited.get(name, value) != value:
@@ -340,7 +354,8 @@ def _release_timeout_s(inherited: str) -> str:
 
 
 def _check_whole(flag: str) -> None:
-    """SGLang takes abbreviations, by which any check here could be passed."""
+    """Raise ConfigError for an abbreviation, which SGLang takes, and by which any check here could be
+    passed."""
     meant = [known for known in _KNOWN if known.startswith(flag)]
     if meant and flag not in meant:
         raise ConfigError(f"--engine-arg={flag}: write the flag out, it may stand for {meant[0]}")

@@ -1,4 +1,4 @@
-"""Shared memory that SGLang's processes leave when they are killed: in no one's way until the tmpfs is full.
+"""SGLang's processes leave shared memory when they are killed: it is in no one's way until the tmpfs is full.
 
     sgl_shm_<kind>_<pid>_<random>    made by <pid>; of kind mq it keeps it open, others go by name, and
                                      nobody may have them open for a while
@@ -22,12 +22,12 @@ from pathlib import Path
 _FOLDER = Path("/dev/shm")
 _KEPT_OPEN = ("sgl_shm_mq_*", "sglang_loads_*.shm")
 _WITH_PID = "sgl_shm_*_*_*"
-_HANDED_OVER_S = 600.0  # by then it has been, or whoever was to get it is gone
-_BIRTH_ERROR_S = 2.0  # births are reckoned from when the machine was booted, in whole seconds
+_HANDED_OVER_S = 600.0  # By then it has been, or whoever was to get it is gone.
+_BIRTH_ERROR_S = 2.0  # Births are reckoned from when the machine was booted, in whole seconds.
 
 
 def remove_orphans() -> None:
-    """Those of our user that nobody can need any more, whoever left them."""
+    """Remove those of our user that nobody can need any more, whoever left them."""
     for path in (path for pattern in _KEPT_OPEN for path in _FOLDER.glob(pattern)):
         _remove_unless_open(path)
     for path in _FOLDER.glob(_WITH_PID):
@@ -36,7 +36,7 @@ def remove_orphans() -> None:
 
 
 def remove_of(dead: Mapping[int, float]) -> None:
-    """Those that children of ours made, who have ended; by pid, with when they were born."""
+    """Remove those that children of ours made, who have ended; `dead` says by pid when they were born."""
     for path in _FOLDER.glob(_WITH_PID):
         born_s = dead.get(_maker(path))
         if born_s is not None:
@@ -44,14 +44,14 @@ def remove_of(dead: Mapping[int, float]) -> None:
 
 
 def _maker(path: Path) -> int:
-    """Its pid, as the name says."""
+    """Return its maker's pid, as the name says."""
     told = path.name.split("_")[-2]
     return int(told) if told.isdecimal() else os.getpid()
 
 
 def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf) -> None:
-    """If it is ours and was made in that time."""
-    with suppress(OSError):  # gone already, another user's, or open
+    """Remove it if it is ours and was made in that time."""
+    with suppress(OSError):  # It is gone already, another user's, or open.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             found = os.fstat(descriptor)
@@ -64,7 +64,8 @@ def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf)
 
 
 def _take_lease(descriptor: int) -> None:
-    """Until it is closed. Raises OSError if somebody has the file open for writing, or no lease can be had.
+    """Take a lease until it is closed. Raises OSError if somebody has the file open for writing, or none can
+    be had.
 
     Who opens it meanwhile waits until we close it, and a signal tells us: one that does not end us.
     """

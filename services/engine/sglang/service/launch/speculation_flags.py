@@ -1,12 +1,13 @@
-"""Which of SGLang's speculations run on which role, and the draft's checkpoint. Pure but for the paths.
+"""SGLang's speculations run on these roles; here is also the draft's checkpoint. All is pure but for the
+paths.
 
                             on decode, with its radix cache    on decode, without    on prefill
 EAGLE, EAGLE3, NEXTN        yes                                yes                   yes
 DSPARK                      yes                                yes                   yes
 all others                  no                                 SGLang decides        SGLang decides
 
-By the name after aliases, as SGLang compares it (arg_groups/speculative_hook.py): NEXTN is EAGLE, and both
-are FROZEN_KV_MTP where the draft is an assistant of Gemma 4's.
+The name after aliases counts, as SGLang compares it (arg_groups/speculative_hook.py): NEXTN is EAGLE, and
+both are FROZEN_KV_MTP where the draft is an assistant of Gemma 4's.
 """
 
 import json
@@ -25,7 +26,7 @@ DRAFT_PATHS = ("--speculative-draft-model-path", "--speculative-draft-model")
 _STEPS, _TOP_K = "--speculative-num-steps", "--speculative-eagle-topk"
 _DRAFT_TOKENS, _BLOCK = "--speculative-num-draft-tokens", "--speculative-dspark-block-size"
 FLAGS = (ALGORITHM, *DRAFT_PATHS, _STEPS, _TOP_K, _DRAFT_TOKENS, _BLOCK)
-# Where nothing is said: the most that SGLang chooses by itself, for Llama (_auto_choose_speculative_params).
+# Where nothing is said SGLang chooses this at most, for Llama (_auto_choose_speculative_params).
 _USUAL = {_STEPS: 5, _TOP_K: 4, _DRAFT_TOKENS: 8, _BLOCK: 0}
 _WITH_DECODE_CACHE = ("EAGLE", "EAGLE3", "DSPARK")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -34,8 +35,8 @@ _GEMMA_4_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForC
 
 
 def algorithm(values: Mapping[str, str]) -> str:
-    """The name after aliases, of flags and their values; empty: none. Raises as `draft_config`."""
-    name = values.get(ALGORITHM, "").upper()  # as SGLang reads it
+    """Return the name after aliases, by flags and their values; empty: none. Raises as `draft_config`."""
+    name = values.get(ALGORITHM, "").upper()  # SGLang reads it so.
     if name not in ("NEXTN", "EAGLE"):
         return name
     assists = set(draft_config(values).get("architectures") or ()) & set(_GEMMA_4_ASSISTANTS)
@@ -43,7 +44,7 @@ def algorithm(values: Mapping[str, str]) -> str:
 
 
 def check_decode_cache(values: Mapping[str, str]) -> None:
-    """Of a decode rank that keeps a radix cache. Raises ConfigError for what SGLang refuses there."""
+    """Check a decode rank that keeps a radix cache. Raises ConfigError for what SGLang refuses there."""
     name = algorithm(values)
     if ALGORITHM in values and name not in _WITH_DECODE_CACHE:
         said = values[ALGORITHM]
@@ -55,16 +56,16 @@ def check_decode_cache(values: Mapping[str, str]) -> None:
 
 
 def draft_slots(values: Mapping[str, str], page_size: int) -> int:
-    """Token slots that a sequence keeps behind its tokens, whole pages: what two steps may take, for the next
-    is prepared while one runs (mem_cache/allocation_sizing.py). 0: no speculation.
+    """Return the token slots, in whole pages, that a sequence keeps behind its tokens; 0: no speculation.
 
+    It is what two steps may take, for the next is prepared while one runs (mem_cache/allocation_sizing.py).
     Raises ConfigError for a flag that is no number.
     """
     if ALGORITHM not in values:
         return 0
     steps, top_k, draft_tokens, block = (_number(values, flag) for flag in _USUAL)
     chain = steps
-    if page_size > 1 and top_k > 1:  # each branch begins within a page, and has pages of its own
+    if page_size > 1 and top_k > 1:  # Each branch begins within a page, and has pages of its own.
         chain = -(-(page_size - 1 + steps) // page_size) * page_size
     slots = 2 * max(chain * top_k, draft_tokens, block + 1)
     return -(-slots // page_size) * page_size + page_size
@@ -79,17 +80,20 @@ def _number(values: Mapping[str, str], flag: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """Of a draft with a checkpoint of its own."""
+    """This draft has a checkpoint of its own."""
 
     path: Path
-    num_kv_heads: int  # 1 of a latent
-    head_dim: int  # of the latent, where it is one
+    num_kv_heads: int  # A latent has 1.
+    head_dim: int  # It is the latent's, where it is one.
     is_latent: bool
 
     @classmethod
     def read(cls, values: Mapping[str, str]) -> "DraftShape | None":
-        """None: no speculation, or the draft is a layer of the model's checkpoint. Raises as `draft_config`,
-        and where config.json does not say what is needed."""
+        """Return the shape, or None where nothing speculates, or the draft is a layer of the model's
+        checkpoint.
+
+        Raises as `draft_config`, and where config.json does not say what is needed.
+        """
         path = draft_path(values)
         if path is None or ALGORITHM not in values:
             return None
@@ -104,8 +108,11 @@ class DraftShape:
             raise ConfigError(f"config.json of the draft {path} says too little: {error!r}") from error
 
     def fingerprint(self) -> int:
-        """64 bits of its identity, equal for equal copies: config.json, and of each weight file its name, its
-        size and 4 KiB in three places. (Drafts come in other formats than models.) Raises ConfigError."""
+        """Return 64 bits of its identity, equal for equal copies.
+
+        They are of config.json, and of each weight file its name, its size and 4 KiB in three places. (Drafts
+        come in other formats than models.) Raises ConfigError.
+        """
         digest = xxh3_64()
         try:
             digest.update((self.path / "config.json").read_bytes())
@@ -131,7 +138,8 @@ def draft_path(values: Mapping[str, str]) -> Path | None:
 
 
 def draft_config(values: Mapping[str, str]) -> Mapping[str, Any]:
-    """config.json of the draft's checkpoint; empty where it has none of its own. Raises ConfigError."""
+    """Return config.json of the draft's checkpoint; empty where it has none of its own. Raises
+    ConfigError."""
     path = draft_path(values)
     if path is None:
         return {}
