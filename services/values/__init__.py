@@ -1,1 +1,1 @@
-"""Values that everybody exchanges, checked when made. Pure: no I/O, no clock, no chance."""
+"""These values are exchanged by everybody, and checked when made. Pure: no I/O, no clock, no chance."""

@@ -1,4 +1,4 @@
-"""What the text of an answer must be. Pure; services/grammar says which tokens it allows."""
+"""A constraint says what the text of an answer must be; services/grammar says which tokens it allows."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ MAX_CONSTRAINT_BYTES = 65_536
 
 
 class ConstraintKind(Enum):
-    """As the fields of common.proto's Constraint are called."""
+    """The kinds are called as the fields of common.proto's Constraint are."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -37,7 +37,6 @@ class Constraint:
 
     @property
     def size_bytes(self) -> int:
-        """Of its texts."""
         return sum(len(text.encode()) for text in self.texts)
 
     @property
@@ -46,7 +45,7 @@ class Constraint:
 
     @property
     def text(self) -> str:
-        """Of a kind that has one."""
+        """The one text of a kind that has one."""
         (only,) = self.texts
         return only
 

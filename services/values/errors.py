@@ -1,14 +1,14 @@
-"""Errors, named by what the caller can do next. net/grpc_errors.py maps them to gRPC status and back."""
+"""Errors are named by what the caller can do next. net/grpc_errors.py maps them to gRPC status and back."""
 
 import re
 from typing import Self
 
 
 class IsthmusError(Exception):
-    """Any error that we raise on purpose."""
+    """We raise it on purpose."""
 
 
-# How a sentence of the API begins that is about one field of it.
+# A sentence of the API that is about one field of it begins so.
 _FIELD = re.compile(
     r"(?P<field>(?:sampling|chat)\.[\w.\[\]]+|prompt|text|token_ids\.ids(?:\[\d+\])?)"
     r"(?: |(?=[:,] ))(?P<problem>.+)",
@@ -24,9 +24,10 @@ class InvalidRequest(IsthmusError):
     """
 
     def __init__(self, field: str = "", problem: str | None = None) -> None:
-        """With one argument, that is the whole sentence, which is about no one field."""
+        """A single argument is the whole sentence, which is about no one field."""
         self.field, self.problem = ("", field) if problem is None else (field, problem)
-        space = "" if not self.field or self.problem.startswith((",", ":")) else " "  # "logprobs: none here"
+        # Some say "sampling.logprobs: none here".
+        space = "" if not self.field or self.problem.startswith((",", ":")) else " "
         super().__init__(f"{self.field}{space}{self.problem}")
 
     @classmethod
@@ -41,7 +42,7 @@ class ContextExceeded(InvalidRequest):
 
 
 class Unauthenticated(IsthmusError):
-    """Whoever asks has shown no key that is known here; give up."""
+    """Nobody has shown a key that is known here; give up."""
 
 
 class Forbidden(IsthmusError):
@@ -49,7 +50,7 @@ class Forbidden(IsthmusError):
 
 
 class NotFound(IsthmusError):
-    """What the request names does not exist; give up."""
+    """The request names what does not exist; give up."""
 
 
 class AlreadyRunning(IsthmusError):
@@ -57,7 +58,7 @@ class AlreadyRunning(IsthmusError):
 
 
 class NoCapacity(IsthmusError):
-    """No room here now; try another rank, or later: in `retry_after_s`, where that is known."""
+    """There is no capacity here now; try another rank, or later: in `retry_after_s`, where that is known."""
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -97,8 +98,8 @@ class ProtocolError(IsthmusError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The one error that a caller can act on: out of an ExceptionGroup ours if there is one, else the
-    first; anything else is itself."""
+    """Return the one error that a caller can act on: out of an ExceptionGroup ours if there is one, else
+    the first; anything else is itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     ours = error.subgroup(IsthmusError)
@@ -106,9 +107,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def let_frames_go(error: BaseException) -> None:
-    """Cut an error that has been answered, and those behind it, off the frames that they came through. Frames
-    hold the message that was refused, and where one of them holds the error too, all of it stays until the
-    garbage collector comes by: that counts objects, and a few of many megabytes are no reason for it."""
+    """Cut an error that has been answered, and those behind it, off the frames that they came through.
+
+    Frames hold the message that was refused, and where one of them holds the error too, all of it stays until
+    the garbage collector comes by: that counts objects, and a few of many megabytes are no reason for it.
+    """
     behind: list[BaseException | None] = [error]
     seen = set[int]()
     while behind:

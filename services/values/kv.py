@@ -1,4 +1,5 @@
-"""KV as ranks speak of it: pages, blocks, layouts, pools, tickets. Pure. See the glossary in README.md."""
+"""KV is spoken of by ranks in these values: pages, blocks, layouts, pools, tickets. README.md has a
+glossary."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -7,15 +8,15 @@ from typing import NewType
 from services.values.rank import Generation, Room
 
 PageId = NewType("PageId", int)
-BlockHash = NewType("BlockHash", int)  # 64-bit sequence hash of an index block
+BlockHash = NewType("BlockHash", int)  # It is the 64-bit sequence hash of an index block.
 
-HANDSHAKE_VERSION = 1  # that this code speaks
-DRAFT = "draft"  # among the kinds of groups, where bytes are told by kind: a draft model's
+HANDSHAKE_VERSION = 1  # This code speaks it.
+DRAFT = "draft"  # It stands among the kinds of groups, where bytes are told by kind, for a draft model's.
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Pages [first_page, first_page + num_pages), neighbours in the pool."""
+    """The pages [first_page, first_page + num_pages) are neighbours in the pool."""
 
     first_page: int
     num_pages: int
@@ -30,12 +31,12 @@ class PageRun:
 
 
 class GroupKind(Enum):
-    """What a group's layers remember of a sequence."""
+    """A group's layers remember this of a sequence."""
 
-    FULL_ATTENTION = "full_attention"  # K and V of every token
-    SLIDING_WINDOW = "sliding_window"  # K and V of the last `window` tokens
-    CHUNKED_WINDOW = "chunked_window"  # K and V since the last multiple of `window`
-    RECURRENT = "recurrent"  # one state of a fixed size
+    FULL_ATTENTION = "full_attention"  # They keep K and V of every token.
+    SLIDING_WINDOW = "sliding_window"  # They keep K and V of the last `window` tokens.
+    CHUNKED_WINDOW = "chunked_window"  # They keep K and V since the last multiple of `window`.
+    RECURRENT = "recurrent"  # They keep one state of a fixed size.
 
     @property
     def is_windowed(self) -> bool:
@@ -44,43 +45,44 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that remember alike, with a pool of their own.
+    """Layers that remember alike are a group, with a pool of their own.
 
     A unit of the pool is a page of `page_size` tokens, or with RECURRENT a slot: one sequence's state.
     """
 
     kind: GroupKind
     layer_ids: tuple[int, ...]
-    num_kv_heads: int  # 0 with RECURRENT, 1 with a latent
-    head_dim: int  # of keys, or of the latent
-    dtype: str  # float32, bfloat16, float16; of a state that has several: of the attention's beside it
-    v_head_dim: int | None = None  # None: as head_dim; 0: a latent, which has no values
-    window: int = 0  # tokens, the own one counted; 0: not windowed
+    num_kv_heads: int  # It is of keys, or of the latent.
+    # It is float32, bfloat16 or float16; where a state has several, it is the attention's beside it.
+    head_dim: int
+    dtype: str  # None stands for head_dim, and 0 for a latent, which has no values.
+    v_head_dim: int | None = None  # It counts tokens, the own one too; 0 says that there is none.
+    window: int = 0  # It is over all layers; 0 stands for the layout's page_bytes.
     unit_bytes: int = 0  # over all layers; 0: the layout's page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftKv:
-    """What a rank's draft model remembers of the tokens of each page, in a pool with the same page ids.
+    """A rank's draft model remembers this of the tokens of each page, in a pool with the same page ids.
 
     It crosses where it is equal on both sides, and may be missing on either.
     """
 
     model_fingerprint: int
-    group: KvGroup  # full attention
+    group: KvGroup  # It is full attention.
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What two ranks must agree on before KV may cross between them, and `draft`, on which they need not.
+    """Two ranks must agree on this before KV may cross between them, but not on `draft`.
 
-    Group 0 is full attention: its pages are what the radix tree and the index know. What the others hold
-    is *carried*: it always comes by wire, whatever prefix decode has.
+    Group 0 is full attention: its pages are what the radix tree and the index know. The others hold
+    per-request state: it always comes by wire, whatever prefix decode has.
     """
 
-    page_size: int  # tokens
-    page_bytes: int  # one page over all layers of group 0
-    model_fingerprint: int  # 64-bit hash of the checkpoint's identity
+    page_size: int  # It is in tokens.
+    page_bytes: int  # One page has so many bytes over all layers of group 0.
+    model_fingerprint: int  # It is a 64-bit hash of the checkpoint's identity.
     tp_size: int = 1
     groups: tuple[KvGroup, ...] = ()
     handshake_version: int = HANDSHAKE_VERSION
@@ -94,57 +96,58 @@ class KvLayout:
 
     @property
     def carried(self) -> tuple[KvGroup, ...]:
-        """Groups 1, 2, ...: those beside full attention."""
+        """Groups 1, 2, ... stand beside full attention."""
         return self.groups[1:]
 
     @property
     def draft_group(self) -> tuple[KvGroup, ...]:
-        """The draft model's, if there is one: its pool comes behind those of the groups."""
+        """The draft model's group, if there is one: its pool comes behind those of the groups."""
         return (self.draft.group,) if self.draft is not None else ()
 
     @property
     def unit_bytes(self) -> tuple[int, ...]:
-        """Of each pool: by group, then the draft model's."""
+        """The bytes of a unit of each pool, by group, and then the draft model's."""
         return (self.page_bytes, *(group.unit_bytes for group in (*self.carried, *self.draft_group)))
 
     def shared_with(self, peer: "KvLayout") -> "KvLayout":
-        """What crosses between the two: of the draft model nothing, unless both have the same."""
+        """Return what crosses between the two: nothing of the draft model, unless both have the same."""
         return self if self.draft == peer.draft else replace(self, draft=None)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Where a pool lies: unit i is the bytes [base_address + i * unit_bytes, + unit_bytes)."""
+    """A pool lies here: unit i is the bytes [base_address + i * unit_bytes, + unit_bytes)."""
 
     base_address: int
-    num_pages: int  # units: pages or slots
-    kind: str = "DRAM"  # or VRAM
+    num_pages: int  # They are units: pages or slots.
+    kind: str = "DRAM"  # It may be VRAM, too.
     device_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTarget:
-    """Where what is carried of one group goes: units in token order that hold tokens from `start_token` on,
-    to the prompt's end. A state has one unit, and starts at the prompt's end."""
+    """The per-request state of one group goes here: to units in token order that hold tokens from
+    `start_token` on, to the prompt's end. A state has one unit, and starts at the prompt's end."""
 
-    group: int  # its place in the layout, 1 or more
+    group: int  # It is the group's place in the layout, 1 or more.
     start_token: int
     runs: tuple[PageRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KvTicket:
-    """Decode's word to prefill: where the delta [decode_prefix_len, prompt_len) goes."""
+    """Decode tells prefill by a ticket where the delta [decode_prefix_len, prompt_len) goes."""
 
     room: Room
     prefill_generation: Generation
-    prompt_len: int  # tokens
-    decode_prefix_len: int  # tokens, a multiple of page_size
-    runs: tuple[PageRun, ...]  # destination pages in token order, covering the delta exactly
-    write_until_s: float  # on the writer's monotonic clock; nothing is posted at or past it
-    targets: tuple[GroupTarget, ...] = ()  # of every carried group, in the layout's order
+    prompt_len: int  # It is in tokens.
+    decode_prefix_len: int  # It is in tokens, a multiple of page_size.
+    runs: tuple[PageRun, ...]  # They are the destination pages in token order, and cover the delta exactly.
+    write_until_s: float  # It is on the writer's monotonic clock; nothing is posted at or past it.
+    # There is one for every group of per-request state, in the layout's order.
+    targets: tuple[GroupTarget, ...] = ()
     aux_slot: int | None = None
-    want_digests: bool = False  # of the delta's pages, with the word that they have landed
+    want_digests: bool = False  # They are wanted of the delta's pages, with the word that they have landed.
 
 
 class HitKind(Enum):
@@ -155,30 +158,30 @@ class HitKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """What a radix tree gained and lost since last asked, as sequence hashes of index blocks.
+    """A radix tree gained and lost this since last asked, as sequence hashes of index blocks.
 
-    A hash appears in at most one of the two: store-then-evict cancels out before it gets here. So of the
-    resumable ones, those at whose end a rank can go on computing. They are held, too; one that is evicted is
-    told in both. A rank of a layout that carries nothing tells none: it can go on wherever it holds.
+    A hash appears in at most one of the two: store-then-evict cancels out before it gets here. So it is with
+    the resumable ones, at whose end a rank can go on computing. They are held, too; one that is evicted is
+    told in both. A rank of a layout without per-request state tells none: it can go on wherever it holds.
     """
 
     stored: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
-    cleared: bool = False  # everything earlier is gone, of both kinds
+    cleared: bool = False  # Everything earlier is gone, of both kinds.
     resumable_stored: tuple[BlockHash, ...] = ()
     resumable_removed: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PageBooks:
-    """Where every page of a pool is; the five add up to `total` when the books balance."""
+    """Every page of a pool is in one of these places; the five add up to `total` when the books balance."""
 
     total: int
     free: int
-    cached: int  # in the tree, unlocked (evictable)
-    locked: int  # in the tree, locked by a running sequence
-    private: int  # held by a sequence, not in the tree
-    quarantined: int  # given up, but a writer may still write
+    cached: int  # They are in the tree, unlocked (evictable).
+    locked: int  # They are in the tree, locked by a running sequence.
+    private: int  # A sequence holds them, and the tree does not.
+    quarantined: int  # They are given up, but a writer may still write.
 
     @property
     def balanced(self) -> bool:

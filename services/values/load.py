@@ -1,4 +1,4 @@
-"""What a rank is doing now. Pure."""
+"""A rank's load is what it is doing now."""
 
 from dataclasses import dataclass, field
 
@@ -9,37 +9,37 @@ from services.values.step_histogram import NO_STEPS, StepHistogram
 
 @dataclass(frozen=True, slots=True)
 class CarriedPool:
-    """Of a group beside full attention: a pool of windows' pages, or of states."""
+    """A group beside full attention has a pool of windows' pages, or of states."""
 
-    group: int  # its place in the layout
-    kind: str  # a GroupKind's value
-    total: int  # units
-    free: int  # held by no sequence and no resume point
+    group: int  # It is the group's place in the layout.
+    kind: str  # It is a GroupKind's value.
+    total: int  # It is in units.
+    free: int  # No sequence and no checkpoint holds them.
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """Of one source of drafts."""
+    """One source of drafts has these counts."""
 
-    source: str  # lookup, tree, ngrams or draft
-    drafted: int  # tokens, since the rank's start
-    accepted: int  # of them
+    source: str  # It is lookup, tree, ngrams or draft.
+    drafted: int  # These are tokens since the rank's start.
+    accepted: int  # They are among those.
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintCounts:
-    """What constraints took, since the rank's start."""
+    """Constraints took this since the rank's start."""
 
-    requests: int = 0  # under a constraint
-    compiled: int = 0  # that were not known here, and
+    requests: int = 0  # They had a constraint.
+    compiled: int = 0  # They were not known here.
     compile_s: float = 0.0
-    masked_tokens: int = 0  # chosen under a mask, or verified
-    mask_s: float = 0.0  # beside the model
+    masked_tokens: int = 0  # They were chosen under a mask, or verified.
+    mask_s: float = 0.0  # It passed beside the model.
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a rank is doing now; see common.proto for each field."""
+    """A rank tells this of what it is doing now; see common.proto for each field."""
 
     running: int = 0
     waiting: int = 0
@@ -51,31 +51,32 @@ class RankLoad:
     waiting_tokens: int = 0
     admitted_per_s: float = 0.0
     stalled: bool = False
-    kv_paths: tuple[KvPath, ...] = ()  # of a prefill rank: by what it has written
-    tokens_per_step: float = 0.0  # that a decoding sequence gets lately; 0: not known
-    # Not told to routers:
-    reserved_pages: int = 0  # kept back for the growth of what runs
-    retractions: int = 0  # since the rank's start, as `overtakes`
+    kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these.
+    tokens_per_step: float = 0.0  # A decoding sequence gets so many lately; 0 says that it is not known.
+    # Routers are not told what follows.
+    reserved_pages: int = 0  # They are kept back for the growth of what runs.
+    retractions: int = 0  # It counts since the rank's start, as `overtakes` does.
     overtakes: int = 0
     computed_tokens: int | None = (
-        None  # of prompts, since the start, of ended requests too; None: not counted
+        # They are of prompts, since the start, of ended requests too; None says that they are not counted.
+        None
     )
-    free_runs: int = 0  # of neighbouring free pages
-    lent_pages: int = 0  # since the start, several at a time, and
-    lent_runs: int = 0  # in how many runs of neighbours they were lent
+    free_runs: int = 0  # They are of neighbouring free pages.
+    lent_pages: int = 0  # They count since the start, several at a time.
+    lent_runs: int = 0  # They were lent in so many runs of neighbours.
     carried: tuple[CarriedPool, ...] = ()
-    resume_points: int = 0  # kept now
-    evicted_points: int = 0  # since the start, for others or for sequences
-    open_rooms: int = 0  # transfers of a prefill rank that are not over
-    unreadable_events: int = 0  # since the start, of what another's engine told of its cache
+    resume_points: int = 0  # They are kept now.
+    evicted_points: int = 0  # They went since the start, for others or for sequences.
+    open_rooms: int = 0  # These transfers of a prefill rank are not over.
+    unreadable_events: int = 0  # They count since the start, of what another's engine told of its cache.
     drafts: tuple[DraftCount, ...] = ()
     constraints: ConstraintCounts = ConstraintCounts()
-    decode_steps: StepHistogram = NO_STEPS  # since the start, of single tokens only
-    prompt_steps: StepHistogram = NO_STEPS  # that computed prompts, too
+    decode_steps: StepHistogram = NO_STEPS  # They count since the start, and computed single tokens only.
+    prompt_steps: StepHistogram = NO_STEPS  # They computed prompts, too.
 
     @property
     def token_s(self) -> float:
-        """Between two tokens of a sequence."""
+        """The seconds between two tokens of a sequence."""
         return self.step_s / max(1.0, self.tokens_per_step)
 
     @property
@@ -88,5 +89,6 @@ class RankLoad:
 
     @property
     def queue_wait_s(self) -> float:
-        """Until one who comes now has pages; 0: nobody waits, or it is not known."""
+        """Return the seconds until one who comes now has pages; 0 says that nobody waits, or that it is
+        not known."""
         return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0

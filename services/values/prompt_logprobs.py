@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, packed: what ranks only carry stays bytes. Pure."""
+"""Log-probabilities of a prompt's tokens stay packed: what ranks only carry stays bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,23 +7,25 @@ from itertools import islice
 from struct import iter_unpack
 from typing import Any, Self
 
-MAX_BYTES = 48 << 20  # of one prompt: they go to decode ranks and to routers in one message
+MAX_BYTES = 48 << 20  # It bounds one prompt's: they go to decode ranks and to routers in one message.
 
 _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """Natural log, before penalties and temperature. `rank`: 1 and how many are more probable; 0: unknown."""
+    """The logarithm is natural, before penalties and temperature. `rank` is 1 and how many are more
+    probable; 0 is unknown."""
 
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most probable first
+    top: tuple[tuple[int, float], ...]  # They are (token id, logprob), the most probable first.
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Field by field as PackedLogprobs in common.proto; raises ValueError where they do not fit together."""
+    """The fields are those of PackedLogprobs in common.proto. Raises ValueError where they do not fit
+    together."""
 
     num_top: int = 0
     logprobs: bytes = b""
@@ -38,7 +40,6 @@ class PromptLogprobs:
             raise ValueError(f"logprobs of {len(self)} tokens, {self.num_top} others of each: {sizes} bytes")
 
     def __len__(self) -> int:
-        """Tokens."""
         return len(self.logprobs) // _NUMBER_BYTES
 
     @property
@@ -47,7 +48,8 @@ class PromptLogprobs:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], num_top: int = 0) -> Self:
-        """In their order; all tell of the same number of others. `num_top` where there are none."""
+        """Return the pieces, in their order, as one; all tell of the same number of others. `num_top` is
+        that number where there are none."""
         return cls(
             pieces[0].num_top if pieces else num_top,
             b"".join(piece.logprobs for piece in pieces),
@@ -57,7 +59,7 @@ class PromptLogprobs:
         )
 
     def tokens(self) -> Iterator[ScoredToken]:
-        """One by one, for there may be many."""
+        """Yield the tokens one by one, for there may be many."""
         others = zip(_unpacked("I", self.top_ids), _unpacked("f", self.top_logprobs), strict=True)
         for logprob, rank in zip(_unpacked("f", self.logprobs), _unpacked("I", self.ranks), strict=True):
             top = islice(others, self.num_top)

@@ -1,17 +1,17 @@
-"""Who is who: ranks, their lives, and the plan of a request over two of them. Pure."""
+"""Ranks, their incarnations, and the plan of a request over two of them are named here."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
-Generation = NewType("Generation", int)  # 64-bit random id of one life of a rank
-Room = NewType("Room", int)  # 64-bit random name of one request between two ranks
+Generation = NewType("Generation", int)  # It is a 64-bit random id of one incarnation of a rank.
+Room = NewType("Room", int)  # It is a 64-bit random name of one request's transfer between two ranks.
 
 
 class RankKey(NamedTuple):
-    """A DP rank over all its lives: worker name and rank number.
+    """A DP rank is named over all its incarnations by its worker's name and its number.
 
-    A tuple, for its hash: a router looks ranks up dozens of times to place one request.
+    It is a tuple, for its hash: a router looks ranks up dozens of times to place one request.
     """
 
     worker: str
@@ -23,12 +23,13 @@ class RankKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankId:
-    """One life of a DP rank."""
+    """One incarnation of a DP rank has this id."""
 
     worker: str
     rank: int
     generation: Generation
-    key: RankKey = field(init=False, repr=False, compare=False)  # made once: it is asked for very often
+    # It is made once: it is asked for very often.
+    key: RankKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", RankKey(self.worker, self.rank))
@@ -39,7 +40,7 @@ class RankId:
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Where one life of a rank is reached: `endpoint` is HOST:PORT of its gRPC server."""
+    """One incarnation of a rank is reached here: `endpoint` is HOST:PORT of its gRPC server."""
 
     id: RankId
     endpoint: str
@@ -60,7 +61,7 @@ class Role(Enum):
 
 
 class Plan(Enum):
-    """How the prompt's KV gets to the decode rank."""
+    """The prompt's KV gets to the decode rank by a plan."""
 
     REMOTE = "remote"
     LOCAL = "local"

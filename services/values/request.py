@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers, as values. Pure."""
+"""An engine is asked in these values, and answers in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,13 @@ from services.values.prompt_logprobs import MAX_BYTES, PromptLogprobs, size_byte
 from services.values.rank import Plan, RankAddress
 
 MAX_ID_CHARS = 128
-# A year. gRPC reckons in 64 bits of nanoseconds since 1970 and takes a deadline past them, 292 years, for one
-# that has passed; a clock's seconds lose their fractions in a float long before.
+# It is a year. gRPC reckons in 64 bits of nanoseconds since 1970 and takes a deadline past them, 292 years,
+# for one that has passed; a clock's seconds lose their fractions in a float long before.
 MAX_TIMEOUT_S = 365 * 86_400.0
 MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
-_MAX_BIAS = 100.0  # OpenAI's
+_MAX_BIAS = 100.0  # It is OpenAI's.
 _MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 _MAX_BAD_WORD_CHARS = 1024
@@ -27,32 +27,32 @@ _MAX_BAD_IDS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens; field by field as in common.proto, with the defaults filled in.
+    """Tokens are chosen by these; the fields are those of common.proto, with the defaults filled in.
 
     Raises InvalidRequest, naming the field, when a value is out of its range.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # A 0 stands for all.
     min_p: float = 0.0
     seed: int = 0
-    max_tokens: int | None = None  # None: until the context is full
+    max_tokens: int | None = None  # None lets it go on until the context is full.
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # the router's business; engines ignore it
+    stop: tuple[str, ...] = ()  # It is the router's business; engines ignore it.
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
-    constraint: Constraint | None = None  # on what may be chosen
+    constraint: Constraint | None = None  # It bounds what may be chosen.
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), each id once
-    bad_words: tuple[str, ...] = ()  # the router's business: it makes ids of them
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # of each the last is not chosen after the others
-    include_stop_str_in_output: bool = False  # the router's business, as `stop`
+    logit_bias: tuple[tuple[int, float], ...] = ()  # They are (token id, what is added), each id once.
+    bad_words: tuple[str, ...] = ()  # They are the router's business, which makes ids of them.
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # The last of each is not chosen after the others.
+    include_stop_str_in_output: bool = False  # It is the router's business, as `stop` is.
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -77,17 +77,18 @@ class SamplingParams:
                 _require(0 <= count <= 20, name, "between 0 and 20", count)
         if (start := self.prompt_logprobs_start) and self.prompt_logprobs is None:
             _require(False, "prompt_logprobs_start", "0 without prompt_logprobs", start)
-        if self.constraint is not None:  # it alone says where an answer may end
+        if self.constraint is not None:  # It alone says where an answer may end.
             _require(self.min_tokens == 0, "min_tokens", "0 beside a constraint", self.min_tokens)
             _require(not self.ignore_eos, "ignore_eos", "false beside a constraint", self.ignore_eos)
 
     @property
     def without_prompt_logprobs(self) -> "SamplingParams":
-        """For who computes the prompt once more: they have been told."""
+        """Return the sampling for who computes the prompt once more: its log-probabilities have been told."""
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     def _check_stops(self) -> None:
-        """Each has its price at every token, and all of them go with the request to each rank."""
+        """Check the stops: each has its price at every token, and all of them go with the request to each
+        rank."""
         if not self.stop and not self.stop_token_ids:
             return
         count, longest = len(self.stop), max(map(len, self.stop), default=0)
@@ -120,7 +121,7 @@ class SamplingParams:
         _require(all(self.bad_token_ids), "bad_token_ids", "made of lists that are not empty", ())
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises InvalidRequest, naming the field, for an id that is none of the vocabulary's."""
+        """Raise InvalidRequest, naming the field, for an id that is none of the vocabulary's."""
         if not self.logit_bias and not self.bad_token_ids:
             return
         ids = {
@@ -137,23 +138,23 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether a token is chosen by how often it was chosen before."""
+        """A token may be chosen by how often it was chosen before."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def heeds_output(self) -> bool:
-        """Whether a token is chosen by what was generated before, beside the model's reading of it."""
+        """A token may be chosen by what was generated before, beside the model's reading of it."""
         looks_back = any(len(ids) > 1 for ids in self.bad_token_ids)
         return self.penalizes or looks_back or self.constraint is not None
 
 
 def reusable_of(sampling: SamplingParams, prompt_len: int) -> float:
-    """How many tokens of a prompt whoever computes it may take from a cache. Raises as `scored_of`."""
+    """Return how many tokens of a prompt whoever computes it may take from a cache. Raises as `scored_of`."""
     return inf if sampling.prompt_logprobs is None else scored_of(sampling, prompt_len).start - 1
 
 
 def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
-    """Positions of a prompt whose tokens' log-probabilities are asked for.
+    """Return the positions of a prompt whose tokens' log-probabilities are asked for.
 
     Raises InvalidRequest, naming the field, where they are not in the prompt, or too many.
     """
@@ -170,7 +171,7 @@ def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
 
 
 def is_id(text: str) -> bool:
-    """Whether a request, a conversation or a tenant may be called so."""
+    """Return whether a request, a conversation or a tenant may be called so."""
     return len(text) <= MAX_ID_CHARS and text.isprintable()
 
 
@@ -182,10 +183,10 @@ def _require(holds: bool, field_name: str, expected: str, value: object) -> None
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request as an engine sees it: ids, not text.
+    """An engine sees a request as ids, not as text.
 
-    `prompt_ids` are the client's prompt. `output_ids_so_far` were generated elsewhere before the
-    stream moved here; generation goes on after them, and sampling counts them as output.
+    `prompt_ids` are the client's prompt. `output_ids_so_far` were generated elsewhere before the stream moved
+    here; generation goes on after them, and sampling counts them as output.
     """
 
     request_id: str
@@ -199,23 +200,26 @@ class GenerationRequest:
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        """Any of which ends the answer; there may be a thousand."""
+        """Any of these ids ends the answer; there may be a thousand."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return frozenset((*self.sampling.stop_token_ids, *eos))
 
     @property
     def scored(self) -> range:
-        """Positions of the prompt's tokens whose log-probabilities are asked for. Raises as `scored_of`."""
+        """Return the positions of the prompt's tokens whose log-probabilities are asked for. Raises as
+        `scored_of`."""
         return scored_of(self.sampling, len(self.prompt_ids))
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """The ids whose KV must be there before the next token: prompt, then output so far."""
+        """The ids whose KV must be there before the next token are the prompt's, and then the output's so
+        far."""
         return self.prompt_ids + self.output_ids_so_far
 
 
 class FinishReason(Enum):
-    """As in common.proto. Ranks know no tools: TOOL_CALLS is a router's word for a STOP behind calls."""
+    """The reasons are those of common.proto. Ranks know no tools: TOOL_CALLS is a router's word for a STOP
+    behind calls."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -226,16 +230,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one generated token, natural log, before biases, penalties and temperature."""
+    """The logarithm is natural, of one generated token, before biases, penalties and temperature."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
+    top: tuple[tuple[int, float], ...] = ()  # They are (token id, logprob), the most probable first.
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a prefill rank did for a request."""
+    """A prefill rank did this for a request."""
 
     first_token_id: int
     first_token_logprobs: TokenLogprobs | None
@@ -249,7 +253,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What a decode rank really had and did for a request; see decode.proto."""
+    """A decode rank really had and did this for a request; see decode.proto."""
 
     prompt_tokens: int
     decode_prefix_len: int
@@ -262,20 +266,22 @@ class Admitted:
     prefill_compute_s: float
     transfer_s: float
     plan: Plan
-    first_decode_step_s: float = 0.0  # filled in by the service: what it waited beside all that
-    digested_pages: int = 0  # of what moved, slots too; not told to routers
-    carried_bytes: Mapping[str, int] = field(default_factory=dict)  # of kv_bytes_moved, by GroupKind's value
-    constraint_s: float = 0.0  # of decode_queue_s, until its constraint was compiled or found so
+    first_decode_step_s: float = 0.0  # The service fills it in: it waited so long beside all that.
+    digested_pages: int = 0  # They are of what moved, slots too; routers are not told.
+    # They are a part of kv_bytes_moved, by GroupKind's value.
+    carried_bytes: Mapping[str, int] = field(default_factory=dict)
+    # It is a part of decode_queue_s, until its constraint was compiled or found so.
+    constraint_s: float = 0.0
 
     @property
     def reused_tokens(self) -> int:
-        """Of the prompt, those that the rank which computed it had cached. Under plan remote, what decode had
-        cached saved bytes, not compute."""
+        """The tokens of the prompt that the rank which computed it had cached. Under plan remote, what
+        decode had cached saved bytes, not compute."""
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
 
     @property
     def delta_tokens(self) -> int:
-        """Of the prompt, those whose KV crossed to the decode rank."""
+        """The tokens of the prompt whose KV crossed to the decode rank."""
         return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
 
     @property
@@ -284,32 +290,32 @@ class Admitted:
 
     @property
     def rank_s(self) -> float:
-        """From the request's arrival at the decode rank to its first token."""
+        """The seconds from the request's arrival at the decode rank to its first token."""
         queues_s = self.decode_queue_s + self.prefill_queue_s
         return queues_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens of one request that came together: of an engine step, or several. The first has `admitted`, and
-    what is told of the prompt's tokens."""
+    """Tokens of one request came together, of an engine step or of several. The first output has
+    `admitted`, and what is told of the prompt's tokens."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     admitted: Admitted | None = None
     finished: FinishReason | None = None
-    drafted_tokens: int = 0  # verified by those steps, and
-    accepted_draft_tokens: int = 0  # of them, those that are among the tokens
+    drafted_tokens: int = 0  # Those steps verified them.
+    accepted_draft_tokens: int = 0  # They are those that are among the tokens.
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def is_tokens_alone(self) -> bool:
-        """Whether there is nothing else to tell."""
+        """There may be nothing else to tell."""
         told = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
         return not told
 
     def followed_by(self, later: "Output") -> "Output":
-        """Both in one; `later` is not the first."""
+        """Return both in one; `later` is not the first."""
         return Output(
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,

@@ -1,1 +1,1 @@
-"""What the cluster says on the wire: code generated from proto/, and its translation to our own values."""
+"""The cluster speaks so on the wire: by code generated from proto/, and its translation to our own values."""

@@ -1,9 +1,9 @@
-"""KV values to protobuf and back: ranks, layouts, pools, tickets, loads, plans, roles.
+"""KV values are translated to protobuf and back: ranks, layouts, pools, tickets, loads, plans, roles.
 
-Every `X_from_proto` raises ProtocolError when a peer sent what can never be right: an unset id, an
-enum value that we do not know, an empty run of pages, a number that is not finite. Whether a value
-that is well formed also fits the moment (generation, range, alignment) is for its user to say.
-Request values are in convert_request.py.
+Every `X_from_proto` raises ProtocolError when a peer sent what can never be right: an unset id, an enum value
+that we do not know, an empty run of pages, a number that is not finite. Whether a value that is well formed
+also fits the moment (generation, range, alignment) is for its user to say. Request values are in
+convert_request.py.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,8 @@ _MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 def known(field_name: str, names: dict[int, _Name], number: int) -> _Name:
-    """The name of an enum's number, or ProtocolError: proto3 lets unknown numbers through."""
+    """Return the name of an enum's number. Raises ProtocolError for another one: proto3 lets unknown
+    numbers through."""
     try:
         return names[number]
     except KeyError:
@@ -146,7 +147,7 @@ def _group_to_proto(group: KvGroup) -> handshake_pb2.KvGroup:
 
 
 def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvLayout:
-    """The version stands beside the layout in a message."""
+    """Return the layout. Its version stands beside it in a message."""
     for group in pb.groups[1:]:
         _positive("layout.groups.unit_bytes", group.unit_bytes)
     for name in ("page_size", "page_bytes", "tp_size"):
@@ -174,7 +175,8 @@ def _group_from_proto(pb: handshake_pb2.KvGroup) -> KvGroup:
 
 
 def _require_full_attention(field_name: str, group: KvGroup, due: bool) -> None:
-    """What is carried can be anything else, and nothing else has pages in the radix tree."""
+    """Raise ProtocolError where a group is full attention and is not due to be, or the other way round:
+    per-request state can be anything else, and nothing else has pages in the radix tree."""
     if (group.kind is GroupKind.FULL_ATTENTION) is not due:
         raise ProtocolError(
             f"{field_name} must {'' if due else 'not '}be full attention, got {group.kind.value}"
@@ -217,7 +219,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
 
 
 def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
-    """Field by field, into a message that has none yet: a rank tells of one with each step."""
+    """Fill a message that has no load yet, field by field: a rank tells of one with each step."""
     pb.running = load.running
     pb.waiting = load.waiting
     pb.pending_tokens = load.pending_tokens
@@ -239,7 +241,8 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
 
 
 def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
-    """Field by field: a router takes in one with each token, and `value_of` takes 4 us longer.
+    """Return the load, read field by field: a router takes in one with each token, and `value_of` takes 4 us
+    longer.
 
     The wire has one number for pages in use: all of them come back as `private`.
     """
@@ -267,5 +270,5 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
 
 
 def _kv_path_from_proto(pb: common_pb2.KvPath) -> KvPath:
-    """A kind that a later version has made is none that we know."""
+    """Return the path. A kind that a later version has made is none that we know."""
     return value_of(KvPath, pb, kind=_PATH_KINDS.get(pb.kind, KvPathKind.UNKNOWN))

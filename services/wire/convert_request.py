@@ -1,8 +1,9 @@
-"""Request values to protobuf and back: sampling, logprobs, commands, outputs, the prefill call.
+"""Request values are translated to protobuf and back: sampling, logprobs, commands, outputs, the prefill
+call.
 
-What a client can get wrong (sampling) raises InvalidRequest and names the field; what only our own
-services write raises ProtocolError, as in convert.py. Probabilities and penalties are 32-bit floats
-on the wire, so they come back rounded to that.
+What a client can get wrong (sampling) raises InvalidRequest and names the field; what only our own services
+write raises ProtocolError, as in convert.py. Probabilities and penalties are 32-bit floats on the wire, so
+they come back rounded to that.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Raises InvalidRequest when a number does not fit its field (a top_k of 2**32, say)."""
+    """Return the message. Raises InvalidRequest when a number does not fit its field (a top_k of 2**32,
+    say)."""
     names = shared_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR).all
     given = {name: getattr(sampling, name) for name in names}
     try:
@@ -56,7 +58,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def _name_misfit(given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for the first of them that does not fit; protobuf's own sentence does not say
+    """Raise InvalidRequest for the first value that does not fit; protobuf's own sentence does not say
     which."""
     for name, value in given.items():
         try:
@@ -66,8 +68,8 @@ def _name_misfit(given: Mapping[str, Any]) -> None:
 
 
 def sampling_from_proto(pb: common_pb2.SamplingParams, **instead: int) -> SamplingParams:
-    """Fills in the defaults, and what is given `instead` of the message's own. The seed is 0 when unset, so a
-    router draws one.
+    """Return the sampling, with defaults filled in, and with what is given `instead` of the message's own.
+    The seed is 0 when unset, so a router draws one.
 
     Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
     """
@@ -93,7 +95,7 @@ def constraint_to_proto(constraint: Constraint) -> common_pb2.Constraint:
 
 
 def constraint_from_proto(pb: common_pb2.Constraint) -> Constraint:
-    """Raises InvalidRequest where nothing is asked for, or too much of it."""
+    """Return the constraint. Raises InvalidRequest where nothing is asked for, or too much of it."""
     name = pb.WhichOneof("kind")
     if name is None:
         kinds = ", ".join(kind.value for kind in ConstraintKind)
@@ -139,7 +141,7 @@ def prompt_logprobs_to_proto(logprobs: PromptLogprobs | None) -> common_pb2.Pack
 def prompt_logprobs_from_proto(
     pb: prefill_pb2.PrefillResponse | decode_pb2.RequestOutput,
 ) -> PromptLogprobs | None:
-    """None where it has none."""
+    """Return the log-probabilities, or None where the message has none."""
     if not pb.HasField("prompt_logprobs"):
         return None
     try:
@@ -149,7 +151,8 @@ def prompt_logprobs_from_proto(
 
 
 def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
-    """The receiver compares `pb.decode_generation` with its own; the command does not carry it."""
+    """Return the command. The receiver compares `pb.decode_generation` with its own; the command does not
+    carry it."""
     plan = convert.plan_from_proto(pb.plan)
     if plan is Plan.REMOTE and not pb.HasField("prefill"):
         raise ProtocolError("start.prefill is unset under plan remote")
@@ -190,7 +193,8 @@ def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput
 
 
 def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
-    """The caller looks for `pb.error` first: an output that ends in an error is no Output."""
+    """Return the output. The caller looks for `pb.error` first: an output that ends in an error is no
+    Output."""
     end = pb.WhichOneof("end")
     if end == "error":
         raise ProtocolError(f"request {pb.request_id} ended in an error: {pb.error.message}")
@@ -228,7 +232,7 @@ def prefill_request_to_proto(
 
 
 def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[GenerationRequest, Rendezvous]:
-    """The request comes back under plan remote: no other plan calls prefill."""
+    """Return the request, under plan remote, as no other plan calls prefill, and where the two ranks meet."""
     ids = tuple(pb.prompt_ids)
     prompt_len = len(ids) - pb.num_output_ids
     if prompt_len < 0:

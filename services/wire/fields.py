@@ -1,4 +1,5 @@
-"""Between our values and messages: what both have by one name is copied, and only the rest is said otherwise.
+"""Our values and messages have fields in common: these are copied by their names, and only the rest is said
+otherwise.
 
 Messages and enums within a message are the rest: each has a translation of its own (convert.py).
 """
@@ -22,11 +23,11 @@ _NOT_PLAIN = (FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_ENUM)
 
 @dataclass(frozen=True, slots=True)
 class SharedFields:
-    """What a message and a dataclass both have; worked out once, for each of their kinds."""
+    """The fields that a message and a dataclass both have are worked out once, for each of their kinds."""
 
     all: tuple[str, ...]
     names: Mapping[FieldDescriptor, str]
-    unset: Mapping[str, Any]  # what they are where they are not set, but for optional ones
+    unset: Mapping[str, Any]  # Fields that are not set have these values, but for optional ones.
     repeated: frozenset[str]
 
 
@@ -43,7 +44,7 @@ def shared_fields(kind: type[Any], message: Descriptor) -> SharedFields:
 
 
 def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Message:
-    """A `message` of the value; None leaves a field unset."""
+    """Return a `message` of the value; None leaves a field unset. `otherwise` gives the other fields."""
     kind: type = type(value)
     names = shared_fields(kind, message.DESCRIPTOR).all
     made: _Message = message(**{n: getattr(value, n) for n in names if n not in otherwise}, **otherwise)
@@ -51,7 +52,8 @@ def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Mes
 
 
 def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
-    """A `kind` of the message. Raises ProtocolError for a number that is not finite."""
+    """Return a `kind` of the message. `otherwise` gives the other fields. Raises ProtocolError for a
+    number that is not finite."""
     given = given_fields(kind, pb, but=otherwise)
     for name, value in given.items():
         if type(value) is float and not math.isfinite(value):
@@ -60,10 +62,11 @@ def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
 
 
 def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[str, Any]:
-    """By name. An optional one that is unset is left out: the dataclass is the only list of defaults."""
+    """Return the message's fields by name. An optional one that is unset is left out: the dataclass is the
+    only list of defaults."""
     shared = shared_fields(kind, pb.DESCRIPTOR)
     names, given = shared.names, dict(shared.unset)
-    for field, value in pb.ListFields():  # a few of dozens
+    for field, value in pb.ListFields():  # A few of dozens are set.
         if (name := names.get(field)) is not None:
             given[name] = tuple(value) if name in shared.repeated else value
     for name in but:
@@ -72,7 +75,8 @@ def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[st
 
 
 def finite(field_name: str, value: float) -> float:
-    """`value`, or ProtocolError: a NaN or an infinity would slip through every later comparison."""
+    """Return `value`. Raises ProtocolError for a NaN or an infinity, which would slip through every later
+    comparison."""
     if not math.isfinite(value):
         raise ProtocolError(f"{field_name} must be finite, got {value!r}")
     return value

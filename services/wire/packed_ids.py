@@ -1,4 +1,4 @@
-"""Token ids as protobuf packs them, so that what is only carried stays bytes. Pure.
+"""Token ids stay packed as protobuf packs them, so that what is only carried stays bytes.
 
 protobuf takes a repeated field in number by number: 100,000 ids take it 2 ms each time, and a message that
 holds them is packed once to learn its size and once to be sent. Packed they are varints, one after the other,
@@ -14,16 +14,16 @@ import numpy as np
 
 from services.wire.isthmus.v1.generation_pb2 import TokenIds
 
-_MORE = 0x80  # of a varint's bytes, all but the last have it
-_MOST_BYTES = 5  # of a varint below 2**32
-_BEFORE = bytes(7)  # in front of the first one's
-LENGTH_DELIMITED = 2  # wire type
-_MANY_BYTES = 1 << 10  # of varints: from some hundred on numpy takes half of protobuf's time
+_MORE = 0x80  # All of a varint's bytes but the last have it.
+_MOST_BYTES = 5  # A varint below 2**32 has no more.
+_BEFORE = bytes(7)  # They stand in front of the first varint.
+LENGTH_DELIMITED = 2  # It is the wire type.
+_MANY_BYTES = 1 << 10  # From some hundred varints on numpy takes half of protobuf's time.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedIds:
-    """The same ids twice: as `array("I")` and as varints."""
+    """The same ids stand twice: as `array("I")` and as varints."""
 
     ids: "array[int]"
     varints: bytes
@@ -34,7 +34,7 @@ class PackedIds:
 
     @classmethod
     def from_proto(cls, pb: TokenIds) -> Self:
-        """Fields of `pb` that we do not know are discarded."""
+        """Return the message's ids. Fields of `pb` that we do not know are discarded."""
         pb.DiscardUnknownFields()
         varints = _payload(pb.SerializeToString())
         # Out of a message protobuf hands over number by number, too.
@@ -42,18 +42,19 @@ class PackedIds:
 
     @classmethod
     def from_varints(cls, varints: bytes) -> Self:
-        """At least one. Raises ValueError as `unpacked`."""
+        """Return the ids of at least one varint. Raises ValueError as `unpacked`."""
         return cls(unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
-        """Of a message whose field of that number is `repeated uint32`: to be merged or appended."""
+        """Return a message's field of that number, which is `repeated uint32` there: to be merged or
+        appended."""
         return length_delimited(number, self.varints) if self.varints else b""
 
 
 def unpacked(varints: bytes) -> "array[int]":
-    """The numbers of at least one varint, all below 2**32.
+    """Return the numbers of at least one varint, all below 2**32.
 
-    Raises ValueError: the last one is not whole, or one takes more than five bytes or bits than 32 has.
+    Raises ValueError where the last one is not whole, or one takes more than five bytes or bits than 32 has.
     """
     octets = np.frombuffer(_BEFORE + varints, np.uint8)
     ends = np.flatnonzero(octets[len(_BEFORE) :] < _MORE)
@@ -64,9 +65,11 @@ def unpacked(varints: bytes) -> "array[int]":
     if most_bytes > _MOST_BYTES:
         raise ValueError(f"a number takes {most_bytes} bytes")
     dtype = np.dtype("<u4" if most_bytes <= 4 else "<u8")
-    # Each byte with those in front of it: a number's last byte has all of it, below it what is not its own.
+    # Each byte is taken with those in front of it: a number's last byte has all of it, below it what is not
+    # its own.
     windows = np.ndarray(len(varints), dtype, octets, len(_BEFORE) + 1 - dtype.itemsize, (1,))
-    windows = np.ascontiguousarray(windows).take(ends)  # one copy: to gather what is not aligned takes longer
+    # This is one copy: to gather what is not aligned takes longer.
+    windows = np.ascontiguousarray(windows).take(ends)
     windows >>= ((dtype.itemsize - num_bytes) * 8).astype(dtype)
     numbers = windows & 0x7F
     for nth in range(1, most_bytes):
@@ -77,12 +80,12 @@ def unpacked(varints: bytes) -> "array[int]":
 
 
 def length_delimited(number: int, payload: bytes) -> bytes:
-    """A field that is a message, a string, bytes or packed numbers."""
+    """Return a field that is a message, a string, bytes or packed numbers."""
     return _varint(number << 3 | LENGTH_DELIMITED) + _varint(len(payload)) + payload
 
 
 def _payload(field: bytes) -> bytes:
-    """Of the one field of a message, whose tag is a byte; empty where there is none."""
+    """Return the payload of a message's one field, whose tag is a byte; it is empty where there is none."""
     if not field:
         return b""
     length_end = next(at for at in range(1, len(field)) if field[at] < _MORE)

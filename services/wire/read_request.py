@@ -1,4 +1,4 @@
-"""A GenerateRequest, its prompt's ids read apart: protobuf takes them number by number. Pure.
+"""A GenerateRequest is read with its prompt's ids apart: protobuf takes them number by number.
 
     sampling | token_ids { 32,000 ids } | tenant      as it comes
     sampling | token_ids {}             | tenant      read by protobuf
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, TokenIds
 from services.wire.packed_ids import LENGTH_DELIMITED, PackedIds, length_delimited
 
-_MANY_BYTES, _MOST_BYTES = 1 << 10, 4 << 20  # where it is less work, and takes little memory
-_MOST_FIELDS = 32  # that are looked through: we know of a dozen
-_FIXED_BYTES = {1: 8, 5: 4}  # by wire type
+_MANY_BYTES, _MOST_BYTES = 1 << 10, 4 << 20  # Between them it is less work, and takes little memory.
+_MOST_FIELDS = 32  # So many are looked through: we know of a dozen.
+_FIXED_BYTES = {1: 8, 5: 4}  # The key is the wire type.
 _VARINT = 0
-_MOST_VARINT_BYTES = 10  # of 64 bits
+_MOST_VARINT_BYTES = 10  # A number of 64 bits has no more.
 
 _PROMPTS = {field.number for field in GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"].fields}
 _TOKEN_IDS = GenerateRequest.TOKEN_IDS_FIELD_NUMBER
@@ -25,7 +25,8 @@ _IDS = TokenIds.IDS_FIELD_NUMBER
 
 
 class ReadRequest(NamedTuple):
-    """`ids` are those of `request.token_ids`, which is empty then; None: they are in it, if there are any."""
+    """`ids` are those of `request.token_ids`, which is empty then; where it is None, the ids are in the
+    request, if there are any."""
 
     request: GenerateRequest
     ids: PackedIds | None
@@ -40,11 +41,11 @@ class _Field(NamedTuple):
 
 
 def read_request(message: bytes) -> ReadRequest:
-    """Raises google.protobuf.message.DecodeError."""
+    """Return the request. Raises google.protobuf.message.DecodeError."""
     if _MANY_BYTES <= len(message) <= _MOST_BYTES:
         try:
             read = _read_apart(message)
-        except (IndexError, ValueError):  # it breaks off, or is not written as we write it: protobuf knows
+        except (IndexError, ValueError):  # It breaks off, or is not written as we write it: protobuf knows.
             read = None
         if read is not None:
             return read
@@ -65,7 +66,7 @@ def _read_apart(message: bytes) -> ReadRequest | None:
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
-    """Of the message there. Raises ValueError, IndexError."""
+    """Yield the fields of the message there. Raises ValueError, IndexError."""
     for _ in range(_MOST_FIELDS):
         if at == end:
             return
@@ -88,7 +89,7 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """And where it ends. Raises ValueError, IndexError."""
+    """Return the number, and where it ends. Raises ValueError, IndexError."""
     number = 0
     for shift in range(0, 7 * _MOST_VARINT_BYTES, 7):
         octet = message[at]

@@ -1,1 +1,1 @@
-"""HTTP APIs of others, each a translation of GenerateRequest and GenerateResponse. No I/O, no clock."""
+"""HTTP APIs of others are translated to GenerateRequest and from GenerateResponse. No I/O, no clock."""

@@ -1,13 +1,13 @@
-"""How many answers, to how many prompts, a body asks for."""
+"""A body asks for so many answers to so many prompts, which is read and bounded here."""
 
 from services.router.dialects.json_body import Body, InvalidParameter
 from services.values.request import MAX_ID_CHARS
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-MAX_EACH = 128  # GenerateRequest.n
+MAX_EACH = 128  # It is the bound of GenerateRequest.n.
 MAX_PROMPTS = 256
-MAX_ANSWERS = 1024  # of one call
-_MOST_BYTES = 64 << 20  # of all that is said for each of a call's prompts alike
+MAX_ANSWERS = 1024  # A call gets no more.
+_MOST_BYTES = 64 << 20  # This is what all of a call's prompts together may repeat.
 
 
 def read_n(body: Body, request: GenerateRequest) -> None:
@@ -17,7 +17,6 @@ def read_n(body: Body, request: GenerateRequest) -> None:
 
 
 def read_best_of(body: Body, request: GenerateRequest, stream: bool) -> None:
-    """After `read_n`."""
     best_of = body.integer("best_of", 1, MAX_EACH)
     if best_of is None:
         return
@@ -30,22 +29,22 @@ def read_best_of(body: Body, request: GenerateRequest, stream: bool) -> None:
 
 
 def check_number(num_prompts: int, param: str) -> None:
-    """Before anything is made for each of them. Raises InvalidParameter."""
     if not 1 <= num_prompts <= MAX_PROMPTS:
         raise InvalidParameter(param, f"must be at most {MAX_PROMPTS} prompts, got {num_prompts}")
 
 
 def one_for_each(num_prompts: int, request: GenerateRequest, param: str) -> list[GenerateRequest]:
-    """Requests for so many prompts, the first one `request` itself. `param`: what the body calls the prompts.
+    """Return requests for so many prompts, of which `request` itself is the first.
 
-    Raises InvalidParameter: there are too many, or none, or too much is asked of each.
+    `param` is what the body calls the prompts. Raises InvalidParameter where there are too many prompts, or
+    none, or too much is asked of each.
     """
     check_number(num_prompts, param)
     num_answers = num_prompts * max(request.n or 1, request.best_of)
     if num_answers > MAX_ANSWERS:
         problem = f"with n or best_of asks for {num_answers} answers; a call gets {MAX_ANSWERS} at most"
         raise InvalidParameter(param, problem)
-    if num_prompts * request.ByteSize() > _MOST_BYTES:  # a body of megabytes would be held for each
+    if num_prompts * request.ByteSize() > _MOST_BYTES:  # A body of megabytes would be held for each.
         problem = f"is {num_prompts} prompts, too many beside so long a body: send fewer at a time"
         raise InvalidParameter(param, problem)
     return [request, *(_another(request, place) for place in range(1, num_prompts))]

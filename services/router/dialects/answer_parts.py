@@ -1,10 +1,10 @@
-"""An answer as parts, for APIs that tell thinking, text and calls of tools apart by place.
+"""An answer is told as parts by the APIs that tell thinking, text and calls of tools apart by place.
 
     responses    reasoning | reasoning text |  text  | call 0 | call 0 call 1 | end
     steps        O  G      |  G     C  O  G |   G    | C O  G |  G   C  O  G  |  C
 
-where O is Opened, G Grown and C Closed. One part is open at a time. Joined responses give thinking, then
-text, then calls, whatever their order was.
+Here O is Opened, G Grown and C Closed. One part is open at a time. Joined responses give thinking, then text,
+then calls, whatever their order was.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    index: int  # among the answer's parts
+    index: int  # It counts among the answer's parts.
     kind: Kind
     call_id: str = ""
-    name: str = ""  # of the tool
-    text: str = ""  # of one that is closed, all of it; of a call its arguments
+    name: str = ""  # It is the tool's.
+    text: str = ""  # A closed part has all of its text; a call's text is its arguments.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,19 @@ Step = Opened | Grown | Closed
 
 
 class Parts:
-    """Without `shows_thinking` there is no part of that kind. An answer that says nothing has one of empty
-    text."""
+    """Makes parts of an answer's responses. Without `shows_thinking` there is no part of that kind. An answer
+    that says nothing has one part, of empty text."""
 
     def __init__(self, shows_thinking: bool = True) -> None:
         self._shows_thinking = shows_thinking
         self._open: Part | None = None
-        self._texts: list[str] = []  # of the open one
-        self._call_index = 0  # of an open call
+        self._texts: list[str] = []  # They are the open part's.
+        self._call_index = 0  # It counts only while a call is open.
         self._num_opened = 0
 
     def take(self, response: GenerateResponse) -> Iterator[Step]:
-        """What its text, reasoning and calls come to; the last response closes the last part."""
+        """Yield what the response's text, reasoning and calls come to; the last response closes the last
+        part."""
         if response.reasoning and self._shows_thinking:
             yield from self._grow(Kind.THINKING, response.reasoning)
         if response.text:
@@ -100,5 +101,4 @@ class Parts:
 
 
 def parts_of(joined: GenerateResponse, shows_thinking: bool = True) -> list[Part]:
-    """Of all responses in one."""
     return [step.part for step in Parts(shows_thinking).take(joined) if isinstance(step, Closed)]

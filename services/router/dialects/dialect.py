@@ -1,4 +1,4 @@
-"""One API's way to ask for a generation and to be answered."""
+"""A dialect is one API's way to ask for a generation and to be answered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +12,17 @@ CallT = TypeVar("CallT", bound=Call)
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What an answer says of itself."""
-
-    id: str  # random, of letters and digits: what an answer and its parts are named by
+    id: str  # It is random and of letters and digits; an answer and its parts are named by it.
     model: str
-    created: int  # seconds since the epoch
+    created: int  # It counts seconds since the epoch.
 
 
 class Dialect(Protocol[CallT]):
-    name: str  # in metrics
+    name: str  # Metrics have this name.
 
     def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> CallT:
-        """May be called in any thread. Raises InvalidParameter."""
+        """Return the call that a body and its headers ask for. It may be called in any thread. Raises
+        InvalidParameter."""
 
     def answer(self, call: CallT, envelope: Envelope) -> Answer:
-        """Once for each call. Raises IsthmusError."""
+        """Return what makes the one answer to a call. Raises IsthmusError."""

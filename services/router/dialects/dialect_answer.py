@@ -1,4 +1,4 @@
-"""What an API's answers are made by.
+"""An API's answers are made of the router's responses by this protocol.
 
 GenerateResponse, joined     -> whole()   -> one JSON value
 GenerateResponse, one by one -> events()  -> server-sent events; the last answer's last response ends them
@@ -16,32 +16,32 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A server-sent one: its data, as JSON where it is no text, and its name if it has one."""
+    """A server-sent event has data, which is JSON where it is no text, and may have a name."""
 
     data: Json | str
     name: str = ""
 
 
 def json_text(data: Json) -> str:
-    """As events have it."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 class Answer(Protocol):
-    """Of one call, in the words of one API. Makes of the responses either a whole or events."""
+    """Makes of the responses to one call either a whole or events, in the words of one API."""
 
-    request: GenerateRequest  # what the router is asked for
+    request: GenerateRequest  # The router is asked for this.
 
     @property
     def ping(self) -> Event | None:
-        """A stream says this while there is nothing to tell; None stands for a comment."""
+        """The event that a stream sends while there is nothing to tell; None stands for a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
-        """Of each answer all responses in one, by their indexes. Raises Aborted for one that somebody
-        stopped."""
+        """Return the whole of each answer's joined responses, which come by their indexes. Raises Aborted
+        where somebody stopped an answer."""
 
     def events(self, response: GenerateResponse) -> list[Event]:
-        """Of the next response, in order; none where it has nothing that a client sees. Raises as `whole`."""
+        """Return the events of the next response, in order, or none where it has nothing that a client sees.
+        Raises as `whole`."""
 
     def failure(self, error: Exception) -> list[Event]:
-        """What ends a stream that has begun."""
+        """Return the events that end a stream which has begun."""

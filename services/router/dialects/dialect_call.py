@@ -1,4 +1,4 @@
-"""What all bodies and headers say beside the prompt and the sampling."""
+"""All bodies and headers say this beside the prompt and the sampling."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 REQUEST_ID = "x-request-id"
 TENANT = "x-isthmus-tenant"
-# What agents call the session whose turns a request is one of; docs/clients.md tells whose each is. They are
-# looked for in this order.
+# Agents call the session whose turns a request is one of by these names, which are looked for in this order;
+# docs/clients.md tells whose each is.
 SESSION_HEADERS = (
     "session-id",
     "x-session-id",
@@ -27,15 +27,15 @@ SESSION_HEADERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the client asks for, and how it wants the answer."""
-
     request: GenerateRequest
-    more: tuple[GenerateRequest, ...] = ()  # of a list of prompts those behind the first, alike in all else
+    # They are those behind the first of a list of prompts, alike in all else.
+    more: tuple[GenerateRequest, ...] = ()
     stream: bool
-    traceparent: str  # "": the client sent none
-    constraint_param: str = ""  # what the body calls the constraint
-    tells_prompt: bool = False  # the ids of each prompt are told
-    left_out: tuple[str, ...] = ()  # what it asked for, and what nothing can be done about but to say so
+    traceparent: str  # It is empty where the client sent none.
+    constraint_param: str = ""  # The body calls the constraint so.
+    tells_prompt: bool = False  # The ids of each prompt are told.
+    # The client asked for these kinds of tools, and nothing can be done about them but to say so.
+    left_out: tuple[str, ...] = ()
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
@@ -43,22 +43,21 @@ class Call:
 
     @property
     def answers_each(self) -> int:
-        """To one prompt."""
         return self.request.n or 1
 
     @property
     def num_answers(self) -> int:
-        """To all prompts; index = prompt * answers_each + answer."""
+        """The number of answers to all prompts. An answer's index is prompt * answers_each + answer."""
         return len(self.requests) * self.answers_each
 
 
 def read_addressee(
     body: Body, headers: Mapping[str, str], request: GenerateRequest, conversation: str = ""
 ) -> None:
-    """Fill in who asks, whom, and in which conversation. `conversation`: what the body says of it in words of
-    its own; it may be any text.
+    """Fill in who asks, whom, and in which conversation.
 
-    Raises InvalidParameter.
+    `conversation` is what the body says of it in words of its own; it may be any text. Raises
+    InvalidParameter.
     """
     request.model = body.text("model")
     request.request_id = headers.get(REQUEST_ID, "")
@@ -76,13 +75,13 @@ def _session_of(headers: Mapping[str, str]) -> str:
 
 
 def _as_id(text: str) -> str:
-    """Another's key, which no rule of ours binds."""
+    """Return the text, or its digest where it cannot be an id: no rule of ours binds another API's key."""
     return text if is_id(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_tenant(cache_salt: str, of_header: str) -> str:
-    """vLLM's cache_salt is what a tenant is here; where both are given they must be the same, for neither may
-    be left out: who set the header keeps tenants apart, and so does who set the salt."""
+    """Return the tenant, which is what vLLM calls cache_salt. Where both are given they must be the same, for
+    neither may be left out: who set the header keeps tenants apart, and so does who set the salt."""
     if cache_salt and of_header and cache_salt != of_header:
         raise InvalidParameter(
             "cache_salt", "differs from the header x-isthmus-tenant; leave one of them out"

@@ -1,4 +1,4 @@
-"""Functions that a model may call, where they lie flat in a body."""
+"""Functions that a model may call are read here where they lie flat in a body."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from services.wire.isthmus.v1.generation_pb2 import Tool
 
 
 def read_function(function: Body, schema: str = "parameters") -> Tool:
-    """`schema`: what this API calls the schema of its arguments."""
+    """Return the tool. `schema` is what this API calls the schema of its arguments."""
     parameters = function.get(schema)
     if not isinstance(parameters, dict | None):
         raise function.wrong(schema, "must be an object: a JSON schema")
@@ -27,7 +27,8 @@ def _read_name(function: Body) -> str:
 
 
 def check_chosen(name: str, tools: Iterable[Tool], param: str) -> str:
-    """The name of the one tool that is to be called. Raises InvalidParameter where there is no such tool."""
+    """Return the name of the one tool that is to be called. Raises InvalidParameter where there is no such
+    tool."""
     if name not in {tool.name for tool in tools}:
         raise InvalidParameter(param, f"names {name!r}, which is none of the request's functions")
     return name

@@ -1,4 +1,4 @@
-"""The HTTP status of each error, whichever API it is told in."""
+"""Each error has one HTTP status, whichever API it is told in."""
 
 from collections.abc import Mapping
 
@@ -16,19 +16,19 @@ from services.values.errors import (
     Unavailable,
 )
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; no RFC has one
+_CLIENT_CLOSED_REQUEST = 499  # It is nginx's; no RFC has one.
 
 
 class BodyTooLong(InvalidRequest):
-    """Nothing of it is read any more."""
+    """The body is too long, and nothing of it is read any more."""
 
 
 class UnknownEncoding(InvalidRequest):
-    """Its Content-Encoding is none that is read here."""
+    """The body's Content-Encoding is none that is read here."""
 
 
 class TooSlow(InvalidRequest):
-    """It did not come in time."""
+    """The request did not come in time."""
 
 
 class ConnectionsFull(NoCapacity):

@@ -1,4 +1,4 @@
-"""Typed reads of a JSON body: what is wrong is told by its name in the body."""
+"""Members of a JSON body are read by their types, and what is wrong is told by its name in the body."""
 
 import json
 import math
@@ -12,13 +12,14 @@ Refused = Mapping[str, tuple[object, ...]]
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
-_MOST_OBJECTS = 1 << 16  # of a list: a body of `{}` has millions
-_MOST_NESTED = 200  # lists and objects in each other, of what is written as JSON again, somewhere on a stack
+_MOST_OBJECTS = 1 << 16  # A list may have so many items: a body of `{}` has millions.
+# Lists and objects in each other may be so deep where they are written as JSON again, somewhere on a stack.
+_MOST_NESTED = 200
 
 
 class InvalidParameter(InvalidRequest):
-    """`param` is the parameter's name in the body; the message begins with it. A client's key may be half of
-    a surrogate pair, which an answer cannot hold."""
+    """The message begins with `param`, the parameter's name in the body. A client's key may be half of a
+    surrogate pair, which an answer cannot hold."""
 
     def __init__(self, param: str, problem: str) -> None:
         self.param = param.encode(errors="backslashreplace").decode()
@@ -26,7 +27,7 @@ class InvalidParameter(InvalidRequest):
 
 
 class Body:
-    """Typed reads of a JSON object's members. A null counts as absent, as it does with OpenAI."""
+    """Reads a JSON object's members by their types. A null counts as absent, as it does with OpenAI."""
 
     def __init__(self, fields: Mapping[str, object], prefix: str = "") -> None:
         """`prefix` stands before the members' names where they are told."""
@@ -34,13 +35,13 @@ class Body:
         self._prefix = prefix
 
     def refuse(self, names: Refused, instead: Mapping[str, str], prefix: str = "") -> None:
-        """Raises InvalidParameter for a value of one of them that is none of its harmless ones. `instead`: by
-        name, what to do then."""
+        """Raise InvalidParameter for a value of one of these names that is none of its harmless ones.
+        `instead` says by name what to do then."""
         for name, value in self._fields.items():
             if name not in names:
                 continue
             harmless = (None, *names[name])
-            # 1 == True in Python, but not in JSON.
+            # In Python 1 == True, but not in JSON.
             if not any(type(value) is type(ok) and value == ok for ok in harmless):
                 advice = instead.get(name, "leave it out")
                 raise InvalidParameter(
@@ -49,36 +50,35 @@ class Body:
 
     @property
     def fields(self) -> Mapping[str, object]:
-        """As they came."""
         return self._fields
 
     def get(self, name: str) -> object:
         return self._fields.get(name)
 
     def name_of(self, name: str) -> str:
-        """As the client finds it in its body."""
+        """Return the name by which the client finds the member in its body."""
         return self._prefix + name
 
     def wrong(self, name: str, problem: str) -> InvalidParameter:
         return InvalidParameter(self.name_of(name), problem)
 
     def object(self, name: str) -> Mapping[str, object]:
-        """An empty one where it is absent."""
+        """Return the object, or an empty one where it is absent."""
         value = self._fields.get(name)
         if not isinstance(value, dict | None):
             raise self.wrong(name, "must be an object")
         return value or {}
 
     def inner(self, name: str) -> "Body":
-        """An object's members; those of an absent one are absent."""
+        """Return the object as a body of its own. The members of an absent one are absent."""
         return Body(self.object(name), f"{self.name_of(name)}.")
 
     def items(self, name: str) -> "list[Any]":
-        """Empty where it is absent; its number is judged before anything is made of an item."""
+        """Return the list, or an empty one where it is absent. Its length is judged before anything is made
+        of an item."""
         return check_list(self._fields.get(name), self.name_of(name))
 
     def objects(self, name: str) -> "list[Body]":
-        """Of a list; none where it is absent."""
         own_name = self.name_of(name)
         return [_object(item, f"{own_name}[{index}]") for index, item in enumerate(self.items(name))]
 
@@ -108,7 +108,7 @@ class Body:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "must be a number")
-        # Far beyond any range below, and still a float32.
+        # This is far beyond any range below, and still a float32.
         if abs(value) > 1e30 or math.isnan(value):
             raise self.wrong(name, "is out of range")
         return float(value)
@@ -125,7 +125,6 @@ def _object(value: object, name: str) -> Body:
 
 
 def check_list(value: object, name: str) -> list[Any]:
-    """Empty for a null."""
     if not isinstance(value, list | None):
         raise InvalidParameter(name, "must be a list")
     if len(value or ()) > _MOST_OBJECTS:
@@ -134,7 +133,6 @@ def check_list(value: object, name: str) -> list[Any]:
 
 
 def json_text(value: object, name: str) -> str:
-    """A value of the body as JSON again."""
     try:
         _check_nesting(value, _MOST_NESTED)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -194,14 +192,17 @@ def _is_id(value: object) -> bool:
 
 
 IMAGE_LEFT_OUT = "[image left out: this model reads text]"
-_IMAGES = ("image_url", "input_image", "image")  # in chat completions, responses, messages
-_HOLDERS = ("content", "output")  # of parts: a message's, a block's, an item's
-_MOST_HELD = 8  # of these within each other: more than any of the APIs has
+# These are the words of chat completions, responses and messages.
+_IMAGES = ("image_url", "input_image", "image")
+_HOLDERS = ("content", "output")  # A message, a block or an item holds its parts there.
+_MOST_HELD = 8  # None of the APIs has more of these within each other.
 
 
 def without_images(fields: Mapping[str, object]) -> Mapping[str, object]:
-    """A body whose messages, or input, have a text in the place of each image, in tools' results, too. The
-    text is always the same, so that a history goes on beginning as it did. What is wrong stays as it is."""
+    """Return a body whose messages, or input, have a text in the place of each image, in tools' results, too.
+
+    The text is always the same, so that a history goes on beginning as it did. What is wrong stays as it is.
+    """
     changed = {name: _without_images(fields[name]) for name in ("messages", "input") if name in fields}
     return {**fields, **changed}
 

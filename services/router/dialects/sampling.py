@@ -1,4 +1,4 @@
-"""How a body says to choose tokens. Ranges are SamplingParams' business."""
+"""A body says here how to choose tokens. Their ranges are SamplingParams' business."""
 
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ def read_sampling(
     return SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_p=_either(body.number("top_p"), defaults.top_p),
-        top_k=0 if top_k == -1 else top_k,  # other servers' way to say "all"
+        top_k=0 if top_k == -1 else top_k,  # It is other servers' way to say "all".
         min_p=_either(body.number("min_p"), defaults.min_p),
         seed=None if seed is None else seed % 2**64,
         max_tokens=max_tokens,
@@ -33,13 +33,14 @@ def read_sampling(
         logprobs=logprobs,
         logit_bias=_read_logit_bias(body),
         bad_words=_read_bad_words(body),
-        # vLLM's name, and SGLang's.
+        # The first name is vLLM's, and the second SGLang's.
         include_stop_str_in_output=body.flag("include_stop_str_in_output") or body.flag("no_stop_trim"),
     )
 
 
 def _read_logit_bias(body: Body) -> dict[int, float]:
-    """By ids, which JSON's objects have as texts. An empty list is what some say for none."""
+    """Return the biases by ids, which are texts in JSON's objects. An empty list is what some say for
+    none."""
     name = "logit_bias"
     if body.get(name) == []:
         return {}

@@ -11,7 +11,7 @@ from services.wire.isthmus.v1 import common_pb2
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """None: as OpenAI's, which is no constraint."""
+    """A default that is None is OpenAI's, which is no constraint."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -24,8 +24,8 @@ OPENAI = SamplingDefaults()
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """A model's own: those that its generation_config.json states. do_sample is not heeded, as it is not by
-    vLLM and SGLang.
+    """Return a model's own defaults, which its generation_config.json states. do_sample is not heeded, as it
+    is not by vLLM and SGLang.
 
     Raises:
         ConfigError: one of them is no number, or out of its range.
@@ -37,7 +37,7 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
         if isinstance(value, bool) or not isinstance(value, allowed):
             raise _unusable(f"{name} is {value!r}")
     if values.get("top_k") == -1:
-        values["top_k"] = 0  # other servers' way to say "all"
+        values["top_k"] = 0  # It is other servers' way to say "all".
     try:
         SamplingParams(**values)
     except InvalidRequest as error:

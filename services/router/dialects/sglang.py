@@ -1,4 +1,4 @@
-"""SGLang's /generate: texts or ids in, the text so far out with each event, and [DONE]."""
+"""SGLang's /generate takes texts or ids in, and tells the text so far with each event, and [DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ _Told = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """`start`: of the prompt; None: nothing of it."""
+    """Nothing of the prompt is told where `start` is None; else it is the first place that is."""
 
     start: int | None
     num_top: int
@@ -43,7 +43,8 @@ class LogprobOptions:
 
 
 def read_logprobs(body: Body) -> LogprobOptions | None:
-    """None: none are asked for, and then the other parameters say nothing. Raises InvalidParameter."""
+    """Return what is asked for, or None where nothing is, and then the other parameters say nothing. Raises
+    InvalidParameter."""
     start = body.integer("logprob_start_len", -1, INT32_MAX)
     num_top = body.integer("top_logprobs_num", 0, UINT32_MAX) or 0
     if not body.flag("return_logprob"):
@@ -54,7 +55,7 @@ def read_logprobs(body: Body) -> LogprobOptions | None:
 
 
 def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
-    """One token more of the prompt than is told, for its id: of a prompt's last one, too."""
+    """Ask for one token more of the prompt than is told, for its id: that holds for a prompt's last one."""
     if asked is None:
         return
     sampling.logprobs = asked.num_top
@@ -64,7 +65,7 @@ def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
 
 @dataclass(slots=True)
 class ToldTokens:
-    """Of a prompt, or of an answer, so far."""
+    """The tokens of a prompt, or those of an answer so far, are told so."""
 
     tokens: list[_Told] = field(default_factory=list)
     top: list[list[_Told] | None] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Words:
         return finite(token.logprob), token.token_id, self.text(token.token_id)
 
     def add_prompt(self, told: ToldTokens, response: GenerateResponse) -> None:
-        """What a response tells of its prompt: nothing, but for the first ones."""
+        """Add what a response tells of its prompt, which only the first ones do."""
         logprobs = list(response.prompt_logprobs)
         if response.prompt_token_ids and self.asked.start is not None:
             told.add_unknown(response.prompt_token_ids[self.asked.start], self)
@@ -98,7 +99,7 @@ class Words:
         told.add(logprobs, self)
 
     def meta(self, of_prompt: ToldTokens, of_answer: ToldTokens, most: float = inf) -> Json:
-        """Lists of more than so many log-probabilities are left out."""
+        """Return the members of meta_info. Lists of more than so many log-probabilities are left out."""
         lists = {"input": of_prompt, "output": of_answer}
         short = {name: told for name, told in lists.items() if len(told.tokens) * self._each <= most}
         meta: Json = {f"{name}_token_logprobs": told.tokens for name, told in short.items()}
@@ -135,22 +136,21 @@ _SAMPLING_REFUSED: Refused = {
 }
 _SAMPLING_INSTEAD = dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_new_tokens")
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
-_DEFAULT_MAX_TOKENS = 128  # SGLang's own
-_MOST_LOGPROBS = 1024  # in a list of an event that is not an answer's last
+_DEFAULT_MAX_TOKENS = 128  # This is SGLang's own.
+_MOST_LOGPROBS = 1024  # A list may have so many in an event that is not an answer's last.
 
 _PutPrompt = Callable[[GenerateRequest], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(Call):
-    is_list: bool  # of answers, for the body has a list of prompts, or asks for several answers
+    is_list: bool  # Answers are a list where the body has a list of prompts, or asks for several answers.
     logprobs: LogprobOptions | None = None
 
 
 def read_generate_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
 ) -> GenerateCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     param, prompts, is_list = _read_prompts(body)
@@ -178,7 +178,7 @@ def read_generate_call(
 
 
 def _params_of_each(body: Body, num_prompts: int) -> list[Body]:
-    """One object is for all prompts; of a list each is for its own."""
+    """Return each prompt's parameters. One object is for all prompts; in a list each is for its own."""
     if not isinstance(body.get("sampling_params"), list):
         return [body.inner("sampling_params")] * num_prompts
     listed = body.objects("sampling_params")
@@ -197,7 +197,7 @@ def _check_n(params: Body, request: GenerateRequest) -> None:
 def _put_sampling(
     params: Body, defaults: SamplingDefaults, logprobs: LogprobOptions | None, request: GenerateRequest
 ) -> NamedConstraint | None:
-    """With its constraint, as the body calls it, if it has one."""
+    """Put in the sampling, and return its constraint as the body calls it, or None."""
     request.sampling.CopyFrom(_read_sampling(params, defaults))
     ask(logprobs, request.sampling)
     if (named := read_constraint(params)) is not None:
@@ -217,7 +217,7 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _read_prompts(body: Body) -> "tuple[str, list[_PutPrompt], bool]":
-    """What the body calls them, what puts each into a request, and whether it is a list of them."""
+    """Return what the body calls the prompts, what puts each into a request, and whether they are a list."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise InvalidParameter("text", "or input_ids must be set, and not both")
@@ -238,7 +238,7 @@ def _put_text(value: object, name: str, request: GenerateRequest) -> None:
 
 
 def _put_ids(value: object, name: str, request: GenerateRequest) -> None:
-    request.token_ids.SetInParent()  # an empty one too
+    request.token_ids.SetInParent()  # An empty one is set, too.
     request.token_ids.ids.extend(check_ids(value, name))
 
 
@@ -257,7 +257,7 @@ class SglangDialect:
 
 
 class GenerateAnswer:
-    """Each answer's events have all of its text so far; of a list its index, too."""
+    """Each answer's events have all of its text so far, and its index where the answers are a list."""
 
     ping = None
 
@@ -290,7 +290,8 @@ class GenerateAnswer:
 
 
 class _SoFar:
-    """Of one answer. `of_prompt`: what is told of its prompt's tokens, by any of the answers to that."""
+    """One answer is told so far. `of_prompt` is what is told of its prompt's tokens, by any of the answers to
+    that."""
 
     def __init__(self, words: Words | None, of_prompt: ToldTokens) -> None:
         self._words = words
@@ -299,7 +300,7 @@ class _SoFar:
         self._num_tokens = 0
 
     def take(self, response: GenerateResponse, most_logprobs: float) -> Json:
-        """What is told of it now; longer lists of log-probabilities are not."""
+        """Return what is told of it now; longer lists of log-probabilities are not."""
         self._text += response.text
         self._num_tokens += len(response.token_ids)
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}
@@ -313,7 +314,7 @@ class _SoFar:
 
 
 def _finished(finish: Finish) -> Json:
-    """What is known at the end alone, the prompt's length among it."""
+    """Return what is known at the end alone, the prompt's length among it."""
     return {
         "finish_reason": _reason(finish),
         "completion_tokens": finish.usage.completion_tokens,
@@ -324,7 +325,7 @@ def _finished(finish: Finish) -> Json:
 
 
 def _reason(finish: Finish) -> Json:
-    """Raises Aborted for an answer that somebody stopped."""
+    """Return SGLang's word for the reason. Raises Aborted where somebody stopped the answer."""
     if finish.reason == common_pb2.FINISH_REASON_STOP:
         return {"type": "stop", "matched": finish.matched_stop}
     if finish.reason in (common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY):

@@ -1,4 +1,4 @@
-"""Variables that chat templates read: whether and how hard to think, and what a body names itself."""
+"""Chat templates read these variables: whether and how hard to think, and what a body names itself."""
 
 from services.router.dialects.json_body import Body, json_text
 
@@ -6,14 +6,14 @@ _GIVEN = "chat_template_kwargs"
 
 
 def read_variables(body: Body, thinks: bool | None, effort: str) -> str:
-    """Chat's chat_template_kwargs. None and "": the template's own. What the body says of a variable by its
-    name goes before what it says otherwise.
+    """Return Chat's chat_template_kwargs. None and "" leave the template's own.
 
-    Raises InvalidParameter.
+    What the body says of a variable by its name goes before what it says otherwise. Raises InvalidParameter.
     """
     variables: dict[str, object] = {}
     if thinks is not None:
-        variables = {"enable_thinking": thinks, "thinking": thinks}  # Qwen's and GLM's name; DeepSeek's
+        # The first name is Qwen's and GLM's, the second DeepSeek's.
+        variables = {"enable_thinking": thinks, "thinking": thinks}
     if effort:
         variables["reasoning_effort"] = effort
     variables |= body.object(_GIVEN)

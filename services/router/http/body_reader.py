@@ -1,4 +1,4 @@
-"""A request's body off the wire, and the time that its client gives it.
+"""A request's body is read off the wire, and the time that its client gives it.
 
 length that is stated, or has come, above the largest      413
 all bodies that are held are too many bytes, unpacked      429
@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _PROMPT_LISTS = ("messages", "input", "tools", "prompt", "input_ids")
-_HELD = "isthmus.held_bytes"  # in the scope of a request: the HeldBytes of its call
-_LONG_BODY = 64 << 10  # bytes; reading a longer one would be felt by every stream on the loop
+_HELD = "isthmus.held_bytes"  # A request's scope has the HeldBytes of its call there.
+_LONG_BODY = 64 << 10  # It is in bytes; every stream on the loop would feel the reading of a longer one.
 
 
 class CountedBodies:
-    """ASGI middleware. What BodyReader keeps of a body is held until its request has been answered: what is
-    made of it lives as long. What nobody keeps is not counted."""
+    """ASGI middleware that holds what BodyReader keeps of a body until its request has been answered: what
+    is made of it lives as long. What nobody keeps is not counted."""
 
     def __init__(self, app: ASGIApp, in_flight: BytesInFlight) -> None:
         self._app = app
@@ -45,7 +45,8 @@ class CountedBodies:
 
 
 class BodyReader:
-    """`leaves_images_out`: a text stands for each image of a body. Else whoever reads the body refuses it."""
+    """A text stands for each image of a body where `leaves_images_out` is set; else whoever reads the body
+    refuses it."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class BodyReader:
         *,
         leaves_images_out: bool = False,
     ) -> None:
-        """`context_tokens`: of the ranks, which bounds a list whose items are a token at least; None: not
-        known."""
+        """`context_tokens` tells the ranks' context, which bounds a list whose items are a token at least,
+        or None where it is not known."""
         self._max_body_bytes = max_body_bytes
         self._context_tokens = context_tokens
         self._leaves_images_out = leaves_images_out
@@ -64,8 +65,10 @@ class BodyReader:
     async def read(
         self, request: Request, read: Callable[[Mapping[str, object], Mapping[str, str]], _T]
     ) -> _T:
-        """What `read` makes of the body's fields and the headers; in a thread where the body is long. Raises
-        InvalidRequest, ClientLeft, NoCapacity."""
+        """Return what `read` makes of the body's fields and the headers, in a thread where the body is long.
+
+        Raises InvalidRequest, ClientLeft, NoCapacity.
+        """
         held: HeldBytes | None = request.scope.get(_HELD)
         body = await self._received(request, held)
         encoding = request.headers.get("content-encoding", "")
@@ -85,8 +88,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """One at a time: two threads would both keep the loop from running. JSON is read without ever letting
-        it run, so the next one waits for as long as this one took."""
+        """Read one body at a time: two threads would both keep the loop from running. JSON is read without
+        ever letting it run, so the next one waits for as long as this one took."""
         await self._long_bodies.acquire()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -138,7 +141,8 @@ def _fields_of(body: bytes | bytearray) -> Mapping[str, object]:
 
 
 def read_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """Of gRPC every client sends its deadline; HTTP has no header for it. Raises InvalidRequest."""
+    """Return the seconds that the client gives. In gRPC every client sends its deadline; HTTP has no
+    header for it. Raises InvalidRequest."""
     value = headers.get(_TIMEOUT_HEADER)
     if value is None:
         return None

@@ -1,4 +1,5 @@
-"""One HTTP connection, and how many there may be. uvicorn's own, with bounds that it has none of.
+"""An HTTP connection is uvicorn's own, with bounds that it has none of, on its times and on the number of
+connections.
 
     connected -> idle --first byte--> head ----> body ----> answered -> idle ...
                  keep-alive           header_s   body_s                 keep-alive
@@ -32,7 +33,7 @@ from services.values.errors import InvalidRequest, IsthmusError
 
 
 class HttpTls(ssl.SSLContext):
-    """What asyncio is given for a listener: each new connection is under the files as they are then.
+    """A listener's context under asyncio: each new connection is under the files as they are then.
 
     Contexts that are loaded anew would keep the authorities that they had: so a changed file makes another.
     """
@@ -51,7 +52,7 @@ class HttpTls(ssl.SSLContext):
 
 
 def _contexts(tls: TlsConfig) -> Callable[[], ssl.SSLContext]:
-    """A function that returns the context for the files as they are."""
+    """Return a function that returns the context for the files as they are."""
     held: tuple[Pem, ssl.SSLContext] | None = None
 
     def current() -> ssl.SSLContext:
@@ -64,14 +65,12 @@ def _contexts(tls: TlsConfig) -> Callable[[], ssl.SSLContext]:
     return current
 
 
-ENDS = ("full", "slow_head", "slow_body", "unread")  # why connections are ended
+ENDS = ("full", "slow_head", "slow_body", "unread")  # Connections are ended for these reasons.
 APIS = ("chat", "completions", "responses", "messages", "sglang")
 _RETRY_AFTER_S = 1.0
 
 
 class HttpMetrics:
-    """What a router shows Prometheus of them."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self.connections = Gauge(
             "isthmus_http_connections", "HTTP connections, idle ones too.", registry=registry
@@ -97,20 +96,20 @@ class HttpMetrics:
             self._calls.labels(api)
 
     def asked(self, api: str) -> None:
-        """`api`: one of APIS."""
+        """Count a call of `api`, one of APIS."""
         self._calls.labels(api).inc()
 
     def ended(self, reason: str) -> None:
-        """`reason`: one of ENDS."""
+        """Count a connection that ended for `reason`, one of ENDS."""
         self._ended_connections.labels(reason).inc()
 
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    header_s: float  # from a request's first byte to the end of its head
-    body_s: float  # from there to the end of its body
+    header_s: float  # It is from a request's first byte to the end of its head.
+    body_s: float  # It is from there to the end of the body.
     max_connections: int
-    surplus: int  # connections beyond that are heard, to be refused
+    surplus: int  # So many connections beyond that are heard, to be refused.
 
 
 class BoundedConnection(H11Protocol):
@@ -121,7 +120,7 @@ class BoundedConnection(H11Protocol):
         self._bounds = bounds
         self._told = told
         self._is_surplus = False
-        self._reading: tuple[str, object] | None = None  # what is being read, of which request
+        self._reading: tuple[str, object] | None = None  # The part that is being read, and of which request.
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -150,7 +149,7 @@ class BoundedConnection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._expect_reading()  # what is left of its answer
+        self._expect_reading()  # The client may still read what is left of its answer.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -172,7 +171,6 @@ class BoundedConnection(H11Protocol):
         return ("head", self.cycle) if has_begun else None
 
     def _watch(self, reading: tuple[str, object] | None) -> None:
-        """Bound the time for `reading`, from when it was first seen."""
         if reading == self._reading:
             return
         self._reading = reading
@@ -187,7 +185,7 @@ class BoundedConnection(H11Protocol):
         self._end(f"slow_{part}", TooSlow(f"the request's {part} did not come within {limit_s:g} s"))
 
     def _expect_reading(self) -> None:
-        """As long as an idle connection lives, a client may take to read anything of what it is sent. A
+        """A client may take as long to read anything of what it is sent as an idle connection lives. A
         transport that closes, too, waits for that."""
         self._stop_expecting()
         if num_bytes := self.transport.get_write_buffer_size():

@@ -1,4 +1,4 @@
-"""Bodies that clients send compressed (RFC 9110, 8.4), as the bytes that they stand for."""
+"""Bodies that clients send compressed (RFC 9110, 8.4) are unpacked here."""
 
 import io
 import zlib
@@ -9,14 +9,14 @@ import zstandard
 from services.router.dialects.http_statuses import BodyTooLong, UnknownEncoding
 from services.values.errors import InvalidRequest
 
-_ZSTD_WINDOW_BYTES = 8 << 20  # RFC 9659: what a sender over HTTP may need of a reader at most
-_GZIP = 31  # zlib's word for it
+_ZSTD_WINDOW_BYTES = 8 << 20  # A sender over HTTP may need so much of a reader at most (RFC 9659).
+_GZIP = 31  # It is zlib's word for gzip.
 _MOST_MEMBERS = 64
-_RAW_DEFLATE = -15  # zlib's word for it: no header, as some clients send it
+_RAW_DEFLATE = -15  # It is zlib's word for a body without a header, as some clients send it.
 
 
 def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | bytearray:
-    """The body without its Content-Encoding, of which no more than `max_bytes` is ever made.
+    """Return the body without its Content-Encoding, of which no more than `max_bytes` is ever made.
 
     Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are none of that encoding.
     """
@@ -37,12 +37,13 @@ def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | b
 
 
 def _gunzip(body: bytearray, most: int) -> bytes:
-    """Of several members, as RFC 1952 allows them. Each costs time, also where there is nothing in it."""
+    """Return what the members come to: RFC 1952 allows several. Each costs time, also where there is
+    nothing in it."""
     plain, rest = bytearray(), bytes(body)
     for _ in range(_MOST_MEMBERS):
         decoder = zlib.decompressobj(_GZIP)
         plain += _whole(decoder, rest, most - len(plain))
-        rest = decoder.unused_data.lstrip(b"\0")  # which pads files on tapes
+        rest = decoder.unused_data.lstrip(b"\0")  # Zeros pad files on tapes.
         if not rest or len(plain) == most:
             return bytes(plain)
     raise zlib.error(f"it has more than {_MOST_MEMBERS} members")

@@ -1,4 +1,5 @@
-"""What is asked beside generations: models, tokens, stored responses, the server itself and its metrics."""
+"""The API is asked beside generations for models, tokens, stored responses, the server itself and its
+metrics."""
 
 import asyncio
 from collections.abc import Mapping
@@ -28,14 +29,14 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, Model
 
 
 class Models:
-    """Endpoints. `created`: seconds since the epoch, when this router came up."""
+    """The endpoints of models. The router came up `created` seconds after the epoch."""
 
     def __init__(self, generation: Generator, created: int) -> None:
         self._generation = generation
         self._created = created
 
     async def health(self, request: Request) -> Response:
-        """200 while a request could be taken, though it had to wait; else 503, and why."""
+        """Answer 200 while a request could be taken, though it had to wait; else 503, and why."""
         self._generation.check_usable()
         return JSONResponse({"status": "ok"})
 
@@ -83,7 +84,7 @@ class DetokenizeCall:
 
 
 def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> TokenizeCall:
-    """A prompt, or messages; with whatever changes them. Raises InvalidParameter."""
+    """Read a prompt, or messages, with whatever changes them. Raises InvalidParameter."""
     body, read = Body(fields), read_completion_call
     if body.get("messages") is not None:
         read = read_chat_call
@@ -94,7 +95,6 @@ def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str])
 
 
 def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> DetokenizeCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     if body.get("tokens") is None:
         raise body.wrong("tokens", "must be set")
@@ -120,18 +120,16 @@ class Tokenizing:
     async def detokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_detokenize_call)
         text = await self._generation.detokenize(call.model, call.token_ids)
-        return JSONResponse({"prompt": text, "text": text})  # vLLM's word for it, and SGLang's
+        # The first is vLLM's word for it, and the second SGLang's.
+        return JSONResponse({"prompt": text, "text": text})
 
     async def count(self, request: Request) -> Response:
-        """Anthropic's count_tokens."""
         counted = await self._bodies.read(request, read_count_request)
         told = await self._generation.tokenize(callers.own(counted))
         return JSONResponse({"input_tokens": len(told.token_ids)})
 
 
 class StoredResponses:
-    """Endpoints."""
-
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
@@ -146,7 +144,7 @@ class StoredResponses:
 
 
 def _tenant_and_id(request: Request) -> tuple[str, str]:
-    """Raises Forbidden."""
+    """Return whose the response is, by the header, for there is no body. Raises Forbidden."""
     return callers.current().tenant_of(request.headers.get(TENANT, "")), request.path_params["id"]
 
 
@@ -157,8 +155,11 @@ _NO_FLUSH = (
 
 
 class About:
-    """Endpoints. `model_path`: the directory of the model, with its tokenizer, on this machine. An operator
-    is told it, and where no keys are asked for everybody is; others are told the model's name instead."""
+    """The endpoints of what a server says of itself, in the words of vLLM's and SGLang's clients.
+
+    `model_path` is the directory of the model, with its tokenizer, on this machine. An operator is told it,
+    and where no keys are asked for everybody is; others are told the model's name instead.
+    """
 
     def __init__(self, generation: Generator, model_path: str) -> None:
         self._generation = generation
@@ -186,13 +187,14 @@ class About:
 
 
 class Metrics:
-    """An endpoint."""
+    """The router's metrics are on the port of its APIs, too, as vLLM and SGLang have theirs."""
 
     def __init__(self, page: MetricsPage) -> None:
         self._page = page
 
     async def show(self, request: Request) -> Response:
-        """They are of everybody's requests: not for a tenant's key, unless it is an operator's, too."""
+        """Metrics are of everybody's requests: a tenant's key does not see them, unless it is an
+        operator's, too."""
         caller = callers.current()
         if caller.tenant is not None and not caller.is_operator:
             raise Forbidden("metrics are of all tenants: this API key is one tenant's")

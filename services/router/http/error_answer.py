@@ -1,4 +1,4 @@
-"""Errors as answers, in the words of the API that was asked."""
+"""Errors are answered in the words of the API that was asked."""
 
 import math
 
@@ -13,12 +13,12 @@ from services.router.http.encodings import ENCODINGS
 from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from services.values.errors import IsthmusError, NoCapacity, Unauthenticated, let_frames_go
 
-# What bodies call the prompt.
+# Bodies call the prompt so.
 _PROMPTS = {CHATS: "messages", COMPLETIONS: "prompt", RESPONSES: openai.RESPONSES_PROMPT, GENERATE: "text"}
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """A bug keeps its frames, which Starlette has yet to log."""
+    """Answer an error. A bug keeps its frames, which Starlette has yet to log."""
     if isinstance(error, IsthmusError):
         let_frames_go(error)
     path = request.url.path
@@ -47,8 +47,8 @@ def _is_anthropics(path: str) -> bool:
 
 def headers_of(error: Exception) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
-        return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1: every 401 has it
+        return {"WWW-Authenticate": "Bearer"}  # Every 401 has it (RFC 9110, 11.6.1).
     if isinstance(error, UnknownEncoding):
-        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16
+        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16 asks for it.
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
     return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}

@@ -1,4 +1,4 @@
-"""Server-sent events, and an answer on its way to a client that may leave, or stop reading."""
+"""Server-sent events are sent to a client that may leave, or stop reading."""
 
 import asyncio
 import time
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 
 # Proxies take a stream in which nothing comes for a minute to be dead (nginx's proxy_read_timeout).
 SILENCE_S = 15.0
-HEADERS_S = 0.5  # after which a client that waits for headers has them
-COMMENT = b": at it\n\n"  # which readers of events leave aside (WHATWG HTML, 9.2.6)
-# Next line, line separator, paragraph separator: JSON leaves them as they are, and a client that splits a
+HEADERS_S = 0.5  # A client that waits for headers has them after this.
+COMMENT = b": at it\n\n"  # Readers of events leave it aside (WHATWG HTML, 9.2.6).
+# JSON leaves a next line, a line separator and a paragraph separator as they are, and a client that splits a
 # stream as Python's splitlines does (httpx) would cut an event there.
 _LINE_SEPARATORS = "\x85\u2028\u2029"
 
 
 def sse(event: Event) -> bytes:
-    """As it goes over the wire (WHATWG HTML, 9.2)."""
+    """Return the event as it goes over the wire (WHATWG HTML, 9.2)."""
     text = event.data
     if not isinstance(text, str):
         text = json_text(text)
@@ -52,8 +52,8 @@ class EventStream(Response):
         failure: Callable[[Exception], Iterable[bytes]] | None = None,
         ping: bytes = COMMENT,
     ) -> None:
-        """`failure` makes the events that end a stream which has begun; without it an error cuts the stream
-        off. Without a limit the connection alone sees to a client that does not read."""
+        """`failure` makes the events that end a stream which has begun; without it an error cuts the
+        stream off. Without a limit the connection alone sees to a client that does not read."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -72,7 +72,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._time_limit_s):
                 await until_disconnect(receive, self._send_events(send), partial(self._keep_alive, send))
         except ClientLeft:
-            return  # nobody to answer, and a stream that has begun cannot change its status
+            return  # There is nobody to answer, and a stream that has begun cannot change its status.
         except TimeoutError:
             if not self._has_begun:
                 raise DeadlineExceeded("the deadline has passed") from None
@@ -90,7 +90,7 @@ class EventStream(Response):
                 if not isinstance(error, IsthmusError):
                     raise
         await self._begin(send)
-        self._is_sending = True  # no ping may come behind the last message
+        self._is_sending = True  # No ping may come behind the last message.
         await send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, send: Send) -> None:
@@ -110,7 +110,7 @@ class EventStream(Response):
         self._said_s = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> float:
-        """Sends what is due by now; returns the seconds until something may be due again."""
+        """Send what is due by now, and return the seconds until something may be due again."""
         if not self._has_begun:
             left_s = self._said_s + HEADERS_S - time.monotonic()
             if left_s > 0:
@@ -119,7 +119,7 @@ class EventStream(Response):
         left_s = self._said_s + SILENCE_S - time.monotonic()
         if left_s > 0:
             return left_s
-        if not self._is_sending:  # else the client does not read what there is
+        if not self._is_sending:  # Otherwise the client does not read what there is.
             await self._say(self._ping, send)
         return SILENCE_S
 
@@ -133,7 +133,7 @@ async def until_disconnect(
     work: Coroutine[Any, Any, _T],
     keep_alive: Callable[[], Awaitable[float | None]] | None = None,
 ) -> _T:
-    """What `work` returns; when the client leaves first, `work` is cancelled and has ended.
+    """Return what `work` returns. When the client leaves first, `work` is cancelled and has ended.
 
     `keep_alive` is called meanwhile: at first, and whenever the seconds that it returned are over.
 
@@ -148,7 +148,7 @@ async def until_disconnect(
             await asyncio.wait((working, leaving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        leaving.result()  # raises what `receive` did
+        leaving.result()  # It raises what `receive` did.
         raise ClientLeft("the client closed the connection")
     finally:
         working.cancel()

@@ -1,4 +1,4 @@
-"""One call for a generation, whichever API it is made by.
+"""A call for a generation goes one way, whichever API it is made by.
 
     body -> Call -> Generator.generate() ---> JSON, or server-sent events
                            |
@@ -55,7 +55,8 @@ async def generate_all(
             yield response
 
 
-_MANY_LOGPROBS = 1 << 14  # some ten milliseconds to write down: all streams of the loop would feel it
+# They take some ten milliseconds to write down: all streams of the loop would feel it.
+_MANY_LOGPROBS = 1 << 14
 
 
 async def whole(
@@ -64,8 +65,11 @@ async def whole(
     num_answers: int = 1,
     answers_each: int = 1,
 ) -> Json | list[Json]:
-    """Closes `responses`, which are of so many answers, so many to each prompt. Raises InvalidRequest for too
-    many log-probabilities."""
+    """Return the answer as a whole, and close `responses`, which are of so many answers, so many to each
+    prompt.
+
+    Raises InvalidRequest for too many log-probabilities.
+    """
     answers = [JoinedResponses() for _ in range(num_answers)]
     held = HeldLogprobs(times_prompt=answers_each)
     async with aclosing(responses):
@@ -82,7 +86,7 @@ async def whole(
 async def events(
     answer: Answer, responses: AsyncGenerator[GenerateResponse, None], num_answers: int = 1
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. Closes `responses`, which are of so many answers."""
+    """Yield server-sent events, and close `responses`, which are of so many answers."""
     num_finished = 0
     async with aclosing(responses):
         async for response in responses:
@@ -101,7 +105,8 @@ log = logging.getLogger(__name__)
 
 
 class Generating(Generic[CallT]):
-    """An endpoint. `clock` gives seconds since the epoch, `count` is told the dialect's name."""
+    """An endpoint that generates. `clock` gives seconds since the epoch, `count` is told the dialect's
+    name."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class Generating(Generic[CallT]):
             answer = self._dialect.answer(call, await self._envelope(call))
         except (InvalidRequest, NotFound, Forbidden) as error:
             (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))
-            self._generation.rejected(kind(str(error)))  # by the name that all fronts count it by
+            self._generation.rejected(kind(str(error)))  # All fronts count it by that name.
             raise
         _tell_left_out(call)
         responses = self._responses(call, answer.request, timeout_s)
@@ -183,7 +188,8 @@ async def _with_prompt(
 async def _naming_constraint(
     responses: AsyncGenerator[GenerateResponse, None], param: str
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """What is wrong with it is told by what the body calls it: several names have the same meaning."""
+    """Yield the responses. What is wrong with the constraint is told by what the body calls it: several
+    names have the same meaning."""
     async with aclosing(responses):
         try:
             async for response in responses:

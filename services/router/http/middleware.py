@@ -1,4 +1,4 @@
-"""What stands before the routes: the framing of bodies, keys, and the ids of requests."""
+"""The framing of bodies, keys, and the ids of requests are seen to before the routes."""
 
 import secrets
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from services.values.request import MAX_ID_CHARS, is_id
 
 
 class OneLength:
-    """ASGI middleware. Of Content-Length beside Transfer-Encoding a proxy may heed the one and we the other:
-    then what is a body to it is another client's request to us (RFC 9112, 6.1 and 11.2)."""
+    """ASGI middleware that refuses a request which gives its length twice, and closes its connection. A
+    proxy may heed Content-Length where we heed Transfer-Encoding: then what is a body to it is another
+    client's request to us (RFC 9112, 6.1 and 11.2)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +35,7 @@ class OneLength:
         await answer(scope, receive, send)
 
 
-_NOBODY = "\0"  # no tenant has that name
+_NOBODY = "\0"  # No tenant has that name.
 
 
 class HttpDoor:
@@ -63,8 +64,8 @@ class HttpDoor:
 
 
 def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
-    """Whose a request is by its key and its header; with a key that belongs to no tenant its body may still
-    name one. Of those who are refused at the door it is nobody."""
+    """Return whose a request is by its key and its header; with a key that belongs to no tenant its body
+    may still name one. Those who are refused at the door are nobody."""
     try:
         caller = ANYBODY if keys is None else keys.check(_key_of(headers))
         return caller.tenant_of(headers.get(TENANT, ""))
@@ -73,7 +74,7 @@ def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
 
 
 def _key_of(headers: Headers) -> str | None:
-    """As a bearer's; Anthropic's clients have a header of their own for it."""
+    """Return the key that is shown as a bearer's; Anthropic's clients have a header of their own for it."""
     own = headers.get("x-api-key")
     return headers.get("authorization") or (None if own is None else f"Bearer {own}")
 
@@ -99,12 +100,12 @@ class RequestIds:
     def __init__(
         self, app: ASGIApp, is_running: Callable[[str, str], bool], tenant_of: Callable[[Headers], str]
     ) -> None:
-        """`is_running`: whether a request of the tenant that came in otherwise has the id. `tenant_of`: whose
-        a request is, as far as its headers tell."""
+        """`is_running` tells whether a request of the tenant that came in otherwise has the id.
+        `tenant_of` tells whose a request is, as far as its headers say."""
         self._app = app
         self._is_running = is_running
         self._tenant_of = tenant_of
-        self._used: set[tuple[str, str]] = set()  # by the requests that are answered now
+        self._used: set[tuple[str, str]] = set()  # Requests that are answered now use them.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,4 +1,4 @@
-"""Paths that more is known by than which endpoint they are."""
+"""More is known by these paths than which endpoint they are."""
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -1,4 +1,4 @@
-"""The HTTP APIs over the same generation as the gRPC one: which path is whose."""
+"""Each path of the HTTP APIs, which generate as the gRPC one does, has its endpoint here."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -57,12 +57,21 @@ def http_app(
     count: Callable[[str], None] = lambda dialect: None,
     metrics: MetricsPage | None = None,
 ) -> ASGIApp:
-    """The ASGI app; without `keys` it serves anybody.
+    """Return the ASGI app.
 
-    `clock` gives seconds since the epoch, for the `created` fields. `count` is told each call's dialect.
-    `model_path`: the model's directory on this machine, for SGLang's /model_info.
-    `in_flight` counts the bytes of bodies.
-    `page`: what people see at /. `metrics`: what Prometheus does at /metrics.
+    Args:
+        generation: The router that answers.
+        defaults: What a request samples by where it does not say.
+        model_path: The model's directory on this machine, for SGLang's /model_info.
+        page: What people see at /.
+        keys: Who may use the API; without them it serves anybody.
+        allowed_origins: Web pages' origins that may call the API.
+        leaves_images_out: Whether a text stands for each image of a body, which is refused otherwise.
+        max_body_bytes: The largest body.
+        in_flight: Counts the bytes of bodies.
+        clock: Gives seconds since the epoch, for the `created` fields.
+        count: Is told each call's dialect.
+        metrics: What Prometheus sees at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     bodies = BodyReader(max_body_bytes, generation.context_tokens, leaves_images_out=leaves_images_out)
@@ -82,15 +91,15 @@ def http_app(
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     starlette = Starlette(routes=routes, exception_handlers=handlers)
-    starlette.router.redirect_slashes = False  # to a scheme that a proxy before us may not speak
+    starlette.router.redirect_slashes = False  # The scheme may be one that a proxy before us does not speak.
     app: ASGIApp = starlette
     if in_flight is not None:
         app = CountedBodies(app, in_flight)
-    # Around all of it: Starlette answers what is a bug outside of any middleware of its own.
+    # This stands around all of it: Starlette answers what is a bug outside of any middleware of its own.
     if keys is not None:
         open_paths = frozenset({HEALTH}) | (page.paths if page is not None else frozenset())
         app = HttpDoor(app, keys, open_paths=open_paths)
-    if allowed_origins:  # outside of the door: a browser asks beforehand, and shows no key then
+    if allowed_origins:  # It stands outside of the door: a browser asks beforehand, and shows no key then.
         app = CORSMiddleware(
             app,
             allow_origins=allowed_origins,
@@ -117,7 +126,6 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
 def _dialects(
     generation: Generator, defaults: SamplingDefaults, store: ResponseStore
 ) -> dict[str, Dialect[Any]]:
-    """By path."""
     words = generation.token_text, generation.token_bytes
     return {
         CHATS: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
@@ -147,7 +155,7 @@ def _tokens_routes(tokens: Tokenizing) -> list[Route]:
 def _models_routes(models: Models) -> list[Route]:
     return [
         Route("/v1/models", models.all, methods=["GET"]),
-        Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # some have slashes
+        Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # Some ids have slashes.
         Route(HEALTH, models.health, methods=["GET"]),
     ]
 

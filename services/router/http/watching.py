@@ -1,4 +1,4 @@
-"""The watch of the cluster, as server-sent events."""
+"""The watch of the cluster is told as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -42,7 +42,6 @@ class Watching:
 
 
 def read_watch(query: Mapping[str, str], headers: Mapping[str, str]) -> WatchClusterRequest:
-    """Raises InvalidParameter."""
     watch = WatchClusterRequest(tenant=headers.get(TENANT, ""))
     for name, value in query.items():
         if name not in _READERS:
@@ -78,7 +77,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
 async def _events(
     responses: AsyncGenerator[WatchClusterResponse, None], pace: Pace
 ) -> AsyncGenerator[bytes, None]:
-    """Each as an event, as fast as `pace` allows. Closes `responses`."""
+    """Yield each response as an event, as fast as `pace` allows. Closes `responses`."""
     async with aclosing(responses):
         async for response in responses:
             while (left_s := pace.left_s) > 0:

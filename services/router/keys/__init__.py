@@ -1,1 +1,1 @@
-"""Who may use a router."""
+"""Keys say who may use a router, and as whom."""

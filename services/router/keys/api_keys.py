@@ -1,4 +1,5 @@
-"""The keys of those who may use a router, and gRPC's door; HTTP's is in http/middleware.py.
+"""The keys of those who may use a router stand in a file, and gRPC's door asks for one; HTTP's door is in
+http/middleware.py.
 
     Authorization: Bearer KEY    in the file  -> let in, as what the key is good for (callers.py)
                                  otherwise    -> Unauthenticated, counted and logged (refusals.py)
@@ -38,7 +39,8 @@ _OPERATOR = "operator"
 
 
 def read_keys(text: str) -> Mapping[bytes, Caller]:
-    """What each key is good for, by its digest. Raises ConfigError: it names the line, and tells no key."""
+    """Return what each key is good for, by its digest. Raises ConfigError, which names the line and tells
+    no key."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not (words := line.split()):
@@ -50,15 +52,15 @@ def read_keys(text: str) -> Mapping[bytes, Caller]:
 
 
 def num_unbound(callers: Collection[Caller]) -> int:
-    """How many keys may act as whichever tenant, though others of the file belong to one: an oversight, most
-    often. An operator's key is meant to."""
+    """Return how many keys may act as whichever tenant, though others of the file belong to one: that is
+    an oversight, most often. An operator's key is meant to."""
     if all(caller.tenant is None for caller in callers):
         return 0
     return sum(caller.tenant is None and not caller.is_operator for caller in callers)
 
 
 def digest(key: str) -> bytes:
-    """Of one length, whatever the key's."""
+    """Return the key's digest, which has one length whatever the key's is."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -85,24 +87,25 @@ class ApiKeys:
     def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
         self.refusals = refusals or KeyRefusals()
         self._path = path
-        self._stamp: _Stamp | None = _stamp(path)  # of what was read; None: read again
-        self._callers = _read(path)  # by their keys' digests
-        self._problem = ""  # why there is no key
+        self._stamp: _Stamp | None = _stamp(path)  # It is of what was read; None has it read again.
+        self._callers = _read(path)  # They stand by their keys' digests.
+        self._problem = ""  # It says why there is no key.
 
     def check(self, authorization: str | None) -> Caller:
-        """Whose key it is. Takes the same time for every key that is wrong. Raises Unauthenticated."""
+        """Return whose key it is. That takes the same time for every key that is wrong. Raises
+        Unauthenticated."""
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated(NO_KEY)
         shown = digest(key.strip())
-        fitting = [known for known in self._callers if hmac.compare_digest(shown, known)]  # all are compared
+        fitting = [known for known in self._callers if hmac.compare_digest(shown, known)]  # All are compared.
         if not fitting:
             raise Unauthenticated(WRONG_KEY)
         return self._callers[fitting[0]]
 
     def is_good(self, authorization: str | None, caller: Caller) -> bool:
-        """Whether it is let in as that caller, as it was once."""
+        """Return whether it is let in as that caller, as it was once."""
         try:
             return self.check(authorization) == caller
         except Unauthenticated:
@@ -127,7 +130,7 @@ class ApiKeys:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Tells one content of the file from another; None where there is none to be seen."""
+    """Return what tells one content of the file from another; None where there is none to be seen."""
     try:
         status = os.stat(path)
     except OSError:
@@ -174,13 +177,13 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             caller = self._keys.check(shown)
         except Unauthenticated as error:
             return _refusing(error, self._keys.refusals)
-        enter(caller)  # before the message is read, by what stands around this door, in this task
+        enter(caller)  # It comes before the message is read, by what stands around this door, in this task.
         handler = await continuation(handler_call_details)
         return None if handler is None else _as(caller, partial(self._keys.is_good, shown, caller), handler)
 
 
 def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The same, in whose calls `callers.current` is the caller. Its behavior is a coroutine, but
+    """Return a handler in whose calls `callers.current` is the caller. Its behavior is a coroutine, but
     for reflection's, which streams both ways and asks for no caller."""
     if handler.request_streaming:
         return handler
@@ -196,7 +199,7 @@ def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHand
 
 
 def _refusing(error: Unauthenticated, refusals: KeyRefusals) -> grpc.RpcMethodHandler:
-    """Takes messages and asks for none: what is refused by its head is not read."""
+    """Return a handler that takes messages and asks for none: what is refused by its head is not read."""
 
     async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> NoReturn:
         refusals.note("grpc", context.peer(), error)

@@ -1,4 +1,5 @@
-"""Who asks: what a key is good for, whose call is being served, and whether that key is still good."""
+"""A caller is who asks: what a key is good for, whose call is being served, and whether that key is still
+good."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,13 +12,13 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`tenant`: the one whose requests these are; None: whom they name. An operator sees everybody's."""
+    """These requests are of `tenant`, or of whom they name where it is None. An operator sees everybody's."""
 
     tenant: str | None = None
     is_operator: bool = False
 
     def tenant_of(self, named: str) -> str:
-        """Whose a request is that names this tenant, or none. Raises Forbidden."""
+        """Return whose a request is that names this tenant, or none. Raises Forbidden."""
         if self.tenant is None:
             return named
         if named not in ("", self.tenant):
@@ -25,13 +26,13 @@ class Caller:
         return self.tenant
 
 
-ANYBODY = Caller(is_operator=True)  # where no keys are asked for
+ANYBODY = Caller(is_operator=True)  # Everybody is this caller where no keys are asked for.
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 _IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda: True)
 
 
 def current() -> Caller:
-    """Of the call that is being served."""
+    """Return the caller of the call that is being served."""
     return _CALLER.get()
 
 
@@ -45,25 +46,25 @@ def own(request: GenerateRequest) -> GenerateRequest:
 
 
 def tenant_by_key() -> str | None:
-    """Of the call that is being served; None: its key names none, and others may share the name that it
-    gives."""
+    """Return the tenant of the call that is being served; None where its key names none, and others may
+    share the name that it gives."""
     return current().tenant
 
 
 def enter(caller: Caller) -> None:
-    """In what is left of this task `current` is the caller."""
+    """Make `current` the caller in what is left of this task."""
     _CALLER.set(caller)
 
 
 def still_good() -> Callable[[], bool]:
-    """Tells, whenever it is called, whether the key that was shown for this call is still good for the same:
-    a call without an end has to ask."""
+    """Return what tells, whenever it is called, whether the key that was shown for this call is still good
+    for the same: a call without an end has to ask."""
     return _IS_GOOD.get()
 
 
 @contextlib.contextmanager
 def calling(caller: Caller, is_good: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Within it, and in the tasks made there, `current` is the caller, and `still_good` is `is_good`."""
+    """Make `current` the caller, and `still_good` `is_good`, within it and in the tasks made there."""
     token, good_token = _CALLER.set(caller), _IS_GOOD.set(is_good)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What an operator is told of those who showed no key of the router's: a count, and now and then a line."""
+"""An operator is told of those who showed no key of the router's by a count, and now and then by a line."""
 
 import logging
 import time
@@ -13,11 +13,11 @@ NO_KEY = "no API key was given; send it as `Authorization: Bearer KEY`"
 WRONG_KEY = "the API key is not one of this server's"
 REASONS = {NO_KEY: "no_key", WRONG_KEY: "wrong_key"}
 FRONTS = ("http", "grpc")
-_LOG_EVERY_S = 10.0  # who guesses keys must not fill the log
+_LOG_EVERY_S = 10.0  # Who guesses keys must not fill the log.
 
 
 class KeyRefusals:
-    """Of one router. No key is told, neither a right nor a wrong one."""
+    """Counts and logs one router's refusals. No key is told, neither a right nor a wrong one."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class KeyRefusals:
         """`count` is told the front and the reason of each."""
         self._count = count
         self._clock = clock
-        self._logged_s: float | None = None  # when it was last
+        self._logged_s: float | None = None  # It is when one was logged last.
         self._unlogged = 0
 
     def note(self, front: str, peer: str, error: Unauthenticated) -> None:
-        """`peer`: the address that asked; behind a proxy it is the proxy's."""
+        """Count a refusal. `peer` is the address that asked; behind a proxy it is the proxy's."""
         reason = REASONS[str(error)]
         self._count(front, reason)
         now = self._clock()

@@ -1,4 +1,11 @@
-"""The page over HTTP: nothing but its own files may run in it, and nobody else may frame it."""
+"""The page is served over HTTP: nothing but its own files may run in it, and nobody else may frame it.
+
+    /                     index.html, which names the files by the digest of them all
+    /page/DIGEST/NAME     never changes: kept by browsers for a year
+    /favicon.ico          for browsers that do not read index.html first
+
+All files are read at the start: no path reaches the disk.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,8 +26,8 @@ _MEDIA_TYPES = {
     ".txt": "text/plain; charset=utf-8",
 }
 _FOR_EVER = "public, max-age=31536000, immutable"
-_ASK_AGAIN = "no-cache"  # kept, but not used before the ETag has been compared
-_ROOT = "page/"  # as index.html has it: relative, so that a proxy may serve the page below a path of its own
+_ASK_AGAIN = "no-cache"  # It is kept, but not used before the ETag has been compared.
+_ROOT = "page/"  # In index.html it is relative, so that a proxy may serve the page below a path of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ class PageFile:
 
 
 def page_files(folder: Path = STATIC) -> Mapping[str, PageFile]:
-    """Raises KeyError for a file of no known type."""
+    """Return the page's files, by the path that each is served under. Raises KeyError for a file of no
+    known type."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -84,7 +92,7 @@ class Page:
         return [Route(path, self._answer, methods=["GET"]) for path in self._files]
 
     async def _answer(self, request: Request) -> Response:
-        """Of HEAD, too: whoever serves leaves its body out."""
+        """Answer a request, HEAD too: whoever serves leaves its body out."""
         file = self._files[request.url.path]
         headers = {**_HEADERS, "etag": file.etag, "cache-control": file.cache_control}
         if _has(request.headers.get("if-none-match", ""), file.etag):
@@ -93,5 +101,5 @@ class Page:
 
 
 def _has(if_none_match: str, etag: str) -> bool:
-    """Compared weakly (RFC 9110, 13.1.2): a proxy that compresses makes W/ of it."""
+    """Compare weakly (RFC 9110, 13.1.2): a proxy that compresses makes W/ of it."""
     return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

@@ -1,1 +1,1 @@
-"""What happens on a router, told to whoever watches: ranks as they change, requests as they run and end."""
+"""A router tells its watchers what happens there: ranks as they change, requests as they run and end."""

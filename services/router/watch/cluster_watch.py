@@ -1,4 +1,4 @@
-"""The streams of those who watch a router.
+"""Those who watch a router have streams of what happens there.
 
     request ends --> a ring for each watcher whose it is --+   (when it ended, and every interval)
     ranks, one picture for all --> what has changed -------+--> WatchClusterResponse --> its stream
@@ -33,7 +33,8 @@ _T = TypeVar("_T")
 
 
 class Ring(Generic[_T]):
-    """At most `capacity`; the oldest give way, and are counted."""
+    """Keeps the last things that happened, at most `capacity`, for one who may be slow to take them; the
+    oldest give way, and are counted."""
 
     def __init__(self, capacity: int) -> None:
         self._kept: deque[_T] = deque(maxlen=capacity)
@@ -43,27 +44,27 @@ class Ring(Generic[_T]):
         return len(self._kept)
 
     def put(self, item: _T) -> bool:
-        """Whether there was room."""
+        """Return whether there was room."""
         is_full = len(self._kept) == self._kept.maxlen
         self.dropped += is_full
         self._kept.append(item)
         return not is_full
 
     def take(self) -> list[_T]:
-        """All that are kept, the oldest first; they are kept no more."""
+        """Return all that are kept, the oldest first; they are kept no more."""
         taken = list(self._kept)
         self._kept.clear()
         return taken
 
 
-RankName = tuple[str, int]  # worker and rank: a new life is a change
-_SECONDS = ("staleness_s", "unregistered_s")  # they change by themselves
-_SHARES = ("trust", "resume_trust")  # likewise
+RankName = tuple[str, int]  # A name is a worker and a rank: a new incarnation is a change.
+_SECONDS = ("staleness_s", "unregistered_s")  # They change by themselves.
+_SHARES = ("trust", "resume_trust")  # They change by themselves, too.
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A rank's state; two are the same whose times differ by less than a second or so."""
+    """Two states of a rank are the same whose times differ by less than a second or so."""
 
     status: RankStatus = field(compare=False)
     rough: RankStatus
@@ -81,8 +82,8 @@ class Shown:
 
 
 class Changes(NamedTuple):
-    changed: list[RankStatus]  # as they are now, newcomers too, in the order of now
-    gone: list[RankStatus]  # as they were
+    changed: list[RankStatus]  # They are as they are now, newcomers too, in the order of now.
+    gone: list[RankStatus]  # They are as they were.
 
     @classmethod
     def between(cls, before: Mapping[RankName, Shown], after: Mapping[RankName, Shown]) -> "Changes":
@@ -105,11 +106,11 @@ class WatchMetrics:
         )
 
 
-_KEPT = 256  # finished requests that a watcher may be behind
-_MOST_RUNNING = 1_000  # told of in a response
-_GATHER_S = 0.05  # for more finished requests to go with the first
-_LOOK_S = 0.1  # a watcher that waits for its turn sees so soon that all is over
-_FRESH_S = 0.09  # in which one picture of the ranks does for all; below the shortest interval
+_KEPT = 256  # A watcher may be so many finished requests behind.
+_MOST_RUNNING = 1_000  # A response tells of so many.
+_GATHER_S = 0.05  # More finished requests may go with the first.
+_LOOK_S = 0.1  # A watcher that waits for its turn sees so soon that all is over.
+_FRESH_S = 0.09  # One picture of the ranks does for all in it; it is below the shortest interval.
 
 _Ranks = Mapping[RankName, Shown]
 
@@ -125,13 +126,13 @@ class _Watcher:
     def __init__(self, asked: WatchOptions) -> None:
         self.asked = asked
         self.finished: Ring[generation_pb2.FinishedRequest] = Ring(_KEPT)
-        self.woken = asyncio.Event()  # a request has finished, or all is over
-        self.ranks: _Ranks = {}  # as it was told of them
+        self.woken = asyncio.Event()  # A request has finished, or all is over.
+        self.ranks: _Ranks = {}  # The watcher was told of them so.
 
 
 class Watch:
-    """Of one router, on its loop. `ranks` tells what ListRanks does; `clock` is the generator's, and `now`
-    gives seconds since the epoch."""
+    """A router's watch, on its loop. `ranks` tells what ListRanks does; `clock` is the generator's, and
+    `now` gives seconds since the epoch."""
 
     def __init__(
         self,
@@ -170,7 +171,8 @@ class Watch:
     async def responses(
         self, asked: WatchOptions
     ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-        """Until it is closed, or all is. Raises NoCapacity where too many watch, and Unavailable."""
+        """Yield responses until the generator is closed, or all is. Raises NoCapacity where too many
+        watch, and Unavailable."""
         with self._entered(asked) as watcher:
             await self._turn()
             yield self._response(watcher)
@@ -230,7 +232,7 @@ class Watch:
             watcher.woken.set()
 
     async def _due(self, watcher: _Watcher) -> None:
-        """Return when the next response is."""
+        """Return when the next response is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(watcher.asked.interval_s):
                 await watcher.woken.wait()

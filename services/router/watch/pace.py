@@ -1,4 +1,4 @@
-"""How much of a router's time all its watchers may take: its requests go first. Pure but for a clock."""
+"""All watchers of a router may take a share of its time: its requests go first."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Pace:
-    """What is told of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and
+    """Telling of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and
     for each watcher. After every turn there is none for as long as makes it the share that they have."""
 
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -16,12 +16,12 @@ class Pace:
 
     @property
     def left_s(self) -> float:
-        """Until the next turn; 0 and less: it may be taken now."""
+        """The seconds until the next turn; at 0 and less it may be taken now."""
         return self._free_s - self._clock()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Around what is done without an await."""
+        """Take a turn for what is done without an await."""
         began_s = self._clock()
         try:
             yield

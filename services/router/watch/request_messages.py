@@ -1,4 +1,4 @@
-"""A request as a watcher is told of it: what it cost and where it ran, nothing of what was said."""
+"""A watcher is told what a request cost and where it ran, and nothing of what was said."""
 
 from services.net.grpc_errors import status_named
 from services.router.request.progress import Progress
@@ -8,7 +8,8 @@ from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2
 
 _MOST_CANDIDATES = 16
-_CLIENTS_ALONE = ("matched_stop", "answer_id")  # text of its own, and what would put the answer in a prompt
+# The first is a text of the client's own, and the second would put the answer in a prompt.
+_CLIENTS_ALONE = ("matched_stop", "answer_id")
 
 
 def running_request(progress: Progress, model: str, now: float) -> generation_pb2.RunningRequest:
@@ -39,7 +40,7 @@ def finished_request(
     ended_at_s: float,
     with_candidates: bool = True,
 ) -> generation_pb2.FinishedRequest:
-    """`outcome`: as Generator tells it. `ended_at_s`: since the epoch."""
+    """`outcome` is as Generator tells it, and `ended_at_s` counts from the epoch."""
     finished = generation_pb2.FinishedRequest(
         request_id=progress.request.request_id,
         conversation_id=progress.request.conversation_id,

@@ -1,4 +1,4 @@
-"""What a watcher asks for, checked. Pure."""
+"""A watcher's options are checked here."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ _SHORTEST_S, _LONGEST_S = 0.1, 60.0
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
     interval_s: float
-    tenant: str | None  # None: everybody's requests
+    tenant: str | None  # None stands for everybody's requests.
     wants_candidates: bool = True
 
     def sees(self, tenant: str) -> bool:
@@ -22,9 +22,9 @@ class WatchOptions:
 
 
 def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Caller) -> WatchOptions:
-    """Raises InvalidRequest, which names the field, and Forbidden."""
+    """Read the options. Raises InvalidRequest, which names the field, and Forbidden."""
     interval_s = request.interval_s or _USUAL_INTERVAL_S
-    if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either
+    if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either.
         raise InvalidRequest(
             "interval_s", f"must be 0 or in [{_SHORTEST_S:g}, {_LONGEST_S:g}], got {request.interval_s:g}"
         )

@@ -1,1 +1,1 @@
-"""Anthropic's messages."""
+"""Anthropic's messages are read and answered."""

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them."""
+"""Errors are told here as Anthropic's clients read them."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from services.router.dialects.dialect_answer import Json
 from services.router.dialects.http_statuses import status_of
 from services.values.errors import InvalidRequest, IsthmusError
 
-# By status, as their SDKs raise by it; what is below 500 and not here is the request's fault.
+# Their SDKs raise by the status; what is below 500 and not here is the request's fault.
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -22,7 +22,7 @@ _TYPES: Mapping[int, str] = {
 def error_json(error: Exception) -> Json:
     # What we did not raise on purpose is for the log, not for the client.
     message = str(error) if isinstance(error, IsthmusError) else "internal error"
-    if isinstance(error, InvalidRequest) and error.field:  # members of the body itself
+    if isinstance(error, InvalidRequest) and error.field:  # These are members of the body itself.
         message = message.removeprefix("sampling.").removeprefix("chat.")
     return error_object(message, status_of(error))
 

@@ -1,4 +1,4 @@
-"""Anthropic's messages as the turns of a chat.
+"""Anthropic's messages are read as the turns of a chat.
 
 a user's      tool_result, tool_result, text, text  ->  tool, tool, user
 a model's     thinking, text, tool_use              ->  assistant, with its reasoning and calls
@@ -12,13 +12,14 @@ from services.values.request import is_id
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage, ToolCall
 
 _TURN_ROLES = ("user", "assistant", "system")
-# Claude Code's first line of a system: its hash changes with each call, and no prefix would ever come twice.
+# Claude Code's first line of a system has a hash that changes with each call, and no prefix would ever come
+# twice.
 _BILLING = "x-anthropic-billing-header:"
-_ERROR = "Error: "  # before a result that is one: no template has a place for that
+_ERROR = "Error: "  # It stands before a result that is one: no template has a place for that.
 
 
 def read_turns(body: Body) -> list[ChatMessage]:
-    """`system` and `messages`. Raises InvalidParameter."""
+    """Return the turns of `system` and `messages`. Raises InvalidParameter."""
     messages = body.objects("messages")
     if not messages:
         raise body.wrong("messages", "must be a list of at least one message")
@@ -86,7 +87,8 @@ def _model_turn(blocks: list[Body]) -> ChatMessage:
 
 
 def _handle(signature: str) -> str:
-    """One that cannot be ours names nothing here: a conversation may have begun elsewhere."""
+    """Return the handle of an answer. One that cannot be ours names nothing here: a conversation may have
+    begun elsewhere."""
     return signature if is_id(signature) else ""
 
 
@@ -102,7 +104,6 @@ def _call(block: Body) -> ToolCall:
 
 
 def _texts(holder: Body, name: str) -> list[str]:
-    """A string, or blocks of text."""
     value = holder.get(name)
     if isinstance(value, str):
         return [check_text(value, holder.name_of(name))]

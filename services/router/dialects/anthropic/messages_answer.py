@@ -1,4 +1,4 @@
-"""Anthropic's message: one object, or the events that make it.
+"""Anthropic's message is one object, or the events that make it.
 
 message_start, ping, (content_block_start, content_block_delta*, content_block_stop)*, message_delta,
 message_stop
@@ -129,7 +129,8 @@ class MessageAnswer:
         return {**block, "thinking": shown, "signature": self._signature}
 
     def _stop(self, finish: Finish) -> tuple[str, str | None]:
-        """Raises Aborted for an answer that somebody stopped: Anthropic has no word for it."""
+        """Return why the answer ended. Raises Aborted where somebody stopped it: Anthropic has no word for
+        that."""
         if finish.reason not in _STOP_REASONS:
             raise Aborted("the request was aborted before its answer was complete")
         if (
@@ -151,8 +152,8 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Those that broke off are none: why the answer stopped says so. Nor are those with a number beyond all
-    numbers, which JSON cannot say again."""
+    """Return a call's arguments. None are told of those that broke off, as why the answer stopped says, nor
+    of those with a number beyond all numbers, which JSON cannot say again."""
     try:
         arguments = json.loads(with_whole_characters(text or "{}"))
         json.dumps(arguments, allow_nan=False)
@@ -162,7 +163,8 @@ def _arguments(text: str) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    """There the input's tokens are those that came from no cache; what is cached is not billed apart here."""
+    """Return the usage in Anthropic's words: the input's tokens are those that came from no cache, and what
+    is cached is not billed apart here."""
     return {
         "input_tokens": usage.prompt_tokens - usage.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -180,21 +182,20 @@ def _event(name: str, **members: object) -> Event:
     return Event({"type": name, **members}, name)
 
 
-_VERSION = "anthropic-version"  # a header that all of their clients send
+_VERSION = "anthropic-version"  # All of their clients send this header.
 
 
 def asks(headers: Mapping[str, str]) -> bool:
-    """The path is OpenAI's, too."""
+    """Return whether it is Anthropic's client that asks: the path is OpenAI's, too."""
     return _VERSION in headers
 
 
 def model_json(name: str, created: int) -> Json:
-    """`created`: seconds since the epoch."""
+    """Return a model that was `created` so many seconds after the epoch."""
     moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": moment}
 
 
 def models_json(models: Sequence[Json]) -> Json:
-    """All of them, on one page."""
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
     return {"data": list(models), "has_more": False, "first_id": None, "last_id": None, **ends}

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's messages, read into GenerateRequest.
+"""Bodies of Anthropic's messages are read into GenerateRequest.
 
 What only says how to cache (cache_control, betas, metadata) changes no answer and is left aside: the router
 caches whatever comes twice.
@@ -56,14 +56,13 @@ _SESSION_ID = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesCall(Call):
-    shows_thinking: bool  # Without being asked for, thinking is no part of the answer.
-    omits_thinking: bool  # It is one, without its text.
+    shows_thinking: bool  # Where nobody asks for thinking, it is no part of the answer.
+    omits_thinking: bool  # Thinking is a part, but without its text.
 
 
 def read_messages_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
 ) -> MessagesCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     if body.get("max_tokens") is None:
@@ -72,7 +71,8 @@ def read_messages_call(
 
 
 def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateRequest:
-    """Of count_tokens: a message's body, most of which may be missing. Raises InvalidParameter."""
+    """Read count_tokens' body, which is a message's, though most of it may be missing. Raises
+    InvalidParameter."""
     return _read_call(Body(fields), headers, SamplingParams()).request
 
 
@@ -83,7 +83,7 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _read_format(body: Body) -> NamedConstraint | None:
-    """`output_format` is what it was called while it was a beta."""
+    """Return the constraint. `output_format` is what it was called while it was a beta."""
     output = body.inner("output_config")
     holder, name = (output, "format") if output.get("format") is not None else (body, "output_format")
     if holder.get(name) is None:
@@ -121,7 +121,8 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
 
 
 def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
-    """The kinds of those that this server cannot serve: a model that is not shown them does without."""
+    """Put in the functions, and return the kinds of tools that this server cannot serve: a model that is not
+    shown them does without."""
     left_out = []
     for tool in body.objects("tools"):
         kind = tool.text("type") or "custom"
@@ -148,7 +149,8 @@ def _read_choice(choice: Body, chat: Chat) -> None:
 
 
 def _session(user_id: str) -> str:
-    """Claude Code says there which session it is in; of others it is a person, who has many conversations."""
+    """Return the session that Claude Code names there. What others name is a person, who has many
+    conversations."""
     _, mark, session = user_id.rpartition(_SESSION)
     if mark and _SESSION_ID.fullmatch(session):
         return session

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's chat completions and completions are read and answered."""

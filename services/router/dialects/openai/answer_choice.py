@@ -1,4 +1,4 @@
-"""An entry of `choices`: what the two shapes of OpenAI's answers share."""
+"""An entry of `choices` is what the two shapes of OpenAI's answers share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes | None]
 
-# Clients that know an enumeration fail of any other word. `isthmus.finish_reason` tells the last two apart.
+# Clients that know an enumeration fail at any other word. `isthmus.finish_reason` tells the last two apart.
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -25,7 +25,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChoicePiece:
-    """A part of the answer, or all of it. `logprobs` is None where none were asked for."""
+    """A part of the answer, or all of it, becomes a choice. `logprobs` is None where none were asked for."""
 
     text: str
     token_ids: Sequence[int] | None = None
@@ -34,8 +34,8 @@ class ChoicePiece:
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
     index: int = 0
-    first_id: int | None = None  # of a prompt that is echoed: nothing tells of it
-    prompt_logprobs: Sequence[Json | None] | None = None  # vLLM's
+    first_id: int | None = None  # It is an echoed prompt's, and nothing tells of it.
+    prompt_logprobs: Sequence[Json | None] | None = None  # This is vLLM's.
 
     @property
     def is_empty(self) -> bool:
@@ -50,28 +50,29 @@ class ChoicePiece:
 
 
 class AnswerFormat(Protocol):
-    """One of the two shapes. Made for one answer: offsets into its text are counted."""
+    """One of the two shapes is made for one answer: offsets into its text are counted."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
-    has_prompts: bool  # the ids of its prompt are a choice's, as vLLM tells them; else the answer's
+    has_prompts: bool  # A choice has the ids of its prompt, as vLLM tells them; else the answer has them.
 
     def whole(self, piece: ChoicePiece) -> Json:
-        """The one entry of `choices`."""
+        """Return the one entry of `choices`."""
 
     def delta(self, piece: ChoicePiece) -> Json:
-        """The one entry of a chunk's `choices`."""
+        """Return the one entry of a chunk's `choices`."""
 
     def beside(self, piece: ChoicePiece) -> Json:
-        """What the whole answer tells beside its choices."""
+        """Return what the whole answer tells beside its choices."""
 
     def opening(self, index: int) -> Json | None:
-        """The choice of a chunk that comes before all text, if the shape has one."""
+        """Return the choice of a chunk that comes before all text, or None where the shape has none."""
 
 
 def finish_reason(finish: generation_pb2.Finish) -> str:
-    """Raises Aborted for an answer that somebody stopped: OpenAI has no word for it."""
+    """Return OpenAI's word for the reason. Raises Aborted where somebody stopped the answer: OpenAI has no
+    word for that."""
     if finish.reason not in _FINISH_REASONS:
         raise Aborted("the request was aborted before its answer was complete")
     return _FINISH_REASONS[finish.reason]

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's chat completions, read into GenerateRequest.
+"""Bodies of OpenAI's chat completions are read into GenerateRequest.
 
 Parameters that we do not know are ignored, but for those of refused.py.
 """
@@ -26,7 +26,6 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateR
 def read_chat_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
 ) -> OpenAiCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(refused.IN_CHATS, refused.INSTEAD)
     max_tokens = body.max_tokens("max_completion_tokens")
@@ -47,13 +46,14 @@ def _read_chat_logprobs(body: Body) -> int | None:
     top_logprobs = body.integer("top_logprobs", 0, UINT32_MAX)
     if body.flag("logprobs"):
         return top_logprobs or 0
-    if top_logprobs:  # 0 asks for none
+    if top_logprobs:  # A 0 asks for none.
         raise InvalidParameter("top_logprobs", "needs logprobs to be true")
     return None
 
 
 def _read_template_kwargs(body: Body) -> str:
-    """A reasoning_effort is one of them, as it is with vLLM and SGLang; "none" switches thinking off."""
+    """Return the template's variables as JSON. A reasoning_effort is one of them, as it is with vLLM and
+    SGLang; "none" switches thinking off."""
     name = "chat_template_kwargs"
     given = body.get(name)
     if not isinstance(given, dict | None):
@@ -102,7 +102,6 @@ def _read_optional(message: Mapping[str, object], key: str, name: str) -> str:
 
 
 def _read_content(value: object, name: str) -> str | list[str]:
-    """Its text, or the texts of its parts."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -123,7 +122,11 @@ _OF_MESSAGES = ("prefix", "partial")
 
 
 def read_continuing(body: Body) -> bool:
-    """Raises InvalidParameter."""
+    """Return whether an answer goes on with the last message of a chat. Raises InvalidParameter.
+
+    continue_final_message    of the body, with add_generation_prompt: false (vLLM, SGLang)
+    prefix, partial           of the last message (DeepSeek and Mistral; Moonshot and Qwen)
+    """
     continues = body.flag("continue_final_message")
     begins = body.flag("add_generation_prompt")
     if begins and continues:

@@ -1,4 +1,4 @@
-"""Tools in chat completions: those that may be called, the calls of past turns, and those of an answer."""
+"""Tools of chat completions are those that may be called, the calls of past turns, and those of an answer."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,10 @@ def read_tools(body: Body, chat: Chat) -> None:
 
 
 def read_calls(value: object, name: str) -> list[ToolCall]:
-    """Of a past turn."""
     return [_read_call(item, f"{name}[{index}]") for index, item in enumerate(check_list(value, name))]
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[Json]:
-    """Whole ones, as a message has them."""
     calls: dict[int, Json] = {}
     for delta in deltas:
         function = calls.setdefault(
@@ -40,7 +38,8 @@ def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[Json]:
 
 
 def call_deltas(deltas: Sequence[ToolCallDelta]) -> list[Json]:
-    """As a chunk has them: id and name with a call's first piece alone, for clients put pieces together."""
+    """Return the calls as a chunk has them: the id and the name come with a call's first piece alone, for
+    clients put pieces together."""
     return [
         {
             "index": delta.index,
@@ -81,7 +80,7 @@ def _read_call(value: object, name: str) -> ToolCall:
     function = _function(value, name)
     assert isinstance(value, dict)
     arguments = function.get("arguments")
-    if isinstance(arguments, dict):  # as some clients send them
+    if isinstance(arguments, dict):  # Some clients send them so.
         arguments = _json_text(arguments, f"{name}.function.arguments")
     id_ = value.get("id")
     return ToolCall(
@@ -92,7 +91,6 @@ def _read_call(value: object, name: str) -> ToolCall:
 
 
 def _function(value: object, name: str) -> dict[str, object]:
-    """The function of a tool, of a choice or of a call."""
     if not isinstance(value, dict):
         raise InvalidParameter(name, "must be an object")
     if value.get("type", "function") != "function":
@@ -104,7 +102,6 @@ def _function(value: object, name: str) -> dict[str, object]:
 
 
 def _json_text(value: object, name: str) -> str:
-    """An object's."""
     if value is None:
         return ""
     if not isinstance(value, dict):

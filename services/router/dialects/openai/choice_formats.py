@@ -1,4 +1,4 @@
-"""GenerateResponse as completions' choices."""
+"""A GenerateResponse becomes a choice of a completion or of a chat."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class CompletionFormat:
     has_prompts = True
 
     def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
-        self._token_text = token_text  # its log-probabilities have no bytes
+        self._token_text = token_text  # A completion's log-probabilities have no bytes.
         self._text_offset = 0
 
     def whole(self, piece: ChoicePiece) -> Json:
@@ -49,14 +49,15 @@ class CompletionFormat:
         return {self._token_text(other.token_id): finite(other.logprob) for other in token.top}
 
     def _count(self, text: str) -> int:
-        """Where the token begins."""
+        """Return where the token begins."""
         offset = self._text_offset
         self._text_offset += len(text)
         return offset
 
 
 def _reasoning(piece: ChoicePiece) -> Json:
-    """OpenAI's chats have no word for it: DeepSeek's, which most servers took over, and vLLM's."""
+    """Return the reasoning in two words, as OpenAI's chats have none for it: DeepSeek's, which most servers
+    took over, and vLLM's."""
     return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's completions, read into GenerateRequest.
+"""Bodies of OpenAI's completions are read into GenerateRequest.
 
 Parameters that we do not know are ignored, but for those of refused.py.
 """
@@ -14,13 +14,12 @@ from services.router.dialects.sampling import read_sampling
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's own; chats run until they end
+_DEFAULT_MAX_TOKENS = 16  # This is OpenAI's own; chats run until they end.
 
 
 def read_completion_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
 ) -> OpenAiCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(refused.IN_COMPLETIONS, refused.INSTEAD)
     max_tokens = body.max_tokens("max_tokens")
@@ -41,7 +40,6 @@ def read_completion_call(
 
 
 def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateRequest]:
-    """A request for each of them, alike in all else."""
     prompts = {"prompt": value}
     if isinstance(value, list) and _is_of_prompts(value):
         check_number(len(value), "prompt")
@@ -53,7 +51,7 @@ def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateReque
 
 
 def _is_of_prompts(values: list[object]) -> bool:
-    """Of ids there may be very many: the first tells that they are none."""
+    """Return whether these are prompts. There may be very many ids: the first tells that they are none."""
     return isinstance(next(iter(values), None), str | list) and set(map(type, values)) in ({str}, {list})
 
 
@@ -61,7 +59,7 @@ def _put_prompt(value: object, name: str, request: GenerateRequest) -> None:
     if isinstance(value, str):
         request.text = check_text(value, name)
         return
-    request.token_ids.SetInParent()  # an empty one too
+    request.token_ids.SetInParent()  # An empty one is set, too.
     request.token_ids.ids.extend(_ids_of(value, name))
 
 

@@ -1,4 +1,4 @@
-"""What a body says of the answer's text, in the words of several servers.
+"""A body constrains the answer's text in the words of several servers.
 
 response_format                      OpenAI's: text, json_object, json_schema
 guided_json, _regex, _choice, _grammar; structured_outputs       vLLM's
@@ -15,15 +15,18 @@ from services.wire.isthmus.v1.common_pb2 import Choice, Constraint
 
 @dataclass(frozen=True, slots=True)
 class NamedConstraint:
-    """`param`: what the body calls it."""
+    """The body calls the constraint by the name `param`."""
 
     param: str
     constraint: Constraint
 
 
 def read_constraint(body: Body, own: NamedConstraint | None = None) -> NamedConstraint | None:
-    """`own`: what the body says of it in words of an API of its own. Raises InvalidParameter, also where more
-    than one is asked for."""
+    """Return the constraint, or None where none is asked for.
+
+    `own` is what the body says of it in words of an API of its own. Raises InvalidParameter, also where more
+    than one is asked for.
+    """
     asked = [*([own] if own is not None else ()), *_asked(body)]
     if len(asked) > 1:
         raise InvalidParameter(asked[1].param, f"cannot be used beside {asked[0].param}")
@@ -58,7 +61,8 @@ def _read_format(value: object) -> NamedConstraint | None:
 
 
 def _schema_of(value: Mapping[str, object]) -> object:
-    """It is kept to whether it is `strict` or not; it has a name and a description for models elsewhere."""
+    """Return the schema, which is kept to whether it is `strict` or not. It has a name and a description for
+    models elsewhere."""
     held = value.get("json_schema")
     if not isinstance(held, dict):
         raise InvalidParameter("response_format.json_schema", "must be an object")
@@ -66,7 +70,7 @@ def _schema_of(value: Mapping[str, object]) -> object:
 
 
 def read_schema(value: object, name: str) -> Constraint:
-    """An object, or its JSON. Whether that is a schema is looked at where all requests are."""
+    """Read an object, or its JSON. Whether that is a schema is looked at where all requests are."""
     if isinstance(value, str):
         return Constraint(json_schema=check_text(value, name))
     if not isinstance(value, dict):
@@ -113,7 +117,7 @@ _STRUCTURED: Mapping[str, _Reader] = {
     "grammar": _read_grammar,
     "json_object": _read_object,
 }
-# What asks for nothing else than is done here: no whitespace is written anyway.
+# This asks for nothing else than is done here: no whitespace is written anyway.
 _HARMLESS = {"disable_any_whitespace": (None, False, True), "disable_fallback": (None, False, True)}
 
 

@@ -1,4 +1,4 @@
-"""What an answer tells of its prompt: the text and tokens that `echo` puts before its own, and vLLM's
+"""An answer tells of its prompt in two ways: the text and tokens that `echo` puts before its own, and vLLM's
 `prompt_logprobs`.
 
     echo, logprobs: 1      the prompt's tokens before the answer's, null for the first: none is before it
@@ -18,10 +18,10 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What is asked of a prompt. `num_top` of vLLM's prompt_logprobs; None: not asked for."""
+    """`num_top` is vLLM's prompt_logprobs; None says that they are not asked for."""
 
     echoes: bool = False
-    only: bool = False  # the prompt, and nothing of an answer
+    only: bool = False  # The prompt is told, and nothing of an answer.
     num_top: int | None = None
 
 
@@ -29,7 +29,8 @@ NO_ECHO = Echo()
 
 
 def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool = False) -> Echo:
-    """Fill in what the ranks are asked of the prompt; after `logprobs`. Raises InvalidParameter."""
+    """Fill in what the ranks are asked of the prompt; `logprobs` must have been read. Raises
+    InvalidParameter."""
     num_top = body.integer("prompt_logprobs", 0, UINT32_MAX)
     if num_top is not None and body.flag("stream"):
         raise body.wrong("prompt_logprobs", "is not streamed: set stream to false")
@@ -45,14 +46,13 @@ def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool =
 
 
 def prompt_text(request: GenerateRequest, token_text: TokenText, token_bytes: TokenBytes) -> str:
-    """Of ids, their own: a character may span several."""
+    """Return the prompt's text. A character of ids may span several, so they are joined by their bytes."""
     if request.WhichOneof("prompt") == "text":
         return str(request.text)
     return b"".join(_utf8(i, token_text, token_bytes) for i in request.token_ids.ids).decode(errors="replace")
 
 
 def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogprobs]:
-    """With no more of the others than were asked for."""
     if not logprobs or len(logprobs[0].top) <= num_top:
         return logprobs
     return [TokenLogprobs(chosen=token.chosen, top=token.top[:num_top]) for token in logprobs]
@@ -61,12 +61,13 @@ def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogpro
 def vllm_prompt_logprobs(
     logprobs: Sequence[TokenLogprobs], num_top: int, token_text: TokenText
 ) -> list[Json | None]:
-    """vLLM's: for each token of the prompt itself and the most probable ones, by id."""
+    """Return vLLM's prompt_logprobs: for each token of the prompt itself and the most probable ones, by
+    id."""
     return [None, *(_by_id([token.chosen, *token.top[:num_top]], token_text) for token in logprobs)]
 
 
 def _by_id(told: Sequence[TokenLogprob], token_text: TokenText) -> Json:
-    """The token itself comes first, and has its rank if that is known."""
+    """Return them with the token itself first, and with its rank if that is known."""
     by_id: Json = {}
     for each in told:
         entry = {

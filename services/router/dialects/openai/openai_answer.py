@@ -1,4 +1,5 @@
-"""Chat completions and completions, each asked for and answered: one object, or chunks and [DONE]."""
+"""Chat completions and completions are asked for and answered here, by one object, or by chunks and
+[DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,22 +21,24 @@ from services.router.dialects.openai.usage_json import answers_json, isthmus_jso
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
-_MARK = "\0text\0"  # no id has a NUL
+_MARK = "\0text\0"  # No id has a NUL.
 
 
 class TextChunk:
-    """`chunk_of` makes the chunk of a text."""
+    """A chunk that brings text alone is written down once and then filled in: most of a stream's are no
+    other. `chunk_of` makes the chunk of a text."""
 
     def __init__(self, chunk_of: Callable[[str], Json]) -> None:
         self._head, self._tail = json_text(chunk_of(_MARK)).split(encode_basestring(_MARK))
 
     def filled(self, text: str) -> str:
-        """As JSON."""
+        """Return the chunk with this text, as JSON."""
         return f"{self._head}{encode_basestring(text)}{self._tail}"
 
 
 def is_text_alone(response: GenerateResponse) -> bool:
-    """Of those that are not an answer's first, and of which no ids or log-probabilities are told."""
+    """Return whether a response that is not its answer's first, and of which no ids or log-probabilities are
+    told, brings text alone."""
     has_more = response.reasoning or response.tool_calls or response.HasField("finish")
     return bool(response.text) and not has_more
 
@@ -70,7 +73,7 @@ class OpenAiDialect:
 
 
 class OpenAiAnswer:
-    """Each answer is a choice. No [DONE] follows an error. Its id is the request's."""
+    """Each answer is a choice. No [DONE] follows an error. The answer's id is the request's."""
 
     ping = None
 
@@ -81,23 +84,23 @@ class OpenAiAnswer:
         envelope: Envelope,
         words: tuple[TokenText, TokenBytes],
     ) -> None:
-        """`formats`: one for each choice."""
+        """There is one of `formats` for each choice."""
         self.request = call.request
         self._call = call
         self._formats = formats
         self._said = envelope
         self._token_text, self._token_bytes = words
-        self._prompts: dict[int, list[int]] = {}  # the ids of each, where they are asked for
+        self._prompts: dict[int, list[int]] = {}  # They are kept where they are asked for.
         self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._started: set[int] = set()
-        self._text_chunks: dict[int, TextChunk] = {}  # of those that have started
+        self._text_chunks: dict[int, TextChunk] = {}  # These choices have started.
         self._finished: dict[int, Finish] = {}
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
         for answer in answers:
             self._note_prompt(answer)
         finishes = [answer.finish for answer in answers]
-        each = self._call.answers_each  # of a prompt, of which the first tells of it
+        each = self._call.answers_each  # The first answer to a prompt tells of it.
         choices = [
             answer_format.whole(self._piece(answer, answers[place // each * each]))
             for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
@@ -146,7 +149,8 @@ class OpenAiAnswer:
         return chunks
 
     def _count(self, response: GenerateResponse) -> None:
-        """Only a call that wants its usage with each chunk is told every prompt's ids."""
+        """Count the tokens so far. Only a call that wants its usage with each chunk is told every prompt's
+        ids."""
         prompt, answer = len(response.prompt_token_ids), len(response.token_ids)
         for name, count in zip(self._so_far, (prompt, answer, prompt + answer), strict=True):
             self._so_far[name] += count
@@ -167,14 +171,14 @@ class OpenAiAnswer:
             self._prompts[response.index // self._call.answers_each] = list(response.prompt_token_ids)
 
     def _with_prompts(self, choices: list[Json]) -> list[Json]:
-        """Completions', each with its prompt."""
+        """Return the choices; a completion's have the ids of their prompts."""
         if self._prompts and self._formats[0].has_prompts:
             for choice in choices:
                 choice["prompt_token_ids"] = self._prompts[choice["index"] // self._call.answers_each]
         return choices
 
     def _of_prompt(self, index: int) -> Json:
-        """Beside the choices of a chat."""
+        """Return the prompt's ids where a chat tells them beside its choices."""
         if not self._prompts or self._formats[0].has_prompts:
             return {}
         return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}
@@ -195,7 +199,7 @@ class OpenAiAnswer:
         }
 
     def _piece(self, response: GenerateResponse, told: GenerateResponse) -> ChoicePiece:
-        """`told`: which tells of its prompt; it may be another answer's."""
+        """Return the piece. `told` is the response that tells of its prompt; it may be another answer's."""
         call = self._call
         piece = ChoicePiece(
             response.text,
@@ -214,7 +218,8 @@ class OpenAiAnswer:
         return replace(piece, prompt_logprobs=prompt)
 
     def _echoing(self, piece: ChoicePiece, told: GenerateResponse) -> ChoicePiece:
-        """Before the answer's own, which may be left out: the prompt's text, once, and its tokens."""
+        """Return the piece behind the prompt's text, which comes once, and its tokens; the answer's own may
+        be left out."""
         call, text, logprobs, token_ids = self._call, piece.text, piece.logprobs, piece.token_ids
         if call.echo.only:
             text, token_ids = "", token_ids if token_ids is None else ()

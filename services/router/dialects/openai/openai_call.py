@@ -1,4 +1,4 @@
-"""What the bodies of chats and completions say alike."""
+"""The bodies of chats and completions say this alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall(Call):
     include_usage: bool
-    usage_in_chunks: bool  # what has been used so far, as vLLM tells it
-    return_token_ids: bool  # those of prompts, too
+    usage_in_chunks: bool  # They tell what has been used so far, as vLLM's do.
+    return_token_ids: bool  # Those of prompts are returned, too.
     echo: Echo = NO_ECHO
 
     @property
@@ -23,7 +23,7 @@ class OpenAiCall(Call):
 
     @property
     def tells_text_alone(self) -> bool:
-        """Whether a chunk of text needs nothing beside it: no ids, log-probabilities or usage."""
+        """A chunk of text may need nothing beside it: no ids, log-probabilities or usage."""
         has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
         return not (has_more or self.echo != NO_ECHO)
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: type, code, and the parameter that is wrong."""
+"""Errors are told here as OpenAI's clients read them: by a type, a code, and the parameter that is wrong."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from services.router.dialects.http_statuses import status_of
 from services.router.dialects.json_body import InvalidParameter
 from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, Unauthenticated
 
-# By status; what is below 500 and not here is the request's fault.
+# What is below 500 and not here is the request's fault.
 _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     499: "aborted_error",
@@ -15,7 +15,7 @@ _TYPES: Mapping[int, str] = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-# Of the classes that OpenAI has a word for; the code of all others is their status.
+# OpenAI has a word for these classes; the code of all others is their status.
 _CODES: Mapping[type[Exception], str] = {
     ContextExceeded: "context_length_exceeded",
     Unauthenticated: "invalid_api_key",
@@ -24,7 +24,7 @@ RESPONSES_PROMPT = "input"
 
 
 def error_json(error: Exception, prompt_param: str = "prompt") -> Json:
-    """`prompt_param`: what this request's body calls the prompt."""
+    """`prompt_param` is what this request's body calls the prompt."""
     status = status_of(error)
     # What we did not raise on purpose is for the log, not for the client.
     message = str(error) if isinstance(error, IsthmusError) else "internal error"
@@ -48,7 +48,7 @@ def _param(error: Exception, prompt_param: str) -> str | None:
     if not field.startswith(("sampling.", "chat.")):
         return None
     _, _, param = field.partition(".")
-    if prompt_param == RESPONSES_PROMPT:  # its functions lie flat
+    if prompt_param == RESPONSES_PROMPT:  # Its functions lie flat.
         return prompt_param if param.startswith("messages") else param
     return _of_function(param)
 

@@ -1,5 +1,5 @@
-"""Parameters of other servers' bodies that are not supported here and would change the answer, or what is
-told of it; with the values that ask for nothing. All others that we do not know are ignored.
+"""These parameters of other servers' bodies are not supported here and would change the answer, or what is
+told of it; each stands with the values that ask for nothing. All others that we do not know are ignored.
 
 They are OpenAI's, vLLM's, SGLang's, Dynamo's, TGI's, TensorRT-LLM's, llama.cpp's, Ollama's and Anthropic's.
 """
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from services.router.dialects.json_body import Refused
 
 _ANYWHERE: Refused = {
-    # What is asked for, and in how many answers.
+    # These say what is asked for, and in how many answers.
     "num_return_sequences": (1,),
     "use_beam_search": (False,),
     "beam_width": (1,),
     "num_beams": (1,),
-    "length_penalty": (1, 1.0),  # of beams
+    "length_penalty": (1, 1.0),  # It is beams' penalty.
     "early_stopping": (False,),
     "suffix": ("",),
     "functions": ([],),
@@ -31,12 +31,12 @@ _ANYWHERE: Refused = {
     "session_id": ("",),
     "session_params": ({},),
     "previous_response_id": (),
-    # Objects that hold parameters.
+    # These are objects that hold parameters.
     "sampling_params": ({},),
     "parameters": ({},),
     "options": ({},),
     "nvext": ({},),
-    # How the prompt is made.
+    # These say how the prompt is made.
     "system": ("", []),
     "instructions": ("",),
     "images": ([],),
@@ -55,7 +55,7 @@ _ANYWHERE: Refused = {
     "think": (),
     "reasoning": ({},),
     "verbosity": ("medium",),
-    # Which tokens may be chosen.
+    # These say which tokens may be chosen.
     "do_sample": (True,),
     "random_seed": (),
     "sampling_seed": (),
@@ -90,7 +90,7 @@ _ANYWHERE: Refused = {
     "logits_processors": ([],),
     "watermark": (),
     "vllm_xargs": ({},),
-    # Where the answer ends, and how it is shown.
+    # These say where the answer ends, and how it is shown.
     "max_new_tokens": (),
     "max_output_tokens": (),
     "max_tokens_to_sample": (),
@@ -128,13 +128,13 @@ _ANYWHERE: Refused = {
     "return_routed_experts": (False,),
     "return_sampling_mask": (False,),
     "return_meta_info": (False,),
-    # Whose cache it may use, and who goes first: vLLM's smaller number does, SGLang's larger one.
+    # These say whose cache it may use, and who goes first: vLLM's smaller number does, SGLang's larger one.
     "extra_key": ("",),
     "priority": (0,),
     "kv_transfer_params": ({},),
     "disaggregated_params": ({},),
 }
-# What a chat completion alone is asked for.
+# A chat completion alone is asked for these.
 CONTINUING: Refused = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 IN_CHATS: Refused = {
     **_ANYWHERE,
@@ -153,7 +153,7 @@ IN_COMPLETIONS: Refused = {
     "messages": ([],),
     "reasoning_effort": ("none",),
 }
-# What does here what they do elsewhere.
+# These do here what they do elsewhere.
 _AT_THE_TOP = "send what it holds as parameters of the body itself"
 _MAX_TOKENS = "use max_tokens"
 _VARIABLES = "use chat_template_kwargs of /v1/chat/completions"

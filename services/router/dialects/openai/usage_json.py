@@ -1,4 +1,4 @@
-"""What an answer took, in OpenAI's words and in ours."""
+"""An answer's usage is told in OpenAI's words and in ours."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,8 @@ _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
 
 
 def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> Json:
-    """Of a call: each prompt counts once, as its first answer met it, and all that was generated."""
+    """Return a call's usage: each prompt counts once, as its first answer met it, and all that was generated
+    counts."""
     prompts = [finish.usage for finish in finishes[::answers_each]]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(
@@ -27,14 +28,14 @@ def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> 
 
 
 def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:
-    """As isthmus_json of the first one; where there are several, with that of each in `answers`."""
+    """Return `isthmus_json` of the first answer; where there are several, `answers` has that of each."""
     told = [isthmus_json(finish) for finish in finishes]
     return told[0] if len(told) == 1 else {**told[0], "answers": told}
 
 
 def isthmus_json(finish: generation_pb2.Finish) -> Json:
-    """What OpenAI has no place for: where the request ran and what crossed the isthmus. What stands outside
-    of `placements` and `totals` is of the first placement, as OpenAI's usage is."""
+    """Return what OpenAI has no place for: where the request ran and what crossed the isthmus. What stands
+    outside of `placements` and `totals` is of the first placement, as OpenAI's usage is."""
     usage = finish.usage
     return {
         "finish_reason": common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),

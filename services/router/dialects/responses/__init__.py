@@ -1,1 +1,1 @@
-"""OpenAI's responses."""
+"""OpenAI's responses are read, answered and stored."""

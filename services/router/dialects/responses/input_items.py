@@ -1,4 +1,4 @@
-"""Items of a response's input as the turns of a chat, and of its output as a turn of the next one's.
+"""Items of a response's input become the turns of a chat, and those of its output a turn of the next one's.
 
 instructions                                           ->  system
 message of a system, developer or user                 ->  the same
@@ -19,7 +19,6 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read_input(body: Body) -> list[ChatMessage]:
-    """Raises InvalidParameter."""
     given = body.get("input")
     if isinstance(given, str):
         return [ChatMessage(role="user", content=check_text(given, "input"))]
@@ -40,8 +39,9 @@ def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[C
 class _Turns:
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
-        # Of the last turn, while it is the model's. Joined once: a protobuf message keeps what a field was
-        # for as long as it lives, so that one which grows with each item takes the square of its length.
+        # These are the last turn's, while it is the model's. They are joined once: a protobuf message keeps
+        # what a field was for as long as it lives, so that one which grows with each item takes the square of
+        # its length.
         self._said: list[str] = []
         self._thought: list[str] = []
         self._readers: Mapping[str, Callable[[Body], None]] = {
@@ -52,7 +52,6 @@ class _Turns:
         }
 
     def all(self) -> list[ChatMessage]:
-        """Once all has been added."""
         self._close()
         return self._turns
 
@@ -75,7 +74,7 @@ class _Turns:
 
     def _reasoning(self, item: Body) -> None:
         turn = self._model_turn()
-        if any(self._said) or turn.tool_calls:  # thinking begins a turn
+        if any(self._said) or turn.tool_calls:  # Thinking begins a turn.
             turn = self._begin_model_turn()
         self._thought += [part.required_text("text") for part in item.objects("content")]
         handle = item.text("encrypted_content")
@@ -120,7 +119,6 @@ class _Turns:
 
 
 def _texts(item: Body, name: str) -> list[str]:
-    """A string, or parts of text."""
     if isinstance(item.get(name), str):
         return [item.text(name)]
     return [_text(part) for part in item.objects(name)]
@@ -134,7 +132,7 @@ def _text(part: Body) -> str:
 
 
 def turn_of(parts: Iterable[Part], answer_id: str) -> ChatMessage:
-    """What the model said, for the next response of the conversation."""
+    """Return what the model said, for the next response of the conversation."""
     turn = ChatMessage(role="assistant", answer_id=answer_id)
     for part in parts:
         match part.kind:

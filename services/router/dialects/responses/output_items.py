@@ -1,4 +1,4 @@
-"""Parts of an answer as items of a response's output."""
+"""Parts of an answer are items of a response's output."""
 
 from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Step
 from services.router.dialects.dialect_answer import Json
@@ -12,8 +12,8 @@ def item_id(part: Part, stem: str) -> str:
 
 
 def item(part: Part, stem: str, status: str, answer_id: str = "") -> Json:
-    """One in progress is empty yet. `answer_id` is what a client hands on with thinking: only the router
-    reads it."""
+    """Return the item. One in progress is empty yet. `answer_id` is what a client hands on with thinking:
+    only the router reads it."""
     head = {"id": item_id(part, stem), "status": status}
     has_content = status != IN_PROGRESS
     match part.kind:
@@ -44,11 +44,11 @@ _TEXTS = {
 
 class ItemEvents:
     def __init__(self, stem: str) -> None:
-        """`stem`: of the items' ids."""
+        """The items' ids begin with `stem`."""
         self._stem = stem
 
     def of(self, step: Step, status: str, answer_id: str) -> list[Json]:
-        """In order, without their numbers. `status` is the item's, if it is done."""
+        """Return a step's events in order, without their numbers. `status` is the item's, if it is done."""
         match step:
             case Opened(part):
                 opened = self._item("added", part, IN_PROGRESS, "")

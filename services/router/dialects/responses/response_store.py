@@ -1,4 +1,4 @@
-"""Responses that clients go on from, or look at again: bounded, in this router's memory alone.
+"""Responses that clients go on from, or look at again, are kept in this router's memory alone, and bounded.
 
 Each has its own turns and the id of the one before it; those of a chain together are the conversation. The
 least recently used of the tenant that has the most goes first, and a chain that is used is used as a whole.
@@ -13,11 +13,11 @@ from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`turns`: its input's and its output's, serialized."""
+    """`turns` are its input's and its output's, serialized."""
 
-    response: bytes  # the object, as JSON
+    response: bytes  # It is the object as JSON.
     turns: tuple[bytes, ...]
-    previous_id: str  # "": the first
+    previous_id: str  # The first of a chain has none: it is empty.
     conversation_id: str
 
     @property
@@ -26,7 +26,7 @@ class Stored:
 
 
 class ResponseStore:
-    """A tenant finds its own alone, as if there were no others, and has its share of the room."""
+    """A tenant finds its own responses alone, as if there were no others, and has its share of the memory."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._stored: TenantLru[str, Stored] = TenantLru(max_bytes, max_responses)
@@ -35,11 +35,11 @@ class ResponseStore:
         return f"ResponseStore({len(self._stored)} responses, {self._stored.size} bytes)"
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
-        """One that is too large for all the room is not kept."""
+        """Keep the response, but not one that is larger than all the memory that there is."""
         self._stored.put(tenant, response_id, stored, stored.size_bytes)
 
     def get(self, tenant: str, response_id: str) -> Stored:
-        """Raises NotFound."""
+        """Return the response. Raises NotFound."""
         stored = self._stored.get(tenant, response_id)
         if stored is None:
             raise NotFound(
@@ -49,12 +49,13 @@ class ResponseStore:
         return stored
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Raises NotFound."""
+        """Delete the response. Raises NotFound."""
         self.get(tenant, response_id)
         self._stored.pop(tenant, response_id)
 
     def turns(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """Of the whole chain that ends with this one, oldest first. Raises NotFound."""
+        """Return the turns of the whole chain that ends with this response, the oldest first. Raises
+        NotFound."""
         chain = []
         while response_id:
             stored = self.get(tenant, response_id)

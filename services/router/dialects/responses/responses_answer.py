@@ -1,7 +1,7 @@
-"""OpenAI's response: one object, or the events that make it.
+"""OpenAI's response is one object, or the events that make it.
 
-response.created, response.in_progress, the events of each item (item_events.py), and one of
-response.completed, response.incomplete, response.failed
+The events are response.created, response.in_progress, those of each item (output_items.py), and one of
+response.completed, response.incomplete, response.failed.
 """
 
 import json
@@ -36,7 +36,7 @@ _STATUSES = {
 
 
 class ResponseAnswer:
-    """Is kept in the store, if it is to be, before its last event is sent."""
+    """The answer is kept in the store, if it is to be, before its last event is sent."""
 
     ping = None
 
@@ -96,8 +96,8 @@ class ResponseAnswer:
         return request
 
     def _conversation_id(self) -> str:
-        """A chain's is its first one's id, from the second on: most are never gone on from, and each
-        would have a pin written for nothing."""
+        """Return the conversation's id. A chain's is its first response's id, from the second on: most are
+        never gone on from, and each would have a pin written for nothing."""
         previous_id = self._call.previous_id
         if not previous_id:
             return ""
@@ -145,12 +145,12 @@ class ResponseAnswer:
         }
 
     def _output(self, parts: Sequence[Part], status: str) -> list[Json]:
-        """Where the answer was cut off, its last item was."""
+        """Return the output's items. Where the answer was cut off, its last item was."""
         last = INCOMPLETE if status == INCOMPLETE else COMPLETED
         statuses = [COMPLETED] * (len(parts) - 1) + [last]
         return [
             item(part, self._said.id, its, self._answer_id)
-            for part, its in zip(parts, statuses, strict=False)  # there may be no part
+            for part, its in zip(parts, statuses, strict=False)  # There may be no part.
         ]
 
     def _keep(self, ended: Json) -> None:
@@ -165,14 +165,14 @@ class ResponseAnswer:
 
 
 def _status_of(finish: Finish) -> str:
-    """Raises Aborted for an answer that somebody stopped."""
+    """Return the response's status. Raises Aborted where somebody stopped the answer."""
     if finish.reason not in _STATUSES:
         raise Aborted("the request was aborted before its answer was complete")
     return _STATUSES[finish.reason]
 
 
 def _code_of(told: Json) -> str:
-    """OpenAI's codes are words; ours of most errors is the status."""
+    """Return the error's code. OpenAI's codes are words; ours of most errors is the status."""
     if isinstance(told["code"], str):
         return told["code"]
     return "rate_limit_exceeded" if told["code"] == 429 else "server_error"

@@ -1,4 +1,4 @@
-"""Bodies of responses, read into GenerateRequest."""
+"""Bodies of responses are read into GenerateRequest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,14 +47,14 @@ _INSTEAD = {
     "messages": "use input, or /v1/chat/completions",
     "response_format": "use text.format",
 }
-# What an answer may hold beside what it always does; of other kinds nothing is ever there.
+# An answer may hold these beside what it always does; of other kinds nothing is ever there.
 _REFUSED_INCLUDES = ("message.output_text.logprobs",)
 _MODES = {
     "auto": ToolChoice.MODE_AUTO,
     "none": ToolChoice.MODE_NONE,
     "required": ToolChoice.MODE_REQUIRED,
 }
-_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # OpenAI's
+_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # These are OpenAI's.
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
     *("safety_identifier", "service_tier", "user"),
@@ -66,16 +66,15 @@ class ResponsesCall(Call):
     """The request's chat has this response's input alone; what comes before it is the store's."""
 
     instructions: str
-    previous_id: str  # "": there is none
+    previous_id: str  # It is empty where there is none.
     is_stored: bool
     names_conversation: bool
-    echo: Json  # what the response object says of the request
+    echo: Json  # The response object says this of the request.
 
 
 def read_responses_call(
     fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
 ) -> ResponsesCall:
-    """Raises InvalidParameter."""
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     _check_include(body)
@@ -129,7 +128,8 @@ def _read_effort(body: Body) -> str:
 
 
 def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
-    """The kinds of those that this server cannot serve: a model that is not shown them does without."""
+    """Put in the functions, and return the kinds of tools that this server cannot serve: a model that is not
+    shown them does without."""
     left_out = []
     for tool in body.objects("tools"):
         if _is_offered(tool):
@@ -164,7 +164,7 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
     reasoning = body.inner("reasoning")
     echo: Json = {
         **{name: body.get(name) for name in _ECHOED},
-        "temperature": round(sampling.temperature, 6),  # it is a float32
+        "temperature": round(sampling.temperature, 6),  # It is a float32.
         "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
         "metadata": _read_metadata(body),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
@@ -177,12 +177,12 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         "store": body.get("store") is None or body.flag("store"),
     }
     for name, value in echo.items():
-        json_text(value, name)  # much of it is looked at nowhere else
+        json_text(value, name)  # Much of it is looked at nowhere else.
     return echo
 
 
 def _read_metadata(body: Body) -> Json:
-    """As OpenAI has it: it comes back several times, and is kept."""
+    """Return the metadata, bounded as OpenAI has it: it comes back several times, and is kept."""
     metadata = body.object("metadata")
     fits = len(metadata) <= _MOST_METADATA and all(
         len(key) <= _MOST_METADATA_KEY and isinstance(value, str) and len(value) <= _MOST_METADATA_VALUE
