@@ -1,4 +1,4 @@
-"""Isthmus from Python: a client of a router's gRPC API, blocking and asynchronous."""
+"""Isthmus is called from Python by a client of a router's gRPC API, blocking or asynchronous."""
 
 from isthmus.aio import AsyncClient, AsyncConversation, AsyncStream
 from isthmus.blocking import Client, Conversation, Stream

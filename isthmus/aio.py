@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""This client is for asyncio."""
 
 import asyncio
 import inspect
@@ -36,8 +36,8 @@ def _heed_cancellation() -> None:
 
 
 class AsyncStream(BaseStream):
-    """An answer as it comes. Iterate over it once: nothing is sent before. Leaving the `async with` stops the
-    answer at once; leaving the loop alone does when the loop of events comes to it."""
+    """Yields an answer as it comes. Iterate over it once: nothing is sent before. Leaving the `async with`
+    stops the answer at once; leaving the loop alone does when the loop of events comes to it."""
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         """Yield the answer's pieces. Raises what the call failed with."""
@@ -92,7 +92,7 @@ class AsyncStream(BaseStream):
 
 
 class AsyncConversation(BaseConversation[AsyncStream]):
-    """A conversation over an AsyncClient, made by its `conversation`."""
+    """Holds a conversation over an AsyncClient, whose `conversation` makes it."""
 
     async def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
         """Return the answer to the text, or without one to the results of tools that were given since.
@@ -153,7 +153,7 @@ class AsyncClient(BaseClient[AsyncStream]):
 
     @property
     def _stub(self) -> generation_pb2_grpc.GenerationStub:
-        """Opened at its first use: a channel belongs to the loop that runs then."""
+        """The stub is opened at its first use: a channel belongs to the loop that runs then."""
         self._check_open()
         if self._channel is None or self._open_stub is None:
             self._channel = self._router.open_aio()
@@ -168,7 +168,17 @@ class AsyncClient(BaseClient[AsyncStream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Return the answer to a text as it is, to a chat, or to token ids."""
+        """Return the answer to a text as it is, to a chat, or to token ids.
+
+        Args:
+            prompt: The text, where neither messages nor ids are given.
+            messages: The chat.
+            token_ids: The prompt's ids.
+            options: They are those of `isthmus.Options`; None is as if one were left out.
+
+        Raises:
+            IsthmusError: what the call failed with.
+        """
         return await self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
 
     async def answers(
@@ -265,8 +275,9 @@ class AsyncClient(BaseClient[AsyncStream]):
 
         Args:
             interval_s: The seconds between two of them, at most.
-            tenant: Whose requests are told; None is the client's own tenant.
-            all_tenants: Whether everybody's are told, which needs an operator's key where keys are asked for.
+            tenant: The tenant whose requests are told; None is the client's own.
+            all_tenants: Everybody's requests are told, which needs an operator's key where keys are asked
+                for.
             timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
         """
         request = self._watch_request(interval_s, tenant, all_tenants)

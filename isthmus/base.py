@@ -1,4 +1,4 @@
-"""What the blocking and the asynchronous client have in common: all but waiting.
+"""The blocking and the asynchronous client have this in common: all but waiting.
 
 The blocking one is none over the other: once grpc.aio has run in a process, a child that is forked from it
 crashes in gRPC (its poller keeps gRPC's fork handlers from running), and with the blocking API it does not.
@@ -26,12 +26,12 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 _TIMEOUT_S = 600.0
 Ended = Callable[[Answer], None]
 Metadata = tuple[tuple[str, str], ...]
-# `sleep` of a client and of its streams: time.sleep or asyncio.sleep.
+# A client and its streams sleep by time.sleep or by asyncio.sleep.
 Sleep = Callable[[float], Any]
 
 
 class BaseStream:
-    """An answer as it comes.
+    """An answer comes in pieces.
 
     made --(first iteration)--> sent --> pieces ... --> ended: `answer` is there
               ^ pause |                    | left, closed, failed: the call is cancelled, the router stops
@@ -47,7 +47,7 @@ class BaseStream:
         sleep: Sleep,
         ended: Ended | None = None,
     ) -> None:
-        self.request_id = call.request.request_id  # of the attempt that runs
+        self.request_id = call.request.request_id  # It is that of the attempt that runs.
         self._stub = stub
         self._call = call
         self._make_attempts = make_attempts
@@ -102,7 +102,7 @@ class Asks(Protocol[StreamT_co]):
 
 
 class BaseConversation(Generic[StreamT_co]):
-    """A conversation whose turns find the KV of those before; made by a client's `conversation`.
+    """A conversation's turns find the KV of those before; a client's `conversation` makes it.
 
     Past answers go back as the ids that were generated, under one conversation id: the rank that holds the KV
     of the turns before gets the next one. There is one turn at a time. A turn that fails, or is left before
@@ -119,7 +119,6 @@ class BaseConversation(Generic[StreamT_co]):
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said so far."""
         return list(self._history.messages)
 
     def stream(self, text: str | None = None, **options: Unpack[Options]) -> StreamT_co:
@@ -155,7 +154,7 @@ class BaseClient(Generic[StreamT_co]):
         model: The model of every request that names no other.
         tenant: The tenant of every request that names no other.
         timeout: The seconds that a call with all its attempts may take; None leaves that to the router.
-        retries: When a call that failed is tried again.
+        retries: They say when a call that failed is tried again.
         clock: The tests' clock.
         chance: The tests' dice.
     """

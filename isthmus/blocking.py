@@ -1,4 +1,4 @@
-"""The client whose calls wait; threads may share one."""
+"""This client's calls wait; threads may share one."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,8 +22,8 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 
 
 class Stream(BaseStream):
-    """An answer as it comes. Iterate over it once: nothing is sent before. Leaving the loop, or the `with`,
-    stops the answer. Any thread may close it."""
+    """Yields an answer as it comes. Iterate over it once: nothing is sent before. Leaving the loop, or the
+    `with`, stops the answer. Any thread may close it."""
 
     def __iter__(self) -> Generator[Piece, None, None]:
         """Yield the answer's pieces. Raises what the call failed with."""
@@ -73,7 +73,7 @@ class Stream(BaseStream):
 
 
 class Conversation(BaseConversation[Stream]):
-    """A conversation over a Client, made by its `conversation`."""
+    """Holds a conversation over a Client, whose `conversation` makes it."""
 
     def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
         """Return the answer to the text, or without one to the results of tools that were given since.
@@ -140,7 +140,17 @@ class Client(BaseClient[Stream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Return the answer to a text as it is, to a chat, or to token ids."""
+        """Return the answer to a text as it is, to a chat, or to token ids.
+
+        Args:
+            prompt: The text, where neither messages nor ids are given.
+            messages: The chat.
+            token_ids: The prompt's ids.
+            options: They are those of `isthmus.Options`; None is as if one were left out.
+
+        Raises:
+            IsthmusError: what the call failed with.
+        """
         return self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
 
     def answers(
@@ -233,8 +243,9 @@ class Client(BaseClient[Stream]):
 
         Args:
             interval_s: The seconds between two of them, at most.
-            tenant: Whose requests are told; None is the client's own tenant.
-            all_tenants: Whether everybody's are told, which needs an operator's key where keys are asked for.
+            tenant: The tenant whose requests are told; None is the client's own.
+            all_tenants: Everybody's requests are told, which needs an operator's key where keys are asked
+                for.
             timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
         """
         request = self._watch_request(interval_s, tenant, all_tenants)

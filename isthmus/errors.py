@@ -1,16 +1,16 @@
-"""What calls raise, named by what the caller can do next; each carries the router's own sentence."""
+"""Calls raise these errors, named by what the caller can do next; each carries the router's own sentence."""
 
 from collections.abc import Mapping
 
 import grpc
 
-_ERROR_KEY = "isthmus-error"  # trailing metadata: the router's own name for what it raised
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's: when to come again
+_ERROR_KEY = "isthmus-error"  # It is trailing metadata: the router's own name for what it raised.
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # It is gRPC's, and says when to come again.
 
 
 class IsthmusError(Exception):
-    """Any error of this package. `code` is gRPC's, None where no call failed; `retry_after_s` is what the
-    router asked for, None where it did not say."""
+    """All errors of this package are of this class. `code` is gRPC's, None where no call failed;
+    `retry_after_s` is what the router asked for, None where it did not say."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Forbidden(IsthmusError):
 
 
 class NotFound(IsthmusError):
-    """What the request names, a model for one, does not exist."""
+    """The request names what does not exist, a model for one."""
 
 
 class AlreadyRunning(IsthmusError):
@@ -90,19 +90,21 @@ _BY_STATUS: Mapping[grpc.StatusCode, type[IsthmusError]] = {
 
 
 def error_from(error: grpc.RpcError) -> IsthmusError:
-    """What a failed call of gRPC's says, the blocking or the asynchronous one's."""
+    """Return what a failed call of gRPC's says, the blocking or the asynchronous one's."""
     code, details = error.code(), error.details() or ""
     metadata = dict(error.trailing_metadata() or ())
     cls = _BY_STATUS.get(code, ServerFailed)
     if metadata.get(_ERROR_KEY) == ContextExceeded.__name__:
         cls = ContextExceeded
-    if cls is Overloaded and "larger than max" in details:  # gRPC's own sentence; waiting makes it no smaller
+    # It is gRPC's own sentence; waiting makes it no smaller.
+    if cls is Overloaded and "larger than max" in details:
         cls = InvalidRequest
     return cls(details or code.name, code, _pushback_s(metadata.get(_PUSHBACK_KEY)))
 
 
 def _pushback_s(text: str | bytes | None) -> float | None:
-    """gRPC's A6: what is no number, or is negative, says that one should not come again."""
+    """Return the seconds to wait by gRPC's A6: what is no number, or is negative, says that one should not
+    come again."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What an answer must be, and what it then is as a value."""
+"""A format says what an answer must be, and what it then is as a value."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,12 @@ class Format:
 
 
 def format_of(given: Mapping[str, Any]) -> Format | None:
-    """Of `json_schema` (a dict, its JSON, or a class such as pydantic's), `json_object`, `regex`, `grammar`
-    and `choice` (some texts), as far as they are not None. Raises InvalidRequest where there are two."""
+    """Return the format that is asked for, or None.
+
+    It is one of `json_schema` (a dict, its JSON, or a class such as pydantic's), `json_object`, `regex`,
+    `grammar` and `choice` (some texts), as far as they are not None. Raises InvalidRequest where there are
+    two.
+    """
     wanted = {name: given[name] for name in NAMES if given.get(name) not in (None, False)}
     if len(wanted) > 1:
         raise InvalidRequest(f"an answer has one format, not {' and '.join(wanted)}")

@@ -1,6 +1,6 @@
-"""Python functions as tools: their schema from their type hints, and their calls.
+"""Python functions become tools: their schema comes from their type hints, and their calls are made.
 
-Taken are str, int, float, bool, None, Literal, list, dict with str keys, unions of these and Any: what JSON
+str, int, float, bool, None, Literal, list, dict with str keys, unions of these and Any are taken: what JSON
 has. Annotated[T, "a sentence"] describes a parameter. Anything else is refused by name rather than guessed
 at.
 """
@@ -31,9 +31,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def tool_of(given: AnyTool, strict: bool = False) -> Tool:
-    """A function is called by its name and described by its docstring.
+    """Return the tool of a function, which is called by its name and described by its docstring.
 
-    Raises InvalidRequest, naming the parameter that JSON has no type for.
+    Args:
+        given: The function, or a Tool, which is returned as it is.
+        strict: The model's arguments are held to the schema.
+
+    Raises:
+        InvalidRequest: JSON has no type for a parameter, which is named.
     """
     if isinstance(given, Tool):
         return given
@@ -80,8 +85,8 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def result_of(tools: Sequence[Tool], call: ToolCall) -> tuple[Callable[[], Any] | None, str]:
-    """What to call for it; or None, and the sentence for the model: it named no tool, or gave what it does
-    not take."""
+    """Return what to call, and an empty text; or None, and the sentence for the model: it named no tool,
+    or gave what it does not take."""
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         return None, f"error: there is no tool {call.name}"
@@ -96,5 +101,5 @@ def result_of(tools: Sequence[Tool], call: ToolCall) -> tuple[Callable[[], Any] 
 
 
 def text_of(result: Any) -> str:
-    """Texts as they are, anything else as JSON. Raises TypeError for what is neither."""
+    """Return a text as it is, and anything else as JSON. Raises TypeError for what is neither."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

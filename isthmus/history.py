@@ -1,4 +1,4 @@
-"""The turns of a conversation. Pure: a turn that fails leaves no trace."""
+"""A conversation's turns are kept here: one that fails leaves no trace."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from isthmus.errors import InvalidRequest
 from isthmus.values.answer import Answer
 from isthmus.values.message import Message, ToolCall
 
-_CUTTING = ("stop", "stop_token_ids")  # what ends an answer so is among its ids, and was not said
+_CUTTING = ("stop", "stop_token_ids")  # What ends an answer by these is among its ids, and was not said.
 
 
 class History:
@@ -17,7 +17,7 @@ class History:
         self.messages = list(messages)
 
     def asked(self, text: str | None) -> list[Message]:
-        """What is sent next. Raises InvalidRequest where there is nothing to answer."""
+        """Return what is sent next. Raises InvalidRequest where there is nothing to answer."""
         question = [] if text is None else [Message("user", text)]
         asked = [*self.messages, *question]
         if not asked or asked[-1].role not in ("user", "tool"):
@@ -25,14 +25,14 @@ class History:
         return asked
 
     def keep(self, asked: Sequence[Message], answer: Answer, options: Mapping[str, Any]) -> None:
-        """`asked` and its answer, unless that was stopped from outside."""
+        """Keep `asked` and its answer, unless that was stopped from outside."""
         if answer.finish_reason == "aborted":
             return
         exact = not any(options.get(name) for name in _CUTTING)
         self.messages = [*asked, answer.message(exact)]
 
     def add_result(self, call: ToolCall | str, content: str) -> None:
-        """Of a call of the last answer. Raises InvalidRequest where none such waits."""
+        """Add the result of a call of the last answer. Raises InvalidRequest where none such waits."""
         call_id = call if isinstance(call, str) else call.id
         if call_id not in self.waiting:
             raise InvalidRequest(f"no call {call_id!r} waits for a result")
@@ -40,7 +40,7 @@ class History:
 
     @property
     def waiting(self) -> dict[str, ToolCall]:
-        """Calls of the last answer without a result, by id."""
+        """Return the last answer's calls without a result, by id."""
         calls: dict[str, ToolCall] = {}
         for message in self.messages:
             if message.role == "assistant":
@@ -51,7 +51,7 @@ class History:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest: a conversation goes on from one answer."""
+    """Raise InvalidRequest for several answers: a conversation goes on from one."""
     if options.get("n") not in (None, 1):
         raise InvalidRequest(
             "a conversation has one answer to each question: leave n out, or use client.answers"

@@ -1,4 +1,4 @@
-"""A request as keyword arguments, and as the API's message. Pure."""
+"""A request is given as keyword arguments, and becomes the API's message."""
 
 import json
 import secrets
@@ -13,12 +13,12 @@ from isthmus.functions import AnyTool, tool_of
 from isthmus.values.message import Message, message_of, message_to_proto, tool_to_proto
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-MAX_ID_CHARS = 128  # the router's
+MAX_ID_CHARS = 128  # It is the router's.
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen; common.proto says more. What is left out, or None, is what the model's own
-    generation_config.json states, if the router heeds it, and else no constraint."""
+    """Tokens are chosen by these; common.proto says more. What is left out, or None, is what the model's
+    own generation_config.json states, if the router heeds it, and else no constraint."""
 
     temperature: float | None
     top_p: float | None
@@ -39,7 +39,7 @@ class Sampling(TypedDict, total=False):
     include_stop_str_in_output: bool
     prompt_logprobs: int | None
     prompt_logprobs_start: int
-    json_schema: Any  # a dict, its JSON, or a class with model_json_schema
+    json_schema: Any  # It is a dict, its JSON, or a class with model_json_schema.
     json_object: bool
     regex: str | None
     grammar: str | None
@@ -47,23 +47,23 @@ class Sampling(TypedDict, total=False):
 
 
 class Options(Sampling, total=False):
-    """What else a request may have. Those of chats are refused with other prompts."""
+    """A request may have these, too. Those of chats are refused with other prompts."""
 
     model: str
     conversation_id: str
     tenant: str
-    request_id: str  # default: drawn here
+    request_id: str  # It is drawn here where it is left out.
     priority: int
-    add_special_tokens: bool | None  # of a text
+    add_special_tokens: bool | None  # It is for a text.
     n: int | None
     best_of: int | None
     tools: Sequence[AnyTool] | None
-    tool_choice: str | None  # auto, none, required, or a tool's name
+    tool_choice: str | None  # It is auto, none, required, or a tool's name.
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     raw_answer: bool
     continue_final_message: bool
-    timeout: float | None  # seconds for all of it
+    timeout: float | None  # It is in seconds, for all of it.
 
 
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -96,7 +96,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of the three."""
+    """A prompt is a text, a chat or ids. Raises InvalidRequest where it is not one of the three."""
 
     text: str | None = None
     messages: Messages | None = None
@@ -110,14 +110,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`parse`: what makes a value of the answer's text; None: the text is all there is."""
+    """`parse` makes a value of the answer's text; where it is None the text is all there is."""
 
     request: generation_pb2.GenerateRequest
     parse: Parse | None
 
     def attempt(self, number: int) -> generation_pb2.GenerateRequest:
-        """The request of the number-th attempt, from 0: an id of its own, for the one before may still
-        run."""
+        """Return the request of the number-th attempt, from 0: it has an id of its own, for the one before
+        may still run."""
         if number == 0:
             return self.request
         again, suffix = generation_pb2.GenerateRequest(), f".{number + 1}"
@@ -127,7 +127,10 @@ class Call:
 
 
 def call_of(prompt: Prompt, options: Mapping[str, Any]) -> Call:
-    """`options`: of Options, but for the timeout. Raises InvalidRequest, naming what is wrong."""
+    """Return the call that asks for an answer to the prompt.
+
+    `options` are those of Options, but for the timeout. Raises InvalidRequest, naming what is wrong.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := sorted(set(given) - _KNOWN):
         raise InvalidRequest(f"there is no option {', '.join(unknown)}")
@@ -146,7 +149,7 @@ def call_of(prompt: Prompt, options: Mapping[str, Any]) -> Call:
 
 
 def _message(kind: Any, given: Mapping[str, Any], where: str) -> Any:
-    """protobuf's own sentences do not name the field."""
+    """Return the message. Raises InvalidRequest, as protobuf's own sentences do not name the field."""
     made = kind()
     for name, value in given.items():
         try:

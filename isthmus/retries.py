@@ -1,4 +1,4 @@
-"""When a call that failed is tried again. Pure, but for the clock and the chance that it is given.
+"""Some calls that failed are tried again.
 
 attempt --> Unavailable, Overloaded, nothing has come yet --> pause --> attempt ...
         --> anything else, the last attempt, or no time for the pause --> the error is raised
@@ -12,9 +12,12 @@ from isthmus.errors import DeadlineExceeded, IsthmusError, Overloaded, Unavailab
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """At most `attempts` in all. The n-th pause is drawn from the upper half of first_s * 2**(n-1), which
-    grows up to longest_s; where the router says when to come again it is that and a draw more. `attempts=1`:
-    none."""
+    """There are at most `attempts` in all; 1 is no retry.
+
+    The n-th pause is drawn from the upper half of first_s * 2**(n-1) seconds, which grows up to longest_s;
+    where the router says when to come again it is that and a draw more. Raises ValueError where these cannot
+    be.
+    """
 
     attempts: int = 5
     first_s: float = 0.2
@@ -25,8 +28,8 @@ class Retries:
             raise ValueError("retries take attempts of 1 or more, and 0 <= first_s <= longest_s")
 
     def pause_s(self, failed: int, error: IsthmusError, chance: float) -> float | None:
-        """After `failed` attempts, of which the last one failed with `error`; `chance` is in [0, 1). None: it
-        is not to be tried again."""
+        """Return the seconds to wait after `failed` attempts, of which the last one failed with `error`;
+        None says that it is not to be tried again. `chance` is in [0, 1)."""
         if failed >= self.attempts or not isinstance(error, Unavailable | Overloaded):
             return None
         if error.retry_after_s == float("inf"):
@@ -38,8 +41,8 @@ class Retries:
 
 
 class Attempts:
-    """Of one call, which has `timeout_s` in all; None: the router bounds it. `check_open` raises once the
-    client is closed."""
+    """Counts the attempts of one call, which has `timeout_s` in all; with None the router bounds it.
+    `check_open` raises once the client is closed."""
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class Attempts:
         self._deadline = None if timeout_s is None else clock() + timeout_s
 
     def left_s(self) -> float | None:
-        """For the next attempt. Raises DeadlineExceeded when there is nothing left, and as `check_open`."""
+        """Return the seconds for the next attempt, or None. Raises DeadlineExceeded when there is nothing
+        left, and as `check_open`."""
         self._check_open()
         if self._deadline is None:
             return None
@@ -67,7 +71,7 @@ class Attempts:
         return left_s
 
     def pause_s(self, error: IsthmusError) -> float:
-        """Before the next one. Raises `error` when that is the end."""
+        """Return the seconds to wait before the next attempt. Raises `error` when that is the end."""
         self.failed += 1
         pause_s = self._retries.pause_s(self.failed, error, self._chance())
         if pause_s is None or (self._deadline is not None and self._clock() + pause_s >= self._deadline):

@@ -1,1 +1,1 @@
-"""What goes to a router and comes back, as values."""
+"""These values go to a router and come back."""

@@ -1,4 +1,4 @@
-"""Answers, whole and in pieces."""
+"""An answer comes in pieces, and is whole at its end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Parse = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """Of the answer's call number `index`; id and name come with its first piece."""
+    """A piece of the answer's call number `index` has come; id and name come with its first one."""
 
     index: int
     id: str
@@ -26,7 +26,7 @@ class ToolCallPiece:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What has come of an answer since the piece before. `index`: which of several answers it is of."""
+    """This has come of an answer since the piece before; `index` says of which of several answers."""
 
     text: str = ""
     reasoning: str = ""
@@ -38,12 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer.
+    """An answer is whole.
 
-    `finish_reason`: stop, length, tool_calls, capacity (no rank's pool holds more) or aborted. `usage` is of
-    `placement`, which is where it began; `placements` are all that generated, `totals` their sums.
+    `finish_reason` is stop, length, tool_calls, capacity (no rank's pool holds more) or aborted. `usage` is
+    of `placement`, which is where it began; `placements` are all that generated, `totals` their sums.
     `answer_id` names it for a later chat. `prompt_token_ids` and `prompt_logprobs` are the first answer's
-    alone. `left_out`, with best_of: what the answers took that are not told.
+    alone. `left_out`, with best_of, is what the answers took that are not told.
     """
 
     request_id: str
@@ -68,8 +68,7 @@ class Answer:
 
     @property
     def parsed(self) -> Any:
-        """What the text is as JSON, or as the class whose schema it follows; None where no JSON was asked
-        for.
+        """The text as JSON, or as the class whose schema it follows; None where no JSON was asked for.
 
         Raises IncompleteAnswer when it ended before it was whole, or calls tools instead.
         """
@@ -80,8 +79,11 @@ class Answer:
         return self._parse(self.text)
 
     def message(self, exact: bool = True) -> Message:
-        """As a past turn of a chat. With `exact` what has neither thinking nor calls comes back as its ids,
-        which any router takes; else the router that gave the answer finds them by `answer_id`."""
+        """Return the answer as a past turn of a chat.
+
+        With `exact` what has neither thinking nor calls comes back as its ids, which any router takes; else
+        the router that gave the answer finds them by `answer_id`.
+        """
         plain = exact and not (self.reasoning or self.tool_calls)
         return Message(
             "assistant",
@@ -94,7 +96,7 @@ class Answer:
 
 
 class Growing:
-    """One answer while its responses come."""
+    """Grows one answer as its responses come."""
 
     def __init__(self, parse: Parse | None = None) -> None:
         self._parse = parse
@@ -129,7 +131,7 @@ class Growing:
         )
 
     def answer(self) -> Answer:
-        """Raises IncompleteAnswer before its end has come."""
+        """Return the answer. Raises IncompleteAnswer before its end has come."""
         if self._last is None:
             raise IncompleteAnswer("the answer has not ended: read its stream to the end")
         finish = self._last.finish
@@ -173,7 +175,7 @@ def _logprobs_of(given: Sequence[common_pb2.TokenLogprobs]) -> tuple[TokenLogpro
 
 
 class GrowingAnswers:
-    """All answers of one request, by their index."""
+    """Grows all answers of one request, by their index."""
 
     def __init__(self, parse: Parse | None = None) -> None:
         self._parse = parse
@@ -183,7 +185,7 @@ class GrowingAnswers:
         return self._growing.setdefault(response.index, Growing(self._parse)).add(response)
 
     def answers(self) -> list[Answer]:
-        """Raises IncompleteAnswer before all have ended."""
+        """Return the answers. Raises IncompleteAnswer before all have ended."""
         if not self._growing:
             raise IncompleteAnswer("the answer has not begun: read its stream")
         return [self._growing[index].answer() for index in sorted(self._growing)]

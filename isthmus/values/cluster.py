@@ -1,5 +1,5 @@
-"""What a router tells of its ranks and of its choices. Field by field as in generation.proto, which says
-more."""
+"""A router tells this of its ranks and of its choices. The fields are those of generation.proto, which
+says more."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way that a request could go, and its price; `excluded` says why it cannot be chosen."""
+    """A request could go this way, at this price; `excluded` says why it cannot be chosen."""
 
     decode: RankId | None
     prefill: RankId | None
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a request would go; `candidates` come cheapest first, then those without a price."""
+    """A request would go to `chosen`; `candidates` come cheapest first, then those without a price."""
 
     prompt_tokens: int
     candidates: tuple[Candidate, ...]
@@ -99,7 +99,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """`role`: prefill or decode; `state`: live, suspect or draining."""
+    """`role` is prefill or decode; `state` is live, suspect or draining."""
 
     rank: RankId
     role: str
@@ -124,7 +124,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """`degraded`: why the router places by what it remembers; empty: it does not."""
+    """`degraded` says why the router places by what it remembers; it is empty where it does not."""
 
     ranks: tuple[RankStatus, ...]
     staleness_s: float

@@ -1,4 +1,4 @@
-"""The turns of a chat, the calls of tools in them, and the tools."""
+"""A chat has turns, with the calls of tools in them, and tools."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,8 @@ class ToolCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Raises InvalidRequest when they are no JSON object; of an answer's calls they are."""
+        """The arguments by name. Raises InvalidRequest when they are no JSON object; an answer's calls
+        have one."""
         try:
             value = json.loads(self.arguments_json or "{}")
         except ValueError as error:
@@ -31,8 +32,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`role`: system, developer, user, assistant or tool. Of a past answer `token_ids` or `answer_id` bring
-    its own ids back, so that what is cached of it is found."""
+    """`role` is system, developer, user, assistant or tool. A past answer's `token_ids` or `answer_id`
+    bring its own ids back, so that what is cached of it is found."""
 
     role: str
     content: str = ""
@@ -47,8 +48,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is a JSON schema; empty: it takes none. `function`, where there is one, is what
-    `Conversation.run` calls."""
+    """`parameters` is a JSON schema; where it is empty the tool takes none. `function`, where there is
+    one, is what `Conversation.run` calls."""
 
     name: str
     description: str = ""
@@ -61,7 +62,7 @@ _FIELDS = {member.name for member in fields(Message)}
 
 
 def message_of(given: Message | Mapping[str, Any], where: str) -> Message:
-    """Raises InvalidRequest, naming what is not known of `where`."""
+    """Return the message. Raises InvalidRequest, naming what is not known of `where`."""
     if isinstance(given, Message):
         return given
     if unknown := sorted(set(given) - _FIELDS):

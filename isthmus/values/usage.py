@@ -1,4 +1,5 @@
-"""What an answer cost and where it was made. Field by field as in generation.proto, which says more."""
+"""An answer had its costs, and was made somewhere. The fields are those of generation.proto, which says
+more."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RankId:
-    """One life of a rank."""
+    """One incarnation of a rank has this id."""
 
     worker: str
     rank: int
@@ -18,8 +19,8 @@ class RankId:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens and bytes. prompt_tokens = reused_tokens + computed_tokens; under plan remote it is also
-    decode_prefix_len + delta_tokens: what the decode rank held, and what crossed."""
+    """These count tokens and bytes. prompt_tokens = reused_tokens + computed_tokens; under plan remote it
+    is also decode_prefix_len + delta_tokens: what the decode rank held, and what crossed."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -30,7 +31,7 @@ class Usage:
     prefill_prefix_len: int = 0
     kv_bytes_moved: int = 0
     kv_bytes_saved: int = 0
-    drift_tokens: int | None = None  # None: the router has not seen the conversation
+    drift_tokens: int | None = None  # None says that the router has not seen the conversation.
     carried_bytes: Mapping[str, int] = field(default_factory=dict)
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -40,7 +41,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Seconds to the first token; all but first_token_s add up to it."""
+    """These are seconds to the first token; all but first_token_s add up to it."""
 
     tokenize_s: float = 0.0
     route_s: float = 0.0
@@ -56,8 +57,8 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`plan`: remote, a prefill rank computed the prompt, or local. `usage` is None where it generated
-    nothing."""
+    """`plan` is remote, where a prefill rank computed the prompt, or local. `usage` is None where it
+    generated nothing."""
 
     decode: RankId
     prefill: RankId | None
@@ -70,7 +71,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a request's placements."""
+    """These are sums over a request's placements."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -85,7 +86,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithm. `rank`, of a prompt's tokens: 1 and how many are more probable there; else 0."""
+    """The logarithm is natural. `rank` is, of a prompt's tokens, 1 and how many are more probable there;
+    else 0."""
 
     token_id: int
     logprob: float
@@ -94,8 +96,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token, from the model's logits before biases, penalties and temperature; `top`: the most
-    probable first."""
+    """They are of one token, from the model's logits before biases, penalties and temperature; `top` has
+    the most probable first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]

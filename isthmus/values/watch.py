@@ -1,4 +1,5 @@
-"""What happens on a router, as it happens. Field by field as in generation.proto, which says more."""
+"""A router tells what happens there, as it happens. The fields are those of generation.proto, which says
+more."""
 
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """As an Answer has it."""
+    """An Answer has the same."""
 
     reason: str
     matched_stop: str
@@ -39,7 +40,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """`outcome`: ok, aborted, or the name of the status that it failed with. `ended_at_s` is Unix time;
+    """`outcome` is ok, aborted, or the name of the status that it failed with. `ended_at_s` is Unix time;
     `finish` is None where it failed before."""
 
     request_id: str
@@ -59,8 +60,9 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNews:
-    """`ranks`: first all, then those that changed; `gone` are not known any more. `running` is all that runs
-    now, at most 1,000 of `num_running`; `finished` since the news before, but for `dropped` in all."""
+    """`ranks` are first all, then those that changed; `gone` are not known any more. `running` is all that
+    runs now, at most 1,000 of `num_running`; `finished` are those since the news before, but for `dropped`
+    in all."""
 
     ranks: tuple[RankStatus, ...]
     gone: tuple[RankId, ...]
