@@ -60,12 +60,12 @@ class BaseStream:
 
     @property
     def answer(self) -> Answer:
-        """The first answer. Raises IncompleteAnswer before the end."""
+        """Return the first answer. Raises IncompleteAnswer before the end."""
         return self.answers[0]
 
     @property
     def answers(self) -> list[Answer]:
-        """All answers, where `n` asked for several. Raises IncompleteAnswer before the end."""
+        """Return all answers, where `n` asked for several. Raises IncompleteAnswer before the end."""
         return self._growing.answers()
 
     def close(self) -> None:

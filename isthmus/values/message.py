@@ -19,8 +19,8 @@ class ToolCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name. Raises InvalidRequest when they are no JSON object; an answer's calls
-        have one."""
+        """Return the arguments by name. Raises InvalidRequest when they are no JSON object; an answer's
+        calls have one."""
         try:
             value = json.loads(self.arguments_json or "{}")
         except ValueError as error:

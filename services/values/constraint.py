@@ -45,7 +45,7 @@ class Constraint:
 
     @property
     def text(self) -> str:
-        """The one text of a kind that has one."""
+        """Return the one text of a kind that has one."""
         (only,) = self.texts
         return only
 

@@ -5,7 +5,7 @@ from typing import Self
 
 
 class IsthmusError(Exception):
-    """We raise it on purpose."""
+    """Every error that we raise on purpose is one of these."""
 
 
 # A sentence of the API that is about one field of it begins so.

@@ -33,10 +33,10 @@ class PageRun:
 class GroupKind(Enum):
     """A group's layers remember this of a sequence."""
 
-    FULL_ATTENTION = "full_attention"  # They keep K and V of every token.
-    SLIDING_WINDOW = "sliding_window"  # They keep K and V of the last `window` tokens.
-    CHUNKED_WINDOW = "chunked_window"  # They keep K and V since the last multiple of `window`.
-    RECURRENT = "recurrent"  # They keep one state of a fixed size.
+    FULL_ATTENTION = "full_attention"  # Such layers keep K and V of every token.
+    SLIDING_WINDOW = "sliding_window"  # Such layers keep K and V of the last `window` tokens.
+    CHUNKED_WINDOW = "chunked_window"  # Such layers keep K and V since the last multiple of `window`.
+    RECURRENT = "recurrent"  # Such layers keep one state of a fixed size.
 
     @property
     def is_windowed(self) -> bool:
@@ -52,13 +52,13 @@ class KvGroup:
 
     kind: GroupKind
     layer_ids: tuple[int, ...]
-    num_kv_heads: int  # It is of keys, or of the latent.
+    num_kv_heads: int  # It is 0 with RECURRENT, and 1 with a latent.
+    head_dim: int  # It is of keys, or of the latent.
     # It is float32, bfloat16 or float16; where a state has several, it is the attention's beside it.
-    head_dim: int
-    dtype: str  # None stands for head_dim, and 0 for a latent, which has no values.
-    v_head_dim: int | None = None  # It counts tokens, the own one too; 0 says that there is none.
-    window: int = 0  # It is over all layers; 0 stands for the layout's page_bytes.
-    unit_bytes: int = 0  # over all layers; 0: the layout's page_bytes
+    dtype: str
+    v_head_dim: int | None = None  # None stands for head_dim, and 0 for a latent, which has no values.
+    window: int = 0  # It counts tokens, the own one too; 0 says that there is none.
+    unit_bytes: int = 0  # It is over all layers; 0 stands for the layout's page_bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,17 @@ class KvLayout:
 
     @property
     def carried(self) -> tuple[KvGroup, ...]:
-        """Groups 1, 2, ... stand beside full attention."""
+        """Return groups 1, 2, ...: those beside full attention."""
         return self.groups[1:]
 
     @property
     def draft_group(self) -> tuple[KvGroup, ...]:
-        """The draft model's group, if there is one: its pool comes behind those of the groups."""
+        """Return the draft model's group, if there is one: its pool comes behind those of the groups."""
         return (self.draft.group,) if self.draft is not None else ()
 
     @property
     def unit_bytes(self) -> tuple[int, ...]:
-        """The bytes of a unit of each pool, by group, and then the draft model's."""
+        """Return the bytes of a unit of each pool, by group, and then the draft model's."""
         return (self.page_bytes, *(group.unit_bytes for group in (*self.carried, *self.draft_group)))
 
     def shared_with(self, peer: "KvLayout") -> "KvLayout":

@@ -19,8 +19,6 @@ class CarriedPool:
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """One source of drafts has these counts."""
-
     source: str  # It is lookup, tree, ngrams or draft.
     drafted: int  # These are tokens since the rank's start.
     accepted: int  # They are among those.
@@ -76,7 +74,7 @@ class RankLoad:
 
     @property
     def token_s(self) -> float:
-        """The seconds between two tokens of a sequence."""
+        """Return the seconds between two tokens of a sequence."""
         return self.step_s / max(1.0, self.tokens_per_step)
 
     @property

@@ -41,5 +41,6 @@ class Registration:
 
     @property
     def tells_resume_points(self) -> bool:
-        """A rank that tells none can go on computing wherever it holds, as far as is known."""
+        """Return whether the rank tells where it can go on. One that does not can, as far as is known,
+        wherever it holds."""
         return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities

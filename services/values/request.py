@@ -27,7 +27,8 @@ _MAX_BAD_IDS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Tokens are chosen by these; the fields are those of common.proto, with the defaults filled in.
+    """Tokens are chosen by these parameters; the fields are those of common.proto, with the defaults filled
+    in.
 
     Raises InvalidRequest, naming the field, when a value is out of its range.
     """
@@ -138,12 +139,12 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """A token may be chosen by how often it was chosen before."""
+        """Return whether a token is chosen by how often it was chosen before."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def heeds_output(self) -> bool:
-        """A token may be chosen by what was generated before, beside the model's reading of it."""
+        """Return whether a token is chosen by what was generated before, beside the model's reading of it."""
         looks_back = any(len(ids) > 1 for ids in self.bad_token_ids)
         return self.penalizes or looks_back or self.constraint is not None
 
@@ -200,7 +201,7 @@ class GenerationRequest:
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        """Any of these ids ends the answer; there may be a thousand."""
+        """Return the ids any of which ends the answer; there may be a thousand."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return frozenset((*self.sampling.stop_token_ids, *eos))
 
@@ -212,8 +213,8 @@ class GenerationRequest:
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """The ids whose KV must be there before the next token are the prompt's, and then the output's so
-        far."""
+        """Return the ids whose KV must be there before the next token: the prompt's, and then the output's
+        so far."""
         return self.prompt_ids + self.output_ids_so_far
 
 
@@ -239,8 +240,6 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """A prefill rank did this for a request."""
-
     first_token_id: int
     first_token_logprobs: TokenLogprobs | None
     prefill_prefix_len: int
@@ -275,13 +274,13 @@ class Admitted:
 
     @property
     def reused_tokens(self) -> int:
-        """The tokens of the prompt that the rank which computed it had cached. Under plan remote, what
-        decode had cached saved bytes, not compute."""
+        """Return the tokens of the prompt that the rank which computed it had cached. Under plan remote,
+        what decode had cached saved bytes, not compute."""
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
 
     @property
     def delta_tokens(self) -> int:
-        """The tokens of the prompt whose KV crossed to the decode rank."""
+        """Return the tokens of the prompt whose KV crossed to the decode rank."""
         return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
 
     @property
@@ -290,7 +289,7 @@ class Admitted:
 
     @property
     def rank_s(self) -> float:
-        """The seconds from the request's arrival at the decode rank to its first token."""
+        """Return the seconds from the request's arrival at the decode rank to its first token."""
         queues_s = self.decode_queue_s + self.prefill_queue_s
         return queues_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
 
@@ -310,7 +309,7 @@ class Output:
 
     @property
     def is_tokens_alone(self) -> bool:
-        """There may be nothing else to tell."""
+        """Return whether there is nothing else to tell."""
         told = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
         return not told
 

@@ -10,7 +10,6 @@ class JoinedResponses:
         self._reasonings: list[str] = []
 
     def add(self, response: GenerateResponse) -> None:
-        """Add the next response."""
         self._texts.append(response.text)
         self._reasonings.append(response.reasoning)
         self._joined.MergeFrom(response)  # The lists grow; texts and finish are replaced.

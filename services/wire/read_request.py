@@ -66,7 +66,6 @@ def _read_apart(message: bytes) -> ReadRequest | None:
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
-    """Yield the fields of the message there. Raises ValueError, IndexError."""
     for _ in range(_MOST_FIELDS):
         if at == end:
             return

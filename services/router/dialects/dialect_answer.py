@@ -33,7 +33,7 @@ class Answer(Protocol):
 
     @property
     def ping(self) -> Event | None:
-        """The event that a stream sends while there is nothing to tell; None stands for a comment."""
+        """Return the event that a stream sends while there is nothing to tell; None stands for a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
         """Return the whole of each answer's joined responses, which come by their indexes. Raises Aborted

@@ -47,7 +47,8 @@ class Call:
 
     @property
     def num_answers(self) -> int:
-        """The number of answers to all prompts. An answer's index is prompt * answers_each + answer."""
+        """Return the number of answers to all prompts. An answer's index is prompt * answers_each +
+        answer."""
         return len(self.requests) * self.answers_each
 
 

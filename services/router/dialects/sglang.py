@@ -65,7 +65,7 @@ def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
 
 @dataclass(slots=True)
 class ToldTokens:
-    """The tokens of a prompt, or those of an answer so far, are told so."""
+    """These tokens of a prompt, or of an answer so far, are told."""
 
     tokens: list[_Told] = field(default_factory=list)
     top: list[list[_Told] | None] = field(default_factory=list)

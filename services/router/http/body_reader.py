@@ -32,7 +32,7 @@ _LONG_BODY = 64 << 10  # It is in bytes; every stream on the loop would feel the
 
 
 class CountedBodies:
-    """ASGI middleware that holds what BodyReader keeps of a body until its request has been answered: what
+    """This ASGI middleware holds what BodyReader keeps of a body until its request has been answered: what
     is made of it lives as long. What nobody keeps is not counted."""
 
     def __init__(self, app: ASGIApp, in_flight: BytesInFlight) -> None:

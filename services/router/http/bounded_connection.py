@@ -33,7 +33,7 @@ from services.values.errors import InvalidRequest, IsthmusError
 
 
 class HttpTls(ssl.SSLContext):
-    """A listener's context under asyncio: each new connection is under the files as they are then.
+    """asyncio takes this for a listener's context: each new connection is under the files as they are then.
 
     Contexts that are loaded anew would keep the authorities that they had: so a changed file makes another.
     """
@@ -124,8 +124,6 @@ class BoundedConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
-    # -- as asyncio and uvicorn call it -----------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         num_above = len(self.connections) - self._bounds.max_connections
@@ -161,8 +159,6 @@ class BoundedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._end("", InvalidRequest(msg))
-
-    # -- bounds -----------------------------------------------------------------------------------
 
     def _what_is_read(self) -> tuple[str, object] | None:
         if self.conn.their_state is h11.SEND_BODY:

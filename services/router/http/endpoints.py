@@ -29,7 +29,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, Model
 
 
 class Models:
-    """The endpoints of models. The router came up `created` seconds after the epoch."""
+    """Answers what models there are. The router came up `created` seconds after the epoch."""
 
     def __init__(self, generation: Generator, created: int) -> None:
         self._generation = generation
@@ -155,7 +155,7 @@ _NO_FLUSH = (
 
 
 class About:
-    """The endpoints of what a server says of itself, in the words of vLLM's and SGLang's clients.
+    """Answers what a server says of itself, in the words of vLLM's and SGLang's clients.
 
     `model_path` is the directory of the model, with its tokenizer, on this machine. An operator is told it,
     and where no keys are asked for everybody is; others are told the model's name instead.
@@ -187,7 +187,7 @@ class About:
 
 
 class Metrics:
-    """The router's metrics are on the port of its APIs, too, as vLLM and SGLang have theirs."""
+    """Shows the router's metrics on the port of its APIs, too, as vLLM and SGLang have theirs."""
 
     def __init__(self, page: MetricsPage) -> None:
         self._page = page

@@ -105,7 +105,7 @@ log = logging.getLogger(__name__)
 
 
 class Generating(Generic[CallT]):
-    """An endpoint that generates. `clock` gives seconds since the epoch, `count` is told the dialect's
+    """Answers calls for a generation. `clock` gives seconds since the epoch, `count` is told the dialect's
     name."""
 
     def __init__(

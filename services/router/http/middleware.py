@@ -17,7 +17,7 @@ from services.values.request import MAX_ID_CHARS, is_id
 
 
 class OneLength:
-    """ASGI middleware that refuses a request which gives its length twice, and closes its connection. A
+    """This ASGI middleware refuses a request which gives its length twice, and closes its connection. A
     proxy may heed Content-Length where we heed Transfer-Encoding: then what is a body to it is another
     client's request to us (RFC 9112, 6.1 and 11.2)."""
 
@@ -39,7 +39,7 @@ _NOBODY = "\0"  # No tenant has that name.
 
 
 class HttpDoor:
-    """ASGI middleware that asks every request for a key, but for those to `open_paths`. What it wraps asks
+    """This ASGI middleware asks every request for a key, but for those to `open_paths`. What it wraps asks
     `callers.current` whose it was."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:

@@ -1,4 +1,4 @@
-"""The watch of the cluster is told as server-sent events."""
+"""The watch of the cluster is sent as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping

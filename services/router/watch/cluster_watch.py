@@ -131,8 +131,8 @@ class _Watcher:
 
 
 class Watch:
-    """A router's watch, on its loop. `ranks` tells what ListRanks does; `clock` is the generator's, and
-    `now` gives seconds since the epoch."""
+    """Serves a router's watchers, on its loop. `ranks` tells what ListRanks does; `clock` is the
+    generator's, and `now` gives seconds since the epoch."""
 
     def __init__(
         self,
@@ -187,8 +187,6 @@ class Watch:
         self._closed = True
         for watcher in self._watchers:
             watcher.woken.set()
-
-    # -- internals --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _entered(self, asked: WatchOptions) -> Iterator[_Watcher]:

@@ -16,7 +16,7 @@ class Pace:
 
     @property
     def left_s(self) -> float:
-        """The seconds until the next turn; at 0 and less it may be taken now."""
+        """Return the seconds until the next turn; at 0 and less it may be taken now."""
         return self._free_s - self._clock()
 
     @contextmanager

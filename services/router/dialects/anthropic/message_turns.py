@@ -19,7 +19,6 @@ _ERROR = "Error: "  # It stands before a result that is one: no template has a p
 
 
 def read_turns(body: Body) -> list[ChatMessage]:
-    """Return the turns of `system` and `messages`. Raises InvalidParameter."""
     messages = body.objects("messages")
     if not messages:
         raise body.wrong("messages", "must be a list of at least one message")

@@ -74,8 +74,6 @@ class MessageAnswer:
     def failure(self, error: Exception) -> list[Event]:
         return [Event(error_json(error), "error")]
 
-    # -- events -----------------------------------------------------------------------------------
-
     def _start(self) -> list[Event]:
         if self._started:
             return []
@@ -104,8 +102,6 @@ class MessageAnswer:
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         told = {"delta": delta, "usage": _usage(finish.usage), "isthmus": isthmus_json(finish)}
         return [_event("message_delta", **told), _event("message_stop")]
-
-    # -- objects ----------------------------------------------------------------------------------
 
     def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Usage) -> Json:
         return {

@@ -57,11 +57,9 @@ class AnswerFormat(Protocol):
     chunk_object_name: str
     has_prompts: bool  # A choice has the ids of its prompt, as vLLM tells them; else the answer has them.
 
-    def whole(self, piece: ChoicePiece) -> Json:
-        """Return the one entry of `choices`."""
+    def whole(self, piece: ChoicePiece) -> Json: ...
 
-    def delta(self, piece: ChoicePiece) -> Json:
-        """Return the one entry of a chunk's `choices`."""
+    def delta(self, piece: ChoicePiece) -> Json: ...
 
     def beside(self, piece: ChoicePiece) -> Json:
         """Return what the whole answer tells beside its choices."""

@@ -15,7 +15,6 @@ _MODES = {
 
 
 def read_tools(body: Body, chat: Chat) -> None:
-    """Fill in the tools and what is said of them. Raises InvalidParameter."""
     chat.tools.extend(_read_tool(item, f"tools[{index}]") for index, item in enumerate(body.items("tools")))
     _read_choice(body.get("tool_choice"), chat)
     if body.get("parallel_tool_calls") is not None:

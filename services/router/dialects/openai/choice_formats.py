@@ -49,7 +49,6 @@ class CompletionFormat:
         return {self._token_text(other.token_id): finite(other.logprob) for other in token.top}
 
     def _count(self, text: str) -> int:
-        """Return where the token begins."""
         offset = self._text_offset
         self._text_offset += len(text)
         return offset

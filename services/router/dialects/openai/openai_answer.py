@@ -32,7 +32,6 @@ class TextChunk:
         self._head, self._tail = json_text(chunk_of(_MARK)).split(encode_basestring(_MARK))
 
     def filled(self, text: str) -> str:
-        """Return the chunk with this text, as JSON."""
         return f"{self._head}{encode_basestring(text)}{self._tail}"
 
 

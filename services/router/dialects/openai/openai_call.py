@@ -23,7 +23,7 @@ class OpenAiCall(Call):
 
     @property
     def tells_text_alone(self) -> bool:
-        """A chunk of text may need nothing beside it: no ids, log-probabilities or usage."""
+        """Return whether a chunk of text needs nothing beside it: no ids, log-probabilities or usage."""
         has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
         return not (has_more or self.echo != NO_ECHO)
 

@@ -37,7 +37,6 @@ def error_object(message: str, status: int, param: str | None, code: int | str) 
 
 
 def _param(error: Exception, prompt_param: str) -> str | None:
-    """Return the parameter that is wrong, in this API's words."""
     if isinstance(error, ContextExceeded):
         return prompt_param
     if isinstance(error, InvalidParameter):

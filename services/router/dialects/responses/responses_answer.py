@@ -82,8 +82,6 @@ class ResponseAnswer:
     def _hear_of(self, response: GenerateResponse) -> None:
         self._answer_id = self._answer_id or response.answer_id or response.finish.answer_id
 
-    # -- the request ------------------------------------------------------------------------------
-
     def _asked(self) -> GenerateRequest:
         call, request = self._call, GenerateRequest()
         request.CopyFrom(call.request)
@@ -103,8 +101,6 @@ class ResponseAnswer:
             return ""
         return self._store.get(self._call.request.tenant, previous_id).conversation_id or previous_id
 
-    # -- events -----------------------------------------------------------------------------------
-
     def _opening(self) -> list[Event]:
         names = ("response.created", "response.in_progress")
         return [self._event(name, response=self._object(IN_PROGRESS)) for name in names]
@@ -115,8 +111,6 @@ class ResponseAnswer:
     def _numbered(self, data: Json) -> Event:
         number, self._num_events = self._num_events, self._num_events + 1
         return Event({**data, "sequence_number": number}, data["type"])
-
-    # -- the object -------------------------------------------------------------------------------
 
     def _ended(self, finish: Finish) -> Json:
         status = _status_of(finish)
