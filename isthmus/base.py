@@ -65,7 +65,7 @@ class BaseStream:
 
     @property
     def answers(self) -> list[Answer]:
-        """Return all answers, where `n` asked for several. Raises IncompleteAnswer before the end."""
+        """Return all answers, where `n` requested several. Raises IncompleteAnswer before the end."""
         return self._growing.answers()
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Conversation(BaseConversation[Stream]):
         Args:
             text: What is said first, as for `say`.
             most_turns: The turns after which the model must not call any more.
-            called: Is told each call and its result.
+            called: It receives each call and its result.
             options: The options of each turn, as for `say`.
 
         Raises:
@@ -243,8 +243,8 @@ class Client(BaseClient[Stream]):
 
         Args:
             interval_s: The seconds between two of them, at most.
-            tenant: The tenant whose requests are told; None is the client's own.
-            all_tenants: Everybody's requests are told, which needs an operator's key where keys are asked
+            tenant: The tenant whose requests are reported; None is the client's own.
+            all_tenants: Everybody's requests are reported, which needs an operator's key where keys are asked
                 for.
             timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
         """

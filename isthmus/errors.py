@@ -10,7 +10,7 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"  # It is gRPC's, and says when to come 
 
 class IsthmusError(Exception):
     """All errors of this package are of this class. `code` is gRPC's, None where no call failed;
-    `retry_after_s` is what the router asked for, None where it did not say."""
+    `retry_after_s` is what the router requested, None where it did not say."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ServerFailed(IsthmusError):
 
 
 class IncompleteAnswer(IsthmusError):
-    """The answer ended before it was what had been asked for."""
+    """The answer ended before it was what had been requested."""
 
 
 _BY_STATUS: Mapping[grpc.StatusCode, type[IsthmusError]] = {

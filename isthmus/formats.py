@@ -22,7 +22,7 @@ class Format:
 
 
 def format_of(given: Mapping[str, Any]) -> Format | None:
-    """Return the format that is asked for, or None.
+    """Return the format that is requested, or None.
 
     It is one of `json_schema` (a dict, its JSON, or a class such as pydantic's), `json_object`, `regex`,
     `grammar` and `choice` (some texts), as far as they are not None. Raises InvalidRequest where there are

@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def parsed(self) -> Any:
-        """Return the text as JSON, or as the class whose schema it follows; None where no JSON was asked for.
+        """Return the text as JSON, or as the class whose schema it follows; None where no JSON was requested.
 
         Raises IncompleteAnswer when it ended before it was whole, or calls tools instead.
         """

@@ -1,4 +1,4 @@
-"""A router tells this of its ranks and of its choices. The fields are those of generation.proto, which
+"""A router reports this of its ranks and of its choices. The fields are those of generation.proto, which
 says more."""
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A router tells what happens there, as it happens. The fields are those of generation.proto, which says
+"""A router reports what happens there, as it happens. The fields are those of generation.proto, which says
 more."""
 
 from dataclasses import dataclass

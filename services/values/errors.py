@@ -94,7 +94,7 @@ class ConfigError(IsthmusError):
 
 
 class ProtocolError(IsthmusError):
-    """A peer broke the protocol between ranks, or our own code asked for an illegal step."""
+    """A peer broke the protocol between ranks, or our own code requested an illegal step."""
 
 
 def root_cause(error: BaseException) -> BaseException:

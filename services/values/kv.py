@@ -11,7 +11,7 @@ PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # It is the 64-bit sequence hash of an index block.
 
 HANDSHAKE_VERSION = 1  # This code speaks it.
-DRAFT = "draft"  # It stands among the kinds of groups, where bytes are told by kind, for a draft model's.
+DRAFT = "draft"  # It stands among the kinds of groups, where bytes are reported by kind, for a draft model's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,8 @@ class CacheEvents:
 
     A hash appears in at most one of the two: store-then-evict cancels out before it gets here. So it is with
     the resumable ones, at whose end a rank can go on computing. They are held, too; one that is evicted is
-    told in both. A rank of a layout without per-request state tells none: it can go on wherever it holds.
+    reported in both. A rank of a layout without per-request state reports none: it can go on wherever it
+    holds.
     """
 
     stored: tuple[BlockHash, ...] = ()

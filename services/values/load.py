@@ -37,7 +37,7 @@ class ConstraintCounts:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """A rank tells this of what it is doing now; see common.proto for each field."""
+    """A rank reports this of what it is doing now; see common.proto for each field."""
 
     running: int = 0
     waiting: int = 0
@@ -51,7 +51,7 @@ class RankLoad:
     stalled: bool = False
     kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these.
     tokens_per_step: float = 0.0  # A decoding sequence gets so many lately; 0 says that it is not known.
-    # Routers are not told what follows.
+    # What follows is not reported to routers.
     reserved_pages: int = 0  # They are kept back for the growth of what runs.
     retractions: int = 0  # It counts since the rank's start, as `overtakes` does.
     overtakes: int = 0
@@ -66,7 +66,7 @@ class RankLoad:
     resume_points: int = 0  # They are kept now.
     evicted_points: int = 0  # They went since the start, for others or for sequences.
     open_rooms: int = 0  # These transfers of a prefill rank are not over.
-    unreadable_events: int = 0  # They count since the start, of what another's engine told of its cache.
+    unreadable_events: int = 0  # They count since the start, of what another's engine reported of its cache.
     drafts: tuple[DraftCount, ...] = ()
     constraints: ConstraintCounts = ConstraintCounts()
     decode_steps: StepHistogram = NO_STEPS  # They count since the start, and computed single tokens only.

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens stay packed: what ranks only carry stays bytes."""
+"""Log-probabilities of a prompt's tokens stay packed: what ranks only forward stays bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ class PromptLogprobs:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], num_top: int = 0) -> Self:
-        """Return the pieces, in their order, as one; all tell of the same number of others. `num_top` is
+        """Return the pieces, in their order, as one; all report the same number of others. `num_top` is
         that number where there are none."""
         return cls(
             pieces[0].num_top if pieces else num_top,

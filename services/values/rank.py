@@ -28,7 +28,7 @@ class RankId:
     worker: str
     rank: int
     generation: Generation
-    # It is made once: it is asked for very often.
+    # It is made once: it is looked up very often.
     key: RankKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -41,6 +41,6 @@ class Registration:
 
     @property
     def tells_resume_points(self) -> bool:
-        """Return whether the rank tells where it can go on. One that does not can, as far as is known,
+        """Return whether the rank reports where it can go on. One that does not can, as far as is known,
         wherever it holds."""
         return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities

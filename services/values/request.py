@@ -84,7 +84,7 @@ class SamplingParams:
 
     @property
     def without_prompt_logprobs(self) -> "SamplingParams":
-        """Return the sampling for who computes the prompt once more: its log-probabilities have been told."""
+        """Return the sampling for who computes the prompt once more: it needs no log-probabilities again."""
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     def _check_stops(self) -> None:
@@ -155,7 +155,7 @@ def reusable_of(sampling: SamplingParams, prompt_len: int) -> float:
 
 
 def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
-    """Return the positions of a prompt whose tokens' log-probabilities are asked for.
+    """Return the positions of a prompt whose tokens' log-probabilities are requested.
 
     Raises InvalidRequest, naming the field, where they are not in the prompt, or too many.
     """
@@ -207,7 +207,7 @@ class GenerationRequest:
 
     @property
     def scored(self) -> range:
-        """Return the positions of the prompt's tokens whose log-probabilities are asked for. Raises as
+        """Return the positions of the prompt's tokens whose log-probabilities are requested. Raises as
         `scored_of`."""
         return scored_of(self.sampling, len(self.prompt_ids))
 
@@ -266,7 +266,7 @@ class Admitted:
     transfer_s: float
     plan: Plan
     first_decode_step_s: float = 0.0  # The service fills it in: it waited so long beside all that.
-    digested_pages: int = 0  # They are of what moved, slots too; routers are not told.
+    digested_pages: int = 0  # They are of what moved, slots too; routers do not get them.
     # They are a part of kv_bytes_moved, by GroupKind's value.
     carried_bytes: Mapping[str, int] = field(default_factory=dict)
     # It is a part of decode_queue_s, until its constraint was compiled or found so.
@@ -297,7 +297,7 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class Output:
     """Tokens of one request came together, of an engine step or of several. The first output has
-    `admitted`, and what is told of the prompt's tokens."""
+    `admitted`, and what is reported of the prompt's tokens."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -309,7 +309,7 @@ class Output:
 
     @property
     def is_tokens_alone(self) -> bool:
-        """Return whether there is nothing else to tell."""
+        """Return whether there is nothing else to report."""
         told = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
         return not told
 

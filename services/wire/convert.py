@@ -219,7 +219,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
 
 
 def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
-    """Fill a message that has no load yet, field by field: a rank tells of one with each step."""
+    """Fill a message that has no load yet, field by field: a rank reports one with each step."""
     pb.running = load.running
     pb.waiting = load.waiting
     pb.pending_tokens = load.pending_tokens

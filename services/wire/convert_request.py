@@ -95,7 +95,7 @@ def constraint_to_proto(constraint: Constraint) -> common_pb2.Constraint:
 
 
 def constraint_from_proto(pb: common_pb2.Constraint) -> Constraint:
-    """Return the constraint. Raises InvalidRequest where nothing is asked for, or too much of it."""
+    """Return the constraint. Raises InvalidRequest where nothing is requested, or too much of it."""
     name = pb.WhichOneof("kind")
     if name is None:
         kinds = ", ".join(kind.value for kind in ConstraintKind)

@@ -1,4 +1,4 @@
-"""Token ids stay packed as protobuf packs them, so that what is only carried stays bytes.
+"""Token ids stay packed as protobuf packs them, so that what is only forwarded stays bytes.
 
 protobuf takes a repeated field in number by number: 100,000 ids take it 2 ms each time, and a message that
 holds them is packed once to learn its size and once to be sent. Packed they are varints, one after the other,

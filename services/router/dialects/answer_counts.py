@@ -1,4 +1,4 @@
-"""A body asks for so many answers to so many prompts, which is read and bounded here."""
+"""A body requests so many answers to so many prompts, which is read and bounded here."""
 
 from services.router.dialects.json_body import Body, InvalidParameter
 from services.values.request import MAX_ID_CHARS

@@ -1,4 +1,4 @@
-"""An answer is told as parts by the APIs that tell thinking, text and calls of tools apart by place.
+"""An answer is reported as parts by the APIs that tell thinking, text and calls of tools apart by place.
 
     responses    reasoning | reasoning text |  text  | call 0 | call 0 call 1 | end
     steps        O  G      |  G     C  O  G |   G    | C O  G |  G   C  O  G  |  C

@@ -21,7 +21,7 @@ class Dialect(Protocol[CallT]):
     name: str  # Metrics have this name.
 
     def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> CallT:
-        """Return the call that a body and its headers ask for. It may be called in any thread. Raises
+        """Return the call that a body and its headers request. It may be called in any thread. Raises
         InvalidParameter."""
 
     def answer(self, call: CallT, envelope: Envelope) -> Answer:

@@ -29,11 +29,11 @@ def json_text(data: Json) -> str:
 class Answer(Protocol):
     """Makes of the responses to one call either a whole or events, in the words of one API."""
 
-    request: GenerateRequest  # The router is asked for this.
+    request: GenerateRequest  # The router gets this request.
 
     @property
     def ping(self) -> Event | None:
-        """Return the event that a stream sends while there is nothing to tell; None stands for a comment."""
+        """Return the event that a stream sends while there is nothing to report; None is a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
         """Return the whole of each answer's joined responses, which come by their indexes. Raises Aborted

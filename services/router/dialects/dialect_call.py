@@ -33,8 +33,8 @@ class Call:
     stream: bool
     traceparent: str  # It is empty where the client sent none.
     constraint_param: str = ""  # The body calls the constraint so.
-    tells_prompt: bool = False  # The ids of each prompt are told.
-    # The client asked for these kinds of tools, and nothing can be done about them but to say so.
+    tells_prompt: bool = False  # The ids of each prompt are reported.
+    # The client requested these kinds of tools, and nothing can be done about them but to say so.
     left_out: tuple[str, ...] = ()
 
     @property

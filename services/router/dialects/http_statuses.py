@@ -1,4 +1,4 @@
-"""Each error has one HTTP status, whichever API it is told in."""
+"""Each error has one HTTP status, whichever API it is reported in."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ class TooSlow(InvalidRequest):
 
 
 class ConnectionsFull(NoCapacity):
-    """There are too many connections, whatever is asked for on this one."""
+    """There are too many connections, whatever is requested on this one."""
 
 
 _STATUSES: Mapping[type[Exception], int] = {

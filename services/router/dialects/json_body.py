@@ -1,4 +1,4 @@
-"""Members of a JSON body are read by their types, and what is wrong is told by its name in the body."""
+"""Members of a JSON body are read by their types, and what is wrong is reported by its name in the body."""
 
 import json
 import math
@@ -30,7 +30,7 @@ class Body:
     """Reads a JSON object's members by their types. A null counts as absent, as it does with OpenAI."""
 
     def __init__(self, fields: Mapping[str, object], prefix: str = "") -> None:
-        """`prefix` stands before the members' names where they are told."""
+        """`prefix` stands before the members' names where they are reported."""
         self._fields = fields
         self._prefix = prefix
 

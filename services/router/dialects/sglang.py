@@ -1,4 +1,4 @@
-"""SGLang's /generate takes texts or ids in, and tells the text so far with each event, and [DONE]."""
+"""SGLang's /generate takes texts or ids in, and reports the text so far with each event, and [DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ _Told = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Nothing of the prompt is told where `start` is None; else it is the first place that is."""
+    """Nothing of the prompt is reported where `start` is None; else it is the first place that is."""
 
     start: int | None
     num_top: int
@@ -43,7 +43,7 @@ class LogprobOptions:
 
 
 def read_logprobs(body: Body) -> LogprobOptions | None:
-    """Return what is asked for, or None where nothing is, and then the other parameters say nothing. Raises
+    """Return what is requested, or None where nothing is, and then the other parameters say nothing. Raises
     InvalidParameter."""
     start = body.integer("logprob_start_len", -1, INT32_MAX)
     num_top = body.integer("top_logprobs_num", 0, UINT32_MAX) or 0
@@ -55,7 +55,8 @@ def read_logprobs(body: Body) -> LogprobOptions | None:
 
 
 def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
-    """Ask for one token more of the prompt than is told, for its id: that holds for a prompt's last one."""
+    """Request one token more of the prompt than is reported, for its id: that holds for a prompt's last
+    one."""
     if asked is None:
         return
     sampling.logprobs = asked.num_top
@@ -65,7 +66,7 @@ def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
 
 @dataclass(slots=True)
 class ToldTokens:
-    """These tokens of a prompt, or of an answer so far, are told."""
+    """These tokens of a prompt, or of an answer so far, are reported."""
 
     tokens: list[_Told] = field(default_factory=list)
     top: list[list[_Told] | None] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Words:
         return finite(token.logprob), token.token_id, self.text(token.token_id)
 
     def add_prompt(self, told: ToldTokens, response: GenerateResponse) -> None:
-        """Add what a response tells of its prompt, which only the first ones do."""
+        """Add what a response reports of its prompt, which only the first ones do."""
         logprobs = list(response.prompt_logprobs)
         if response.prompt_token_ids and self.asked.start is not None:
             told.add_unknown(response.prompt_token_ids[self.asked.start], self)
@@ -144,7 +145,7 @@ _PutPrompt = Callable[[GenerateRequest], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(Call):
-    is_list: bool  # Answers are a list where the body has a list of prompts, or asks for several answers.
+    is_list: bool  # Answers are a list where the body has a list of prompts, or requests several answers.
     logprobs: LogprobOptions | None = None
 
 
@@ -290,8 +291,8 @@ class GenerateAnswer:
 
 
 class _SoFar:
-    """One answer is told so far. `of_prompt` is what is told of its prompt's tokens, by any of the answers to
-    that."""
+    """Reports one answer so far. `of_prompt` is what is reported of its prompt's tokens, by any of the
+    answers to that."""
 
     def __init__(self, words: Words | None, of_prompt: ToldTokens) -> None:
         self._words = words
@@ -300,7 +301,7 @@ class _SoFar:
         self._num_tokens = 0
 
     def take(self, response: GenerateResponse, most_logprobs: float) -> Json:
-        """Return what is told of it now; longer lists of log-probabilities are not."""
+        """Return what is reported of it now; longer lists of log-probabilities are not."""
         self._text += response.text
         self._num_tokens += len(response.token_ids)
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}

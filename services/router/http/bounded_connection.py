@@ -109,11 +109,11 @@ class HttpBounds:
     header_s: float  # It is from a request's first byte to the end of its head.
     body_s: float  # It is from there to the end of the body.
     max_connections: int
-    surplus: int  # So many connections beyond that are heard, to be refused.
+    surplus: int  # So many connections beyond that are accepted, to be refused.
 
 
 class BoundedConnection(H11Protocol):
-    """`told` hears which of ENDS it was."""
+    """`told` receives which of ENDS it was."""
 
     def __init__(self, bounds: HttpBounds, told: Callable[[str], None], **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

@@ -157,8 +157,8 @@ _NO_FLUSH = (
 class About:
     """Answers what a server says of itself, in the words of vLLM's and SGLang's clients.
 
-    `model_path` is the directory of the model, with its tokenizer, on this machine. An operator is told it,
-    and where no keys are asked for everybody is; others are told the model's name instead.
+    `model_path` is the directory of the model, with its tokenizer, on this machine. An operator sees it,
+    and where no keys are requested everybody is; others see the model's name instead.
     """
 
     def __init__(self, generation: Generator, model_path: str) -> None:

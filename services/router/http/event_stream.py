@@ -40,7 +40,7 @@ class EventStream(Response):
     reading. Closes `events`.
 
     The status is decided by the first event, or by what is raised before it. Where neither comes within
-    `HEADERS_S` the headers are sent all the same, and what fails after that is told by an event. Whenever
+    `HEADERS_S` the headers are sent all the same, and what fails after that is reported by an event. Whenever
     nothing has been sent for `SILENCE_S`, `ping` is.
     """
 

@@ -105,7 +105,7 @@ log = logging.getLogger(__name__)
 
 
 class Generating(Generic[CallT]):
-    """Answers calls for a generation. `clock` gives seconds since the epoch, `count` is told the dialect's
+    """Answers calls for a generation. `clock` gives seconds since the epoch, `count` receives the dialect's
     name."""
 
     def __init__(
@@ -188,7 +188,7 @@ async def _with_prompt(
 async def _naming_constraint(
     responses: AsyncGenerator[GenerateResponse, None], param: str
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Yield the responses. What is wrong with the constraint is told by what the body calls it: several
+    """Yield the responses. What is wrong with the constraint is reported by what the body calls it: several
     names have the same meaning."""
     async with aclosing(responses):
         try:

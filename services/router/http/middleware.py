@@ -87,14 +87,14 @@ _SUFFIX_BYTES = 3
 
 
 class RequestIds:
-    """ASGI middleware: the id of a request is the client's own where it can be, and told in every answer.
+    """ASGI middleware: the id of a request is the client's own where it can be, and reported in every answer.
 
         x-request-id: a    its tenant has none such  -> a
                            a request of its has it   -> a-1f6e02   proxies hand one id to all of a trace
                            absent, or no id          -> drawn
 
     Tenants choose their ids apart, and learn nothing of each other's. Over gRPC a client that gives an id
-    twice at a time is told so (ALREADY_EXISTS). What it wraps reads the id from the request's header.
+    twice at a time gets an error (ALREADY_EXISTS). What it wraps reads the id from the request's header.
     """
 
     def __init__(

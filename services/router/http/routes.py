@@ -70,7 +70,7 @@ def http_app(
         max_body_bytes: The largest body.
         in_flight: Counts the bytes of bodies.
         clock: Gives seconds since the epoch, for the `created` fields.
-        count: Is told each call's dialect.
+        count: It receives each call's dialect.
         metrics: What Prometheus sees at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)

@@ -26,7 +26,7 @@ class Caller:
         return self.tenant
 
 
-ANYBODY = Caller(is_operator=True)  # Everybody is this caller where no keys are asked for.
+ANYBODY = Caller(is_operator=True)  # Everybody is this caller where no keys are requested.
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 _IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda: True)
 

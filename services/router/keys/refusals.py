@@ -1,4 +1,4 @@
-"""An operator is told of those who showed no key of the router's by a count, and now and then by a line."""
+"""An operator learns of those who showed no key of the router's by a count, and now and then by a line."""
 
 import logging
 import time
@@ -17,14 +17,14 @@ _LOG_EVERY_S = 10.0  # Who guesses keys must not fill the log.
 
 
 class KeyRefusals:
-    """Counts and logs one router's refusals. No key is told, neither a right nor a wrong one."""
+    """Counts and logs one router's refusals. No key is reported, neither a right nor a wrong one."""
 
     def __init__(
         self,
         count: Callable[[str, str], None] = lambda front, reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count` is told the front and the reason of each."""
+        """`count` receives the front and the reason of each."""
         self._count = count
         self._clock = clock
         self._logged_s: float | None = None  # It is when one was logged last.

@@ -1,1 +1,1 @@
-"""A router tells its watchers what happens there: ranks as they change, requests as they run and end."""
+"""A router reports to its watchers what happens there: ranks as they change, requests as they run and end."""

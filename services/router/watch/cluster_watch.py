@@ -44,7 +44,7 @@ class Ring(Generic[_T]):
         return len(self._kept)
 
     def put(self, item: _T) -> bool:
-        """Return whether there was room."""
+        """Return whether there was space."""
         is_full = len(self._kept) == self._kept.maxlen
         self.dropped += is_full
         self._kept.append(item)
@@ -107,7 +107,7 @@ class WatchMetrics:
 
 
 _KEPT = 256  # A watcher may be so many finished requests behind.
-_MOST_RUNNING = 1_000  # A response tells of so many.
+_MOST_RUNNING = 1_000  # A response reports so many.
 _GATHER_S = 0.05  # More finished requests may go with the first.
 _LOOK_S = 0.1  # A watcher that waits for its turn sees so soon that all is over.
 _FRESH_S = 0.09  # One picture of the ranks does for all in it; it is below the shortest interval.
@@ -127,7 +127,7 @@ class _Watcher:
         self.asked = asked
         self.finished: Ring[generation_pb2.FinishedRequest] = Ring(_KEPT)
         self.woken = asyncio.Event()  # A request has finished, or all is over.
-        self.ranks: _Ranks = {}  # The watcher was told of them so.
+        self.ranks: _Ranks = {}  # They were reported to the watcher so.
 
 
 class Watch:

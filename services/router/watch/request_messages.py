@@ -1,4 +1,4 @@
-"""A watcher is told what a request cost and where it ran, and nothing of what was said."""
+"""A watcher gets what a request cost and where it ran, and nothing of what was said."""
 
 from services.net.grpc_errors import status_named
 from services.router.request.progress import Progress

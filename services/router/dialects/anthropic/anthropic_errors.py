@@ -1,4 +1,4 @@
-"""Errors are told here as Anthropic's clients read them."""
+"""Errors are reported here as Anthropic's clients read them."""
 
 from collections.abc import Mapping
 

@@ -148,8 +148,8 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Return a call's arguments. None are told of those that broke off, as why the answer stopped says, nor
-    of those with a number beyond all numbers, which JSON cannot say again."""
+    """Return a call's arguments. There are none where they broke off, as why the answer stopped says, or
+    where one is a number beyond all numbers, which JSON cannot say again."""
     try:
         arguments = json.loads(with_whole_characters(text or "{}"))
         json.dumps(arguments, allow_nan=False)

@@ -56,7 +56,7 @@ _SESSION_ID = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesCall(Call):
-    shows_thinking: bool  # Where nobody asks for thinking, it is no part of the answer.
+    shows_thinking: bool  # Where nobody requests thinking, it is no part of the answer.
     omits_thinking: bool  # Thinking is a part, but without its text.
 
 

@@ -25,7 +25,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChoicePiece:
-    """A part of the answer, or all of it, becomes a choice. `logprobs` is None where none were asked for."""
+    """A part of the answer, or all of it, becomes a choice. `logprobs` is None where none were requested."""
 
     text: str
     token_ids: Sequence[int] | None = None
@@ -34,7 +34,7 @@ class ChoicePiece:
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
     index: int = 0
-    first_id: int | None = None  # It is an echoed prompt's, and nothing tells of it.
+    first_id: int | None = None  # It is an echoed prompt's, and nothing reports it.
     prompt_logprobs: Sequence[Json | None] | None = None  # This is vLLM's.
 
     @property
@@ -55,14 +55,14 @@ class AnswerFormat(Protocol):
     id_prefix: str
     object_name: str
     chunk_object_name: str
-    has_prompts: bool  # A choice has the ids of its prompt, as vLLM tells them; else the answer has them.
+    has_prompts: bool  # A choice has the ids of its prompt, as vLLM reports them; else the answer has them.
 
     def whole(self, piece: ChoicePiece) -> Json: ...
 
     def delta(self, piece: ChoicePiece) -> Json: ...
 
     def beside(self, piece: ChoicePiece) -> Json:
-        """Return what the whole answer tells beside its choices."""
+        """Return what the whole answer reports beside its choices."""
 
     def opening(self, index: int) -> Json | None:
         """Return the choice of a chunk that comes before all text, or None where the shape has none."""

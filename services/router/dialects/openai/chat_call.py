@@ -46,7 +46,7 @@ def _read_chat_logprobs(body: Body) -> int | None:
     top_logprobs = body.integer("top_logprobs", 0, UINT32_MAX)
     if body.flag("logprobs"):
         return top_logprobs or 0
-    if top_logprobs:  # A 0 asks for none.
+    if top_logprobs:  # A 0 requests none.
         raise InvalidParameter("top_logprobs", "needs logprobs to be true")
     return None
 

@@ -22,10 +22,10 @@ class NamedConstraint:
 
 
 def read_constraint(body: Body, own: NamedConstraint | None = None) -> NamedConstraint | None:
-    """Return the constraint, or None where none is asked for.
+    """Return the constraint, or None where none is requested.
 
     `own` is what the body says of it in words of an API of its own. Raises InvalidParameter, also where more
-    than one is asked for.
+    than one is requested.
     """
     asked = [*([own] if own is not None else ()), *_asked(body)]
     if len(asked) > 1:
@@ -117,7 +117,7 @@ _STRUCTURED: Mapping[str, _Reader] = {
     "grammar": _read_grammar,
     "json_object": _read_object,
 }
-# This asks for nothing else than is done here: no whitespace is written anyway.
+# This requests nothing else than is done here: no whitespace is written anyway.
 _HARMLESS = {"disable_any_whitespace": (None, False, True), "disable_fallback": (None, False, True)}
 
 

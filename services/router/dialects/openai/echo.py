@@ -1,5 +1,5 @@
-"""An answer tells of its prompt in two ways: the text and tokens that `echo` puts before its own, and vLLM's
-`prompt_logprobs`.
+"""An answer reports on its prompt in two ways: by the text and tokens that `echo` puts before its own, and by
+vLLM's `prompt_logprobs`.
 
     echo, logprobs: 1      the prompt's tokens before the answer's, null for the first: none is before it
     prompt_logprobs: 1     [null, {id: {logprob, rank, decoded_token}, ...}, ...]
@@ -18,10 +18,10 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """`num_top` is vLLM's prompt_logprobs; None says that they are not asked for."""
+    """`num_top` is vLLM's prompt_logprobs; None says that they are not requested."""
 
     echoes: bool = False
-    only: bool = False  # The prompt is told, and nothing of an answer.
+    only: bool = False  # The prompt is reported, and nothing of an answer.
     num_top: int | None = None
 
 
@@ -29,8 +29,7 @@ NO_ECHO = Echo()
 
 
 def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool = False) -> Echo:
-    """Fill in what the ranks are asked of the prompt; `logprobs` must have been read. Raises
-    InvalidParameter."""
+    """Fill in what is requested of the prompt; `logprobs` must have been read. Raises InvalidParameter."""
     num_top = body.integer("prompt_logprobs", 0, UINT32_MAX)
     if num_top is not None and body.flag("stream"):
         raise body.wrong("prompt_logprobs", "is not streamed: set stream to false")

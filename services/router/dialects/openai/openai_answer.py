@@ -1,4 +1,4 @@
-"""Chat completions and completions are asked for and answered here, by one object, or by chunks and
+"""Chat completions and completions are requested and answered here, by one object, or by chunks and
 [DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ class OpenAiAnswer:
         self._formats = formats
         self._said = envelope
         self._token_text, self._token_bytes = words
-        self._prompts: dict[int, list[int]] = {}  # They are kept where they are asked for.
+        self._prompts: dict[int, list[int]] = {}  # They are kept where they are requested.
         self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._started: set[int] = set()
         self._text_chunks: dict[int, TextChunk] = {}  # These choices have started.
@@ -99,7 +99,7 @@ class OpenAiAnswer:
         for answer in answers:
             self._note_prompt(answer)
         finishes = [answer.finish for answer in answers]
-        each = self._call.answers_each  # The first answer to a prompt tells of it.
+        each = self._call.answers_each  # The first answer to a prompt reports on it.
         choices = [
             answer_format.whole(self._piece(answer, answers[place // each * each]))
             for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
@@ -148,7 +148,7 @@ class OpenAiAnswer:
         return chunks
 
     def _count(self, response: GenerateResponse) -> None:
-        """Count the tokens so far. Only a call that wants its usage with each chunk is told every prompt's
+        """Count the tokens so far. Only a call that wants its usage with each chunk gets every prompt's
         ids."""
         prompt, answer = len(response.prompt_token_ids), len(response.token_ids)
         for name, count in zip(self._so_far, (prompt, answer, prompt + answer), strict=True):
@@ -177,7 +177,7 @@ class OpenAiAnswer:
         return choices
 
     def _of_prompt(self, index: int) -> Json:
-        """Return the prompt's ids where a chat tells them beside its choices."""
+        """Return the prompt's ids where a chat reports them beside its choices."""
         if not self._prompts or self._formats[0].has_prompts:
             return {}
         return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}
@@ -198,7 +198,7 @@ class OpenAiAnswer:
         }
 
     def _piece(self, response: GenerateResponse, told: GenerateResponse) -> ChoicePiece:
-        """Return the piece. `told` is the response that tells of its prompt; it may be another answer's."""
+        """Return the piece. `told` is the response that reports on its prompt; it may be another answer's."""
         call = self._call
         piece = ChoicePiece(
             response.text,

@@ -13,7 +13,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall(Call):
     include_usage: bool
-    usage_in_chunks: bool  # They tell what has been used so far, as vLLM's do.
+    usage_in_chunks: bool  # They report what has been used so far, as vLLM's do.
     return_token_ids: bool  # Those of prompts are returned, too.
     echo: Echo = NO_ECHO
 

@@ -1,4 +1,4 @@
-"""Errors are told here as OpenAI's clients read them: by a type, a code, and the parameter that is wrong."""
+"""OpenAI's clients read errors by a type, a code, and the parameter that is wrong."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,5 @@
 """These parameters of other servers' bodies are not supported here and would change the answer, or what is
-told of it; each stands with the values that ask for nothing. All others that we do not know are ignored.
+reported of it; each stands with the values that request nothing. All others that we do not know are ignored.
 
 They are OpenAI's, vLLM's, SGLang's, Dynamo's, TGI's, TensorRT-LLM's, llama.cpp's, Ollama's and Anthropic's.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from services.router.dialects.json_body import Refused
 
 _ANYWHERE: Refused = {
-    # These say what is asked for, and in how many answers.
+    # These say what is requested, and in how many answers.
     "num_return_sequences": (1,),
     "use_beam_search": (False,),
     "beam_width": (1,),
@@ -134,7 +134,7 @@ _ANYWHERE: Refused = {
     "kv_transfer_params": ({},),
     "disaggregated_params": ({},),
 }
-# A chat completion alone is asked for these.
+# Only chat completions have these.
 CONTINUING: Refused = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 IN_CHATS: Refused = {
     **_ANYWHERE,

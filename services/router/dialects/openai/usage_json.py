@@ -1,4 +1,4 @@
-"""An answer's usage is told in OpenAI's words and in ours."""
+"""An answer's usage is reported in OpenAI's words and in ours."""
 
 from collections.abc import Sequence
 
