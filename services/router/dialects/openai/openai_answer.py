@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from json.encoder import encode_basestring
+from json import JSONEncoder
 
 from services.router.dialects.dialect import Envelope
 from services.router.dialects.dialect_answer import Event, Json, json_text
@@ -21,6 +21,7 @@ from services.router.dialects.openai.usage_json import answers_json, isthmus_jso
 from services.router.dialects.sampling_defaults import SamplingDefaults
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
+_json_of = JSONEncoder(ensure_ascii=False).encode
 _MARK = "\0text\0"  # No id has a NUL.
 
 
@@ -29,10 +30,10 @@ class TextChunk:
     other. `chunk_of` makes the chunk of a text."""
 
     def __init__(self, chunk_of: Callable[[str], Json]) -> None:
-        self._head, self._tail = json_text(chunk_of(_MARK)).split(encode_basestring(_MARK))
+        self._head, self._tail = json_text(chunk_of(_MARK)).split(_json_of(_MARK))
 
     def filled(self, text: str) -> str:
-        return f"{self._head}{encode_basestring(text)}{self._tail}"
+        return f"{self._head}{_json_of(text)}{self._tail}"
 
 
 def is_text_alone(response: GenerateResponse) -> bool:
