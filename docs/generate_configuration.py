@@ -19,7 +19,7 @@ from services.engine.sglang.service.launch.sglang_settings import (
     REFUSED_SIZES,
 )
 from services.rank.config import RankConfig
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import Bounds, FlagDescription, describe
 

@@ -16,7 +16,7 @@ from services.process.events import pass_on
 from services.process.health import Health, Lifecycle, ProcessPhase, joint_health
 from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.flags import load, refusing
 from services.settings.hub import resolved
 

@@ -32,7 +32,6 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
-from services.router.config import RouterConfig
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
     GENERATE,
@@ -54,6 +53,7 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
+from services.router.router_config import RouterConfig
 from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.prompt import most_message_bytes

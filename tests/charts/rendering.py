@@ -9,7 +9,7 @@ import helm_python
 import yaml
 
 from services.rank.config import RankConfig
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.flags import load
 
 CHART = Path(__file__).parents[2] / "charts" / "isthmus"

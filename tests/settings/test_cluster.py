@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.net.tls import TlsConfig
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.cluster import ClusterConfig
 from services.values.errors import ConfigError
 

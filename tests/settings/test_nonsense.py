@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from services.rank.config import RankConfig
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.flags import Bounds, check_bounds, describe, load, setting
 from services.values.errors import ConfigError
 from settings.nonsense import EVERY_SERVICE, RANK, ROUTER, command_line

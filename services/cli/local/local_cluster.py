@@ -35,7 +35,7 @@ from services.observe import log_lines
 from services.process import supervisor
 from services.process.health import Lifecycle, ProcessPhase
 from services.process.notify import listening
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.cluster import ClusterConfig
 from services.values.errors import ConfigError, Unavailable
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc

@@ -22,7 +22,7 @@ from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
 from services.model.architectures import disagreement, is_quantized
 from services.rank.config import RankConfig
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.flags import load
 from services.values.errors import ConfigError
 

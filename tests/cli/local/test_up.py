@@ -4,7 +4,7 @@ import sys
 from types import SimpleNamespace
 
 from services.cli.local import up
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 from services.settings.flags import load
 
 CLUSTER = SimpleNamespace(

@@ -6,7 +6,7 @@ from grpc.aio import insecure_channel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.router import app
-from services.router.config import RouterConfig
+from services.router.router_config import RouterConfig
 
 
 async def test_a_router_that_knows_no_rank_takes_nobodys_place(model_dir, monkeypatch, caplog):
