@@ -53,7 +53,7 @@ def _collect_rarely() -> None:
 
 
 async def _run(config: RouterConfig, name: str) -> None:
-    """Until SIGTERM, or until it cannot go on."""
+    """Run the router until SIGTERM, or until it cannot go on."""
     stopping, lifecycle, notifier = signals.stop_on_signals(), Lifecycle("the router"), Notifier()
     poller.start()
 
@@ -88,7 +88,7 @@ def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
 async def _serve_until_stopped(
     router: OpenRouter, stopping: asyncio.Event, lifecycle: Lifecycle, grace_s: float
 ) -> None:
-    """Both fronts get the same grace."""
+    """Give both doors the same grace."""
     watchdog = asyncio.create_task(pass_on(router.failed, stopping))
 
     async def stop_http() -> None:

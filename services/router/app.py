@@ -1,4 +1,4 @@
-"""A router put together: mirror, pins, streams to the ranks, gRPC and HTTP fronts."""
+"""This module puts a router together: mirror, pins, streams to the ranks, the gRPC and the HTTP door."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenRouter:
-    """A router that serves. `failed` is set when it can never work again."""
+    """`failed` is set when the router can never work again."""
 
     name: str
     server: servers.RpcServer
@@ -93,9 +93,11 @@ async def open_router(
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRouter]:
-    """A router from its first look at etcd to its last answer. Raises ConfigError.
+    """Open a router for as long as the context lasts: it is open once it knows the ranks, or `stopping` is
+    set. `waits` is called when only etcd is missing.
 
-    It is open once it knows the ranks, or `stopping` is set. `waits` is called when only etcd is missing.
+    Raises:
+        ConfigError: it cannot serve as it is configured.
     """
     stopping, failed = stopping or asyncio.Event(), asyncio.Event()
     registry = CollectorRegistry()
@@ -198,7 +200,7 @@ async def open_router(
             metrics=shown,
         )
         http = await stack.enter_async_context(_serve_http(config, front, http_metrics))
-        stack.callback(watch.close)  # before HTTP, which waits for its calls
+        stack.callback(watch.close)  # it closes before HTTP does, which waits for its calls
         registry.register(CertificateCollector(config.certificates()))
         metrics_port, stop_metrics = metrics_page.serve_metrics(
             config.host, config.metrics_port, registry, labels
@@ -270,8 +272,8 @@ def _page(config: RouterConfig) -> Page | None:
 
 
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
-    """Until etcd has named the ranks, however long that takes: a router that knows none must not take the
-    place of one that does. Then a moment for the index; until it is read, load alone decides."""
+    """Wait until etcd has named the ranks, however long that takes: a router that knows none must not take
+    the place of one that does. Then wait a moment for the index; until it is read, load alone decides."""
     await first_of(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
     if not mirror.ranks_known.is_set():
         log_lines.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
@@ -302,8 +304,6 @@ async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) ->
 
 @dataclass(frozen=True, slots=True)
 class HttpFront:
-    """The OpenAI-compatible API on its own port."""
-
     port: int
     _server: uvicorn.Server
     _task: asyncio.Task[None]
@@ -351,7 +351,7 @@ async def _serve_http(config: RouterConfig, app: ASGIApp, metrics: HttpMetrics) 
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals to the service."""
+    """This server leaves signals to the service."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

@@ -1,6 +1,5 @@
-"""The cluster as a router sees it: the ranks of the mirror, a stream to each of them, and where conversations
-are pinned. What it knows and sees goes to the placer, whose decision it carries out.
-"""
+"""The cluster as a router sees it is the ranks of the mirror, a stream to each of them, and where
+conversations are pinned. What it knows goes to the placer, whose decision it carries out."""
 
 import asyncio
 import logging
@@ -35,10 +34,10 @@ from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)
 
-# Hashing fewer takes less than the 5 ms for which a thread would keep the loop from running, too.
+# Hashing fewer tokens takes less than the 5 ms for which a thread would keep the loop from running, too.
 _LONG_PROMPT = 1 << 16
 _ROLES = (Role.DECODE, Role.PREFILL)
-_MISSED_S = 1800.0  # a rank that went without a word is spoken of for so long
+_MISSED_S = 1800.0  # a rank that went without a word is listed for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +49,14 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt, the names of its full index blocks, how long the request may become, and how many answers it
-    asks for."""
+    """This is what a placement is asked for: a prompt and what its request will need."""
 
     ids: "array[int]"  # "I"
     seed: int
     hashes: Sequence[BlockHash]
-    most_tokens: int | None = None  # with the answer; None: nobody says
+    most_tokens: int | None = None  # of prompt and answer together; None: nobody says
     answers: int = 1
-    reusable_tokens: float = math.inf  # that who computes it may take from a cache
+    reusable_tokens: float = math.inf  # whoever computes it may take so many from a cache
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, ())
@@ -66,15 +64,13 @@ _SHORTEST = HashedPrompt(array("I", [0]), 0, ())
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a request goes, and with what."""
-
     decision: Decision
     client: DecodeClient
     prefill: RankAddress | None
     pinned: RankKey | None
     prompt: HashedPrompt
     degraded: str | None
-    best_hit_tokens: Mapping[Role, int]  # of all ranks of the role, as believed, of the kind that counts
+    best_hit_tokens: Mapping[Role, int]  # the longest hit that any rank of the role is believed to have
     moves_penalties: bool  # whether another rank can go on, with what was generated there
 
     @property
@@ -88,7 +84,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Where a request would go now, or why it can go nowhere."""
+    """This tells where a request would go now, or why it can go nowhere."""
 
     decision: Decision | Nowhere
     pinned: RankKey | None
@@ -98,11 +94,9 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What the router knows of a rank."""
-
     view: RankView
     num_blocks: int
-    num_resumable: int | None  # of those; None: it can go on wherever it holds
+    num_resumable: int | None  # blocks with a checkpoint; None: it can go on wherever it holds
     progress: RankProgress
     trust: float
     resume_trust: float
@@ -113,7 +107,7 @@ class RankStatus:
 
 
 class Cluster:
-    """Lives on the router's loop. `start` before use, `close` after."""
+    """A cluster lives on the router's loop; it must be started before use."""
 
     def __init__(
         self,
@@ -125,7 +119,7 @@ class Cluster:
         tie: Callable[[], float] = random.random,
         coalesce_s: float = 0.0,
     ) -> None:
-        """`coalesce_s`: tokens wait for others of their request at most so long (links/gathering.py)."""
+        """Let tokens wait at most `coalesce_s` for others of their request (links/gathering.py)."""
         self._settings = settings
         self._mirror = mirror
         self._pins = pins
@@ -144,7 +138,7 @@ class Cluster:
         self._model_context_tokens = 0
         self._known_plans = settings.plans
         self._takes_turns = True
-        self._missed: dict[RankKey, tuple[Role, float]] = {}  # and when they went
+        self._missed: dict[RankKey, tuple[Role, float]] = {}  # the time is when they went
         self._outdated = False
         self._stop_listening: Callable[[], None] | None = None
 
@@ -161,7 +155,8 @@ class Cluster:
 
     @property
     def degraded(self) -> str | None:
-        """Why etcd is not followed, if it is not: placement then goes by what was known, and by load."""
+        """The reason why etcd is not followed; None: it is. Without it placement goes by what was known, and
+        by load."""
         return self._mirror.degraded
 
     @property
@@ -169,22 +164,19 @@ class Cluster:
         return self._mirror.staleness_s
 
     def ranks(self, role: Role) -> Sequence[RankView]:
-        """Registered ranks of our model, in a fixed order."""
+        """Return the registered ranks of our model, in a fixed order."""
         self._refresh()
         return self._ranks[role]
 
     def missed(self) -> list[tuple[Role, RankKey]]:
-        """Ranks that are no longer there and did not say that they were going, for half an hour."""
+        """Return the ranks that went within the last half hour without having said so."""
         self._refresh()
         now = self._balance.clock()
         self._missed = {k: (role, at) for k, (role, at) in self._missed.items() if now - at < _MISSED_S}
         return [(role, key) for key, (role, _) in self._missed.items()]
 
     def is_up(self, view: RankView) -> bool:
-        """Whether the rank is registered or speaks, and has not just failed, gone silent or stalled.
-
-        It may be full or draining.
-        """
+        """Return whether the rank is registered or speaks, and is well; it may be full or draining."""
         rank = view.registration.id.key
         if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
@@ -192,41 +184,42 @@ class Cluster:
         return is_well and view.state is RankState.LIVE
 
     def status(self) -> list[RankStatus]:
-        """Of every rank of our model, decode ranks first."""
+        """Return the status of every rank of our model, decode ranks first."""
         return [self._status(view) for role in (Role.DECODE, Role.PREFILL) for view in self.ranks(role)]
 
     def trust(self, rank: RankKey) -> float:
-        """[0, 1], in what the index says that it holds; see Trust."""
+        """Return how far the index can be trusted in what it says that the rank holds, 0 to 1; see Trust."""
         return self._balance.trust.of(rank, self._balance.clock())
 
     def resume_trust(self, rank: RankKey) -> float:
-        """[0, 1], in where the index says that it can go on computing, of a rank that tells."""
+        """Return how far the index can be trusted in the checkpoints that it names of the rank, 0 to 1."""
         return self._balance.resume_trust.of(rank, self._balance.clock())
 
     def num_resumable(self, rank: Registration) -> int | None:
-        """Index blocks at whose end it can go on computing; None: wherever it holds."""
+        """Return how many index blocks end in a checkpoint; None: the rank can go on wherever it holds."""
         if not rank.tells_resume_points:
             return None
         return self._mirror.index.resume_points.num_blocks(rank.id.key)
 
     def max_context_tokens(self) -> int:
-        """Of the roomiest decode rank; where it computes no prompts, no more than the roomiest prefill rank
-        computes and one. Raises Unavailable when there is no decode rank."""
+        """Return what the roomiest decode rank holds; where decode ranks compute no prompts, no more than the
+        roomiest prefill rank computes and one. Raises Unavailable when there is no decode rank."""
         if not self.ranks(Role.DECODE):
             raise Unavailable("no decode rank is registered")
         return self._max_context_tokens
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a tenant that asks for little does not wait behind another's crowd, at whatever rank."""
+        """This is true where at every rank a tenant that asks for little goes before another's crowd."""
         self._refresh()
         return self._takes_turns
 
     def length_means(
         self, num_tokens: int, output_tokens: int, max_tokens: int | None
     ) -> FinishReason | None:
-        """What it is for the client that a decode rank ended its request with LENGTH; None: nothing, for
-        another rank holds more than these tokens of prompt and output together."""
+        """Return what it is for the client that a decode rank ended its request with LENGTH; None where
+        another rank holds more than these tokens of prompt and output together, so that the request can go on
+        there."""
         self._refresh()
         return length_means(
             num_tokens=num_tokens,
@@ -236,22 +229,20 @@ class Cluster:
             longest_tokens=self._max_context_tokens,
         )
 
-    # -- placement --------------------------------------------------------------------------------
-
     async def hash(self, ids: "array[int]", tenant: str, more_tokens: int | None = None) -> HashedPrompt:
-        """Off the loop where it would be felt. `more_tokens` are to be generated at most."""
+        """Hash a prompt, off the loop where that would be felt. At most `more_tokens` are to be generated."""
         if len(ids) < _LONG_PROMPT:
             return self._hash(ids, tenant, more_tokens)
         return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
 
     def check_room(self, max_wait_s: float, answers: int = 1) -> None:
-        """Raises NoCapacity if a request for so many would wait longer than that wherever it can go."""
+        """Raise NoCapacity if so many answers would wait longer than that wherever they can go."""
         self._refresh()
         plans = self._known_plans
         self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self) -> None:
-        """Raises Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
+        """Raise Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
         try:
             self.place(_SHORTEST, "", frozenset())
         except NoCapacity as error:
@@ -267,7 +258,7 @@ class Cluster:
         """Choose the ranks and the plan for a prompt that is to wait no longer than `max_wait_s`.
 
         Raises:
-            NoCapacity: it would wherever it can go; the message says how long.
+            NoCapacity: it would wait longer wherever it can go; the message says how long.
             Unavailable: no rank can take it now; the message says why.
         """
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
@@ -276,23 +267,23 @@ class Cluster:
     def place_at(
         self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankId], rank: RankId
     ) -> Placed:
-        """As `place`, at that decode rank alone, however long it waits there. Raises Unavailable."""
+        """Place a prompt at that decode rank alone, however long it waits there. Raises Unavailable."""
         asked = replace(self._asked(prompt, conversation_id, excluded), at=rank)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 
     def siblings(self, ranks: Iterable[RankId]) -> frozenset[RankId]:
-        """All ranks of their workers, as far as they are known, and they themselves."""
+        """Return these ranks and all known ranks of their workers."""
         workers, known = {rank.worker for rank in ranks}, self._mirror.ranks.items()
         return frozenset(ranks).union(view.registration.id for key, view in known if key.worker in workers)
 
     def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
-        """As `place`, with every rank compared. Raises Unavailable where the ranks know no plan in common."""
+        """Compare every rank for a prompt. Raises Unavailable where the ranks know no plan in common."""
         asked = self._asked(prompt, conversation_id, frozenset(), max_wait_s)
         carried = self._placer.carried_bytes(asked.prompt_tokens)
         return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded, carried)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
-        """A request went out: count it, and pin its conversation."""
+        """Count a request that went out, and pin its conversation."""
         chosen = placed.decision.chosen
         prompt = placed.prompt
         self._placer.sent(request_id, prompt.hashes, len(prompt.ids), placed.decision, prompt.reusable_tokens)
@@ -302,34 +293,32 @@ class Cluster:
             self._pins.pin(name, chosen.decode.id, prefill_id)
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
-        """The decode rank said what it really had: learn from it, and correct the index."""
+        """Learn from what the decode rank really had, and correct the index."""
         self._placer.outcomes.admitted(request_id, placed.prompt.hashes, placed.decision.chosen, admitted)
 
     def finished(self, placed: Placed, all_ids: "array[int]") -> None:
-        """A request ended well: its decode rank will soon say that it holds prompt and answer."""
+        """Note that its decode rank will soon say that it holds the prompt and the whole answer."""
         prompt = placed.prompt
         self._placer.outcomes.finished(prompt.hashes, placed.decision.chosen, all_ids, prompt.seed)
 
     def ended(self, request_id: str) -> None:
-        """However it ended, it is in flight no more."""
+        """Count the request no more, however it ended."""
         self._placer.outcomes.ended(request_id)
 
     def failed(self, life: RankId) -> None:
-        """A request failed because of this rank. What an earlier life did says nothing of the next one."""
+        """Hold a request's failure against this rank. It says nothing of a later incarnation."""
         if self._view_of(life) is not None:
             self._balance.failed(life.key)
 
     def dead(self, life: RankId) -> None:
-        """A rank whose lease has lapsed does not answer health checks either: forget it, unless its stream
-        speaks. One that is told to stop while it has no key says that it does not serve, and cannot register
-        as draining; what runs there is to end well."""
+        """Forget a rank whose lease has lapsed and that does not answer health checks either, unless its
+        stream speaks. One that is told to stop while it has no key says that it does not serve, and cannot
+        register as draining; what runs there is to end well."""
         view = self._view_of(life)
         if view is not None:
             self._balance.failed(life.key)
             if not view.registered and not self._speaks(life):
                 self._mirror.mark_dead(life.key)
-
-    # -- internals --------------------------------------------------------------------------------
 
     def _speaks(self, life: RankId) -> bool:
         client = self._connections.clients.get(life.key)
@@ -366,7 +355,7 @@ class Cluster:
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:
-        """The model's context ends it too."""
+        """The model's context bounds the answer, too."""
         most = prompt.most_tokens
         return None if most is None else min(most, self._model_context_tokens)
 
@@ -386,7 +375,8 @@ class Cluster:
         return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best, moves_penalties)
 
     def _plans(self) -> frozenset[Plan]:
-        """Those that may be chosen and that every decode rank's engine knows. Raises Unavailable."""
+        """Return the plans that may be chosen and that every decode rank's engine knows. Raises
+        Unavailable."""
         plans = self._known_plans
         if not plans:
             raise Unavailable("only plan local may be chosen, and the decode ranks compute no prompts")
@@ -408,7 +398,7 @@ class Cluster:
         )
 
     def _pin_name(self, conversation_id: str) -> str:
-        """Routers of other models keep their pins in the same place."""
+        """Routers of other models keep their pins in the same place, so the name has the model's."""
         return f"{self._settings.model_name}\0{conversation_id}"
 
     def _pinned(self, conversation_id: str) -> RankKey | None:
@@ -419,10 +409,8 @@ class Cluster:
         if pin is None:
             return None
         view = self._mirror.ranks.get(pin.decode.key)
-        # A new life of the rank holds nothing of the conversation.
+        # A new incarnation of the rank holds nothing of the conversation.
         return pin.decode.key if view is not None and view.registration.id == pin.decode else None
-
-    # -- ranks that come and go -------------------------------------------------------------------
 
     def _changed(self, _rank: RankKey) -> None:
         """Hundreds may change at once: they are looked at together, before anyone asks at the latest."""
@@ -431,15 +419,16 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self._refresh)
 
     def _refresh(self) -> None:
-        """Open a stream to every rank that appeared, retire those of lives that ended: a rank that drains is
-        forgotten when its lease lapses, and so is the life before, and either may still speak."""
+        """Open a stream to every rank that appeared, and retire those of incarnations that ended: a rank that
+        drains is forgotten when its lease lapses, and so is the incarnation before, and either may still
+        speak."""
         if not self._outdated:
             return
         self._outdated = False
         lives = {key: view.registration.id for key, view in self._mirror.ranks.items()}
         for rank, life in self._lives.items():
             if lives.get(rank) != life:
-                self._balance.forget(rank)  # a new life has no past
+                self._balance.forget(rank)  # a new incarnation has no past
         self._lives = lives
         self._note_missed()
         for role in self._ranks:
@@ -452,7 +441,7 @@ class Cluster:
             self._placer.set_ranks(*placeable)
 
     def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """What every request asks of all that stay: a rank that drains takes nothing new."""
+        """Note what every request asks of all ranks that stay: a rank that drains takes nothing new."""
         if decodes:  # else it is as it was
             self._model_context_tokens = max(map(_model_context_tokens, decodes))
         decodes, prefills = _staying(decodes), _staying(prefills)
@@ -497,10 +486,10 @@ class Cluster:
 
 
 def _model_context_tokens(rank: Registration) -> int:
-    """One from before ranks said so had no less than it holds."""
+    """A rank from before ranks said so had no less than it holds."""
     return max(rank.model_context_tokens, rank.max_context_tokens)
 
 
 def _staying(ranks: Sequence[Registration]) -> Sequence[Registration]:
-    """All of them where none stays."""
+    """Return the ranks that do not drain; all of them where none stays."""
     return [rank for rank in ranks if not rank.draining] or ranks

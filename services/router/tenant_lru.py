@@ -1,4 +1,5 @@
-"""What a router remembers for its tenants: bounded as a whole, and shared out between them. Pure.
+"""A TenantLru is what a router remembers for its tenants: bounded as a whole, and shared out between them. It
+is pure.
 
     room is short -> the tenant that uses the most gives up what it has not used for longest
 
@@ -14,12 +15,12 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_FEW = 64  # entries of the heap that are not worth being looked through
+_FEW = 64  # so few entries of the heap are not worth being looked through
 
 
 class TenantLru(Generic[K, V]):
-    """Values by tenant and key. `max_size` bounds the sum of their sizes, in the caller's unit, `max_entries`
-    their number."""
+    """`max_size` bounds the sum of the values' sizes, in the caller's unit, and `max_entries` their
+    number."""
 
     def __init__(self, max_size: int, max_entries: float = math.inf) -> None:
         if max_size < 1 or max_entries < 1:
@@ -28,7 +29,7 @@ class TenantLru(Generic[K, V]):
         self._max_size = max_size
         self._max_entries = max_entries
         self._num_entries = 0
-        self._entries: dict[str, OrderedDict[K, tuple[V, int]]] = {}  # those used last stand last
+        self._entries: dict[str, OrderedDict[K, tuple[V, int]]] = {}  # those that were used last stand last
         self._sizes: defaultdict[str, int] = defaultdict(int)
         # The use of each tenant as it was after each of its puts; what has become less since is mended when
         # it comes to the top.
@@ -38,8 +39,8 @@ class TenantLru(Generic[K, V]):
         return self._num_entries
 
     def put(self, tenant: str, key: K, value: V, size: int) -> list[tuple[K, V]]:
-        """Keep it in place of what the key had, and return what had to go. That can be the new value itself:
-        where it is larger than all the room, or alone more than any other tenant uses."""
+        """Keep the value in place of what the key had, and return what had to go. That can be the new value
+        itself: where it is larger than all the room, or alone more than any other tenant uses."""
         self.pop(tenant, key)
         if size > self._max_size:
             return [(key, value)]
@@ -52,13 +53,13 @@ class TenantLru(Generic[K, V]):
         return gone
 
     def get(self, tenant: str, key: K) -> V | None:
-        """It counts as used."""
+        """Return the value, which counts as used."""
         if (value := self.peek(tenant, key)) is not None:
             self._entries[tenant].move_to_end(key)
         return value
 
     def peek(self, tenant: str, key: K) -> V | None:
-        """It does not count as used."""
+        """Return the value, which does not count as used."""
         entries = self._entries.get(tenant)
         return None if entries is None or key not in entries else entries[key][0]
 
@@ -82,7 +83,7 @@ class TenantLru(Generic[K, V]):
             del self._entries[tenant], self._sizes[tenant]
 
     def _use(self, tenant: str) -> float:
-        """Its part of all the room, by what it has more of: size or entries."""
+        """Return the tenant's part of all the room, by what it has more of: size or entries."""
         num_entries = len(self._entries.get(tenant, ()))
         return max(self._sizes.get(tenant, 0) / self._max_size, num_entries / self._max_entries)
 
