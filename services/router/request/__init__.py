@@ -1,1 +1,1 @@
-"""One client request, from its prompt to its last response."""
+"""A client request is served here, from its prompt to its last response."""

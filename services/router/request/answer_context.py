@@ -1,4 +1,4 @@
-"""What a router makes all its answers with."""
+"""An AnswerContext is what a router makes all its answers with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

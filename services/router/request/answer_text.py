@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, told apart where it has a parser.
+"""The text of an answer grows while its tokens come; where it has a parser, it is parsed.
 
     ids -> Detokenizer -------------------------> StopStrings -> text
     ids -> Detokenizer -> AnswerParser -> content -> StopStrings -> text
@@ -20,17 +20,17 @@ from services.router.text.detokenizer import TokenDecoder, detokenizer_of
 from services.router.text.stop_strings import StopStrings
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
-_CONTEXT = 12  # ids: after so many a decoder is in step
+_CONTEXT = 12  # after so many ids a decoder is in step
 _ID_CHARS = 24
 _OWN_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _ALPHABET = string.ascii_letters + string.digits
-_TAIL = 16  # characters: enough to find again
+_TAIL = 16  # so many characters are enough to be found again
 
 
 @dataclass(slots=True)
 class Said:
-    """With some more tokens, of which `num_tokens` are the answer's. `ended`: the answer ends with them,
-    whatever follows; `matched` is the stop string that did it, or empty."""
+    """This is what some more tokens say; `num_tokens` of them are the answer's. Where `ended`, the answer
+    ends with them, whatever follows; `matched` is the stop string that did it, or empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -41,9 +41,9 @@ class Said:
 
 
 class AnswerText:
-    """`decoder`: shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
-    answer ends with its first. `stop` is content where that `includes_stop`. `past_ids`: of calls before, of
-    which a new one must not have any."""
+    """`decoder` shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
+    answer ends with its first call. A stop string is content where the request `includes_stop`. `past_ids`
+    are the ids of calls before: a new call must not have any of them."""
 
     def __init__(
         self,
@@ -62,21 +62,22 @@ class AnswerText:
         self._past_ids = past_ids
         self._contents: list[str] = []
         self._reasonings: list[str] = []
-        self._calls: list[tuple[AnswerCall, list[str]]] = []  # and their arguments
+        self._calls: list[tuple[AnswerCall, list[str]]] = []  # each with the pieces of its arguments
         self._resumption: Resumption | None = None
         self.num_called = 0  # calls that were written to their end
         self.num_broken = 0  # calls that could not be read
-        self.reasoning_tokens = 0  # its markers among them
+        self.reasoning_tokens = 0  # its markers are among them
 
     def resume(self, prompt_ids: Sequence[int], said: str) -> None:
-        """Before anything else: the answer goes on where the prompt ends, with what was `said` there."""
+        """Let the answer go on where the prompt ends, with what was `said` there. This comes before anything
+        else."""
         self._detokenizer.push(prompt_ids[-_CONTEXT:])
         if self._parser is not None:
             self._resumption = Resumption(self._parser, said)
 
     def push(self, token_ids: Sequence[int]) -> Said:
-        """What comes behind the token that completes a stop string is no part of the answer: it ends at the
-        same token however its tokens come."""
+        """Add tokens. What comes behind the token that completes a stop string is no part of the answer: it
+        ends at the same token however its tokens come."""
         said = Said()
         if self._parser is None and not self._may_stop:
             said.content, said.num_tokens = self._detokenizer.push(token_ids), len(token_ids)
@@ -97,7 +98,7 @@ class AnswerText:
                 break
 
     def finish(self) -> Said:
-        """The rest, where the answer ends without a stop string."""
+        """Return the rest, where the answer ends without a stop string."""
         said, rest = Said(), self._detokenizer.finish()
         if self._parser is None:
             self._add_content(said, rest)
@@ -111,7 +112,7 @@ class AnswerText:
         return said
 
     def message(self) -> AnswerMessage:
-        """All that was said. The last call's arguments may have broken off."""
+        """Return all that was said. The last call's arguments may have broken off."""
         calls = tuple(replace(call, arguments="".join(texts)) for call, texts in self._calls)
         return AnswerMessage("".join(self._contents), "".join(self._reasonings), calls)
 

@@ -1,4 +1,4 @@
-"""What one client asked for, after the door."""
+"""A ClientRequest is what one client asked for, checked at the door."""
 
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -23,13 +23,13 @@ class ClientRequest:
     conversation_id: str = ""
     tenant: str = ""
     priority: int = 0
-    runs_few: bool = False  # beside a crowd of other tenants', as it was when this request came
+    runs_few: bool = False  # its tenant ran few beside a crowd of others' when it came
     operation: str = "text_completion"  # or chat
     constraint: str = ""  # the kind of what the client asked for; empty: none
     tools: ChatTools = field(default_factory=ChatTools)
-    answers: int = 1  # that are generated, and
-    answered: int = 1  # of them, those that the client gets: the best
-    index: int = 0  # of this answer
+    answers: int = 1  # so many are generated
+    answered: int = 1  # the client gets so many of them, the best
+    index: int = 0  # this answer's
     tells_logprobs: bool = True  # False: they are asked for to rank the answers
     deadline: float = inf  # on the router's clock
     prompt: PackedIds = _NO_IDS
@@ -37,25 +37,27 @@ class ClientRequest:
 
     @property
     def answer_name(self) -> str:
-        """What ranks and log lines call this answer."""
+        """Ranks and log lines call the answer so."""
         return f"{self.request_id}#{self.index}" if self.index else self.request_id
 
     @property
     def answer_key(self) -> str:
-        """Names it among all that are in flight: tenants choose their ids apart; none of them has a NUL."""
+        """This names the answer among all that are in flight: tenants choose their ids apart, and none of
+        them has a NUL."""
         return f"{self.tenant}\0{self.request_id}\0{self.index}"
 
     @property
     def memory_key(self) -> str:
-        """Names the conversation, for tenants may choose the same ids; empty where none was named."""
+        """This names the conversation, for tenants may choose the same ids; empty where none was named."""
         return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
 
     def encoded(self, prompt: PackedIds, past: PastAnswers | None, sampling: SamplingParams) -> Self:
-        """The same request with its prompt. `sampling` has what the tools ask of the answer."""
+        """Return the request with its prompt; `sampling` has what its tools ask of the answer."""
         return replace(self, prompt=prompt, past=past, sampling=sampling)
 
     def of_answer(self, index: int) -> Self:
-        """The request of one answer: it has a seed of its own, and the first alone asks about the prompt."""
+        """Return the request of one of the answers, which has a seed of its own. The first alone asks about
+        the prompt."""
         sampling = replace(self.sampling, seed=seed_of(self.sampling.seed, index))
         if index:
             sampling = sampling.without_prompt_logprobs
@@ -66,8 +68,8 @@ class ClientRequest:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The first answer's is the request's own, so that it is the answer to n = 1. That of answer i is the
-    i-th number of SplitMix64 from there: no two of them are the same.
+    """Return the seed of an answer. The first one's is the request's own, so that it is the answer to n = 1;
+    that of answer i is the i-th number of SplitMix64 from there, and no two of them are the same.
 
     https://prng.di.unimi.it/splitmix64.c
     """

@@ -1,4 +1,4 @@
-"""The tokens of one request, over as many ranks as it takes.
+"""A FailoverStream brings the tokens of one answer, over as many ranks as it takes.
 
 placed -> started on a decode rank -> outputs
   ^                                     |
@@ -40,16 +40,16 @@ from services.wire.isthmus.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
 
-# After these another rank may do; the class says which rank to leave out.
+# After these errors another rank may do; the class says which rank to leave out.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
-_STUMBLE_S = 1.1  # a little longer than a rank is left alone that failed once
+_STUMBLE_S = 1.1  # a rank that failed once is left alone for a little less
 # A larger rank that does not answer is there again by then, or known to be gone: its lease lapses after 10 s,
 # and it misses three health checks.
 _LARGER_RANK_S = 30.0
 
 
 class FailoverStream:
-    """The tokens of one answer. What becomes of it is noted in `progress`, which somebody else releases."""
+    """The stream notes what becomes of the answer in `progress`, which somebody else releases in the end."""
 
     def __init__(self, context: AnswerContext, progress: Progress, eos_token_ids: tuple[int, ...]) -> None:
         self._context = context
@@ -62,7 +62,7 @@ class FailoverStream:
         self._eos_token_ids = eos_token_ids
 
     async def next(self) -> Output:
-        """From the current rank; when it fails, from the next one.
+        """Return the next output of the current rank; when that fails, of the next one.
 
         Raises:
             NoCapacity: the request would wait too long for its turn.
@@ -85,16 +85,17 @@ class FailoverStream:
                     self._leave(error)
 
     def _read(self, stream: OutputStream) -> Coroutine[Any, Any, Output]:
-        """What has come since the last time, in one: a router that is behind has less to do for each token.
+        """Take what has come since the last time in one: a router that is behind has less to do for each
+        token.
 
         Where a stop string may end the request, steps that tell more than tokens are read one at a time: what
         they tell of steps behind its last token is not the client's.
         """
-        self._remaining_s()  # though there be tokens
+        self._remaining_s()  # the deadline ends it though there be tokens
         return stream.next(all_at_once=not self._request.sampling.stop)
 
     def _judged(self, output: Output) -> Output:
-        """Its rank may have ended the request for no other reason than that its pool is at its end."""
+        """A rank may have ended the request for no other reason than that its pool is at its end."""
         if output.finished is not FinishReason.LENGTH:
             return output
         progress = self._progress
@@ -107,23 +108,22 @@ class FailoverStream:
         return output if reason is output.finished else replace(output, finished=reason)
 
     def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
-        """To the client; see pool_ends.py. `new_tokens` are not noted yet."""
+        """Return what a rank's LENGTH means to the client; see pool_ends.py. `new_tokens` are not noted
+        yet."""
         num_output = len(self._progress.output_ids) + new_tokens
         num_tokens, most = len(self._prompt_ids) + num_output, self._request.sampling.max_tokens
         return self._cluster.length_means(num_tokens, num_output, most)
 
     def _can_move(self, placed: Placed) -> bool:
-        """With the output so far."""
         return placed.moves_penalties or not self._request.sampling.heeds_output
 
     @property
     def _sampling(self) -> SamplingParams:
-        """Where the request goes next nobody tells again what the client has been told."""
+        """Nobody tells again what the client has been told of the prompt."""
         sampling = self._request.sampling
         return sampling.without_prompt_logprobs if self._progress.prompt_is_told else sampling
 
     async def _hashed(self) -> HashedPrompt:
-        """The prompt, and what was generated so far."""
         reusable_tokens, prompt = (
             reusable_of(self._sampling, len(self._prompt_ids)),
             await self._shared(),
@@ -133,7 +133,7 @@ class FailoverStream:
         return replace(prompt, reusable_tokens=reusable_tokens)
 
     async def _shared(self) -> HashedPrompt:
-        """As other answers have it, too."""
+        """Hash once for all answers what they have in common."""
         turns, output_ids = self._progress.turns, self._progress.output_ids
         if turns is None:
             return await self._hash()
@@ -188,10 +188,10 @@ class FailoverStream:
         progress.sent(stream, now)
 
     def _placed(self, prompt: HashedPrompt) -> Placed:
-        """Raises as `Cluster.place`.
+        """Choose ranks. Where some failed this request, ranks of other workers come first: what ends one
+        often ends all of its worker, and the router hears of one after the other.
 
-        Where a rank failed this request, ranks of other workers come first: what ends one often ends all of
-        its worker, and the router hears of one after the other.
+        Raises as `Cluster.place`.
         """
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         # What was begun is not refused any more.
@@ -206,7 +206,7 @@ class FailoverStream:
         return self._cluster.place(prompt, key, failed, max_wait_s)
 
     def _at_holder(self, prompt: HashedPrompt, turns: PromptTurns) -> Placed | None:
-        """Where another answer has the prompt already. None: nowhere, or no such rank can take it now."""
+        """Place the answer where another one has the prompt; None where no such rank can take it now."""
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         for holder in turns.holders(failed):
             with suppress(Unavailable):
@@ -216,7 +216,7 @@ class FailoverStream:
         return None
 
     def _message(self, placed: Placed) -> decode_pb2.Start:
-        """The request for the rank of that place; its prompt goes beside it, as it came."""
+        """Write the request for the rank of that place. Its prompt goes beside it, as it came."""
         request, prefill = self._request, placed.prefill
         return decode_pb2.Start(
             request_id=request.answer_name,
@@ -232,14 +232,14 @@ class FailoverStream:
         )
 
     def _withdraw(self) -> Placed | None:
-        """Leave the ranks that it is with."""
         placed = self._progress.withdraw()
         self._cluster.ended(self._request.answer_key)
         return placed
 
     def _moved_on(self) -> FinishReason | None:
-        """From a rank that did all it could. The reason to end instead, if the larger rank is gone by now."""
-        if self._progress.stream is None:  # it has been waiting for that one
+        """Leave a rank that did all it could. Return the reason to end instead, if no larger rank is there
+        any more."""
+        if self._progress.stream is None:  # it has been waiting for the larger one
             return self._length_means()
         progress, placed = self._progress, self._withdraw()
         assert placed is not None
@@ -286,7 +286,8 @@ class FailoverStream:
         )
 
     def _may_wait(self, error: IsthmusError) -> bool:
-        """Only ranks that failed this request are left, or larger ones that cannot be had at present."""
+        """Return whether only ranks that failed this request are left, or larger ones that cannot be had at
+        present."""
         progress = self._progress
         if progress.placed is not None or not isinstance(error, Unavailable):
             return False

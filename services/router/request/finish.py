@@ -1,4 +1,4 @@
-"""The last response of a request: why it ended, what it cost, where it ran, where the time went."""
+"""A request's last response says why it ended, what it cost, where it ran and where the time went."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,10 +15,11 @@ _TOTALS = tuple(field.name for field in generation_pb2.Totals.DESCRIPTOR.fields)
 def finish_of(
     progress: Progress, reason: FinishReason, matched_stop: str, drift_tokens: int | None
 ) -> generation_pb2.Finish:
-    """`drift_tokens` None: this router has not seen the conversation's last turn."""
+    """Write the end of an answer. `drift_tokens` is None where this router has not seen the conversation's
+    last turn."""
     placements = list(_placements(progress))
     placement = placements[0] if placements else None
-    if placement is None and progress.placed is not None:  # else it was aborted before it was placed
+    if placement is None and progress.placed is not None:  # else it was aborted before that
         placement = _placement(progress.placed)
     usage = generation_pb2.Usage(drift_tokens=drift_tokens)
     if placements:
@@ -37,7 +38,6 @@ def finish_of(
 
 
 def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
-    """Of those that generated, each with what it did."""
     bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
     for each, end in zip(progress.served, bounds[1:], strict=True):
         yield _placement(each.placed, _usage(each, end - each.first_output))

@@ -1,9 +1,9 @@
-"""One client request on the router, from prompt to last response.
+"""The Generator serves client requests, from prompt to last response.
 
     checked -> encoded -> tokens, over as many ranks as it takes (failover.py) -> text -> client
 
-A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new
-rank gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
+A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new rank
+gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
 """
 
 import asyncio
@@ -56,14 +56,14 @@ _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _REMEMBERED_ANSWERS_BYTES = 256 << 20
 _REMEMBERED_TOOLS_BYTES = 16 << 20
 _LAST_WORDS_S = 1.0
-_MOST_CONTEXTS = 16  # tokens of a prompt that is only counted
-_DEADLINE_LEAD_S = 0.1  # so far ahead of our clock gRPC, or the client's, may end a call by its deadline
+_MOST_CONTEXTS = 16  # a prompt that is only counted may be so many contexts long
+_DEADLINE_LEAD_S = 0.1  # gRPC, or the client, may end a call by its deadline so far ahead of our clock
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`constraint`: the kind of what the answer would be kept to. `past_answers`: of the past turns, by what
-    became of them."""
+    """`constraint` is the kind of what the answer would be kept to. `past_answers` counts the past turns by
+    what became of them."""
 
     prompt_tokens: int
     explained: Explained
@@ -72,7 +72,7 @@ class Explanation:
 
 
 class Generator:
-    """What both doors of a router ask of it, gRPC and HTTP."""
+    """Both doors of a router, gRPC and HTTP, ask everything of this object."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Generator:
             clock,
         )
         self._running: dict[tuple[str, str], Progress] = {}  # by tenant and request id
-        self._tenants = Counter[str]()  # how many of each run
+        self._tenants = Counter[str]()  # counts how many of each run
         self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
         self._spellings = ToolSpellings(_REMEMBERED_TOOLS_BYTES)
@@ -125,11 +125,11 @@ class Generator:
 
     @property
     def running(self) -> Collection[Progress]:
-        """The oldest first; not to be kept over an await."""
+        """The oldest comes first. It is not to be kept over an await."""
         return self._running.values()
 
     def listen(self, ended: Callable[[Progress, str], None]) -> Callable[[], None]:
-        """`ended` is told of each request that ends, and how, until what is returned is called."""
+        """Tell `ended` of each request that ends, and how, until what is returned is called."""
         self._listeners.append(ended)
         return partial(self._listeners.remove, ended)
 
@@ -141,7 +141,7 @@ class Generator:
         return (tenant, request_id) in self._running
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Stop a running request; False when the tenant has none of that id. None: whoever has one."""
+        """Stop a tenant's request of that id, or with None any tenant's; return False where there is none."""
         if tenant is None:
             found = [progress for (_, known), progress in self._running.items() if known == request_id]
         else:
@@ -152,7 +152,7 @@ class Generator:
         return bool(found)
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
-        """Where the request would go now without a deadline; nothing is sent or remembered.
+        """Tell where the request would go now without a deadline; nothing is sent or remembered.
 
         Raises Unavailable where no decode rank is registered, and at the door as `generate`.
         """
@@ -179,7 +179,7 @@ class Generator:
         return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        """With special tokens written out. Raises InvalidRequest, NotFound."""
+        """Return the text of ids, special tokens written out. Raises InvalidRequest, NotFound."""
         self._check_model(model)
         if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
             raise InvalidRequest(
@@ -188,7 +188,8 @@ class Generator:
         return await asyncio.to_thread(self._tokenizer.text_of, token_ids)
 
     def time_limit_s(self, timeout_s: float | None) -> float:
-        """In which the call of a request with that timeout, or none, is over, its last word included."""
+        """Return the seconds in which the call of a request with that timeout, or none, is over, its last
+        word included."""
         return self._timeout_s(timeout_s) + _LAST_WORDS_S
 
     def _timeout_s(self, timeout_s: float | None) -> float:
@@ -203,16 +204,21 @@ class Generator:
         ids: PackedIds | None = None,
         tell_prompt: Callable[[PackedIds], None] | None = None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses as they come. Each answer's last one has `finish`; with the last of all nothing is held
-        any more. `ids`: those of `request.token_ids`, if they are not in it. `tell_prompt` is told the prompt
-        before the first response.
+        """Yield responses as they come. Each answer's last one has `finish`; with the last of all nothing is
+        held any more.
+
+        Args:
+            timeout_s: the client's; None: --request-timeout-s.
+            traceparent: the client's, or "".
+            ids: those of `request.token_ids`, if they are not in it.
+            tell_prompt: is told the prompt before the first response.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: at the door.
             NoCapacity: no rank can hold it, or it would wait too long for its turn.
             Unavailable: no rank can take it.
-            DeadlineExceeded: `timeout_s` has passed; None: --request-timeout-s. Not while a response is being
-                handed on: whoever does that has to bound it, by `time_limit_s`.
+            DeadlineExceeded: the timeout has passed. It does not come while a response is being handed on:
+                whoever does that has to bound it, by `time_limit_s`.
         """
         timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
@@ -302,7 +308,6 @@ class Generator:
         return replace(asked, runs_few=self._runs_few(asked.tenant))
 
     def _banned(self, asked: ClientRequest) -> ClientRequest:
-        """Return the request with its bad words as ids."""
         sampling = asked.sampling
         bad = (*sampling.bad_token_ids, *banned_ids(self._tokenizer, sampling.bad_words))
         return replace(asked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
@@ -353,13 +358,14 @@ class Generator:
             raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
 
     def _allowed_wait_s(self, request: ClientRequest, remaining_s: float) -> float:
-        """One of a higher priority than usual does not wait behind the others, however many there are. Nor
-        does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
+        """A request of a higher priority than usual does not wait behind the others, however many there are.
+        Nor does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
         passes = request.priority > 0 or request.runs_few
         return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _runs_few(self, tenant: str) -> bool:
-        """At most half of its share here, with one more that is not counted yet."""
+        """Return whether the tenant runs at most half of its share here, with one more that is not counted
+        yet."""
         num_tenants = len(self._tenants.keys() | {tenant})
         runs_few = 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
         # Where ranks let no tenants take turns, it would wait for the crowd like any other.
@@ -375,7 +381,7 @@ class Generator:
         )
 
     def _past(self, request: generation_pb2.GenerateRequest) -> PastAnswers | None:
-        """None for what is no chat."""
+        """Return the past turns of a chat; None for what is no chat."""
         if request.WhichOneof("prompt") != "chat":
             return None
         return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
@@ -389,13 +395,13 @@ class Generator:
         try:
             yield progress
         except InvalidRequest:
-            outcome = InvalidRequest.__name__  # whichever kind
+            outcome = InvalidRequest.__name__  # kinds of it count as one
             raise
         except IsthmusError as error:
             outcome = type(error).__name__
             raise
         except Exception:
-            outcome = "Internal"  # a bug of ours
+            outcome = "Internal"  # it is a bug of ours
             raise
         except BaseException:  # the call was cancelled, or its generator closed
             is_over = self._clock() >= asked.deadline - _DEADLINE_LEAD_S

@@ -1,4 +1,4 @@
-"""How many log-probabilities are held for a client that is told all of them at once."""
+"""HeldLogprobs bounds the log-probabilities that are held for a client that is told all of them at once."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ MOST = 1 << 20  # some hundred bytes each, and as much again as JSON
 
 
 class HeldLogprobs:
-    """Of one call's answers, as they come: a token's own, and those of the others that are told beside it."""
+    """A call's answers are counted as they come: each token, and the others that are told beside it."""
 
     def __init__(self, times_prompt: int = 1, most: int | None = None) -> None:
-        """`times_prompt`: how often a prompt's are told."""
+        """A prompt's are told `times_prompt` times."""
         self._times_prompt = times_prompt
         self._most = MOST if most is None else most
         self.count = 0
 
     def add(self, response: GenerateResponse) -> None:
-        """Raises InvalidRequest where they are too many."""
+        """Count a response. Raises InvalidRequest where they are too many."""
         self.count += _count(response.prompt_logprobs) * self._times_prompt + _count(response.logprobs)
         if self.count > self._most:
             raise InvalidRequest(

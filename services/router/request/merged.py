@@ -1,4 +1,4 @@
-"""Several streams as one, each item as it comes."""
+"""This makes one stream of several, each item as it comes."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -11,13 +11,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Of one of them, and what it ended with."""
+    """One stream has ended, and with what."""
 
     error: Exception | None = None
 
 
 async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Each item with its source's place among them. Closes them all.
+    """Yield each item with its source's place among them, and close them all.
 
     A reader that is behind holds them up: each has at most one item that was not taken. The first error of
     any is raised, behind what came before it.

@@ -1,4 +1,4 @@
-"""What tells a model's answers apart, made ready for its tokenizer."""
+"""Parsers parse a model's answers, made ready for its tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +16,12 @@ from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
-# The prompt's last ids: what a template writes behind the last turn is shorter.
+# So many of the prompt's last ids are read: what a template writes behind the last turn is shorter.
 _PROMPT_END = 64
 
 
 class Parsers:
-    """Of one router. Without `keeps_strict` tools that say so are as any others."""
+    """A router has one. Without `keeps_strict` tools that say so are as any others."""
 
     def __init__(self, tokenizer: Tokenizer, choice: ParserChoice, keeps_strict: bool = True) -> None:
         self._keeps_strict = keeps_strict
@@ -35,7 +35,8 @@ class Parsers:
             self._more_ends = tuple(token_id for token_id, text in special if text == choice.stop_token)
 
     def read_tools(self, request: GenerateRequest) -> ChatTools:
-        """Raises InvalidRequest, naming the field; also where nobody could tell the calls."""
+        """Read a chat's tools. Raises InvalidRequest, naming the field; also where nobody could parse the
+        calls."""
         tools = read_tools(request)
         if tools.told_apart and tools.callable is not None and self._choice.tools == NONE:
             if not self._tokenizer.shows_tools:
@@ -49,17 +50,16 @@ class Parsers:
 
     @property
     def call_text(self) -> CallText | None:
-        """How the model writes calls, for templates that have no place for them."""
+        """The model writes calls so, for templates that have no place for them."""
         return CALL_TEXTS.get(self._choice.tools)
 
     def end_ids(self, tools: ChatTools) -> tuple[int, ...]:
-        """That end an answer of a request with those tools."""
         ends = self._tokenizer.eos_token_ids
         more = self._more_ends if tools.callable is not None else ()
         return (*ends, *(token_id for token_id in more if token_id not in ends))
 
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        """Some hundred characters, in which the answer's turn has begun; empty where nobody asks."""
+        """Return some hundred characters, in which the answer's turn has begun; empty where nobody asks."""
         is_asked = self._choice != ParserChoice()
         return self._tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if is_asked else ""
 
@@ -68,7 +68,7 @@ class Parsers:
         return ToolConstraints(self._choice, special, grammars, self.begins_thinking)
 
     def text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
-        """Of an answer to that prompt."""
+        """Return the text of an answer to that prompt, which is still empty."""
         begun, said = self._begun(tools, prompt_ids)
         text = self._text_of(tools, sampling, begun)
         if tools.continued is not None:
@@ -85,7 +85,8 @@ class Parsers:
         return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop, tools.past_ids)
 
     def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
-        """The prompt up to where the answer's turn begins, if that can be told, and what was said in it."""
+        """Return the prompt up to where the answer's turn begins, if that can be told, and what was said in
+        it."""
         continued = tools.continued
         if continued is None:
             return prompt_ids, ""
@@ -95,6 +96,5 @@ class Parsers:
         return (), continued.text
 
     def begins_thinking(self, tools: ChatTools, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends within thinking."""
         begun, said = self._begun(tools, prompt_ids)
         return self._choice.thinks_behind(self.prompt_end(begun), said)

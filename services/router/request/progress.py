@@ -1,4 +1,4 @@
-"""How one request goes on its router. Only Progress writes this state: the others call its verbs."""
+"""Progress is how one request goes on its router. It alone writes this state: the others call its verbs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +21,16 @@ _PROGRESS_TOKENS = 2
 
 @dataclass(slots=True)
 class Served:
-    """A placement that generated."""
-
     placed: Placed
-    admitted: Admitted  # what it had and did
-    first_output: int  # tokens that placements before it had generated
-    drafted_tokens: int = 0  # verified there, and
-    accepted_draft_tokens: int = 0  # of them, those that were right
+    admitted: Admitted  # this is what it had and did
+    first_output: int  # placements before it had generated so many tokens
+    drafted_tokens: int = 0  # so many were verified there
+    accepted_draft_tokens: int = 0  # so many of them were right
 
 
 @dataclass(slots=True)
 class Progress:
-    """What has become of one answer so far. The first one's is the request's, too."""
+    """This is what has become of one answer so far. The first answer's is the request's, too."""
 
     request: ClientRequest
     began_s: float
@@ -44,25 +42,25 @@ class Progress:
     served: list[Served] = field(default_factory=list)
     placed: Placed | None = None  # where it is now
     attempts: int = 0
-    tokens_when_placed: int = 0  # that it had when it was placed last
-    # Since a placement last got on:
+    tokens_when_placed: int = 0  # it had so many when it was placed last
+    # The next three are counted since a placement last got on.
     failures: int = 0
-    excluded: set[RankId] = field(default_factory=set)  # lives of ranks: who starts again may be tried
-    gave_time: bool = False  # to ranks that failed, when there were no others
-    sent_s: float = 0.0  # to the rank it is with, from `began_s`
-    stages: Stages | None = None  # up to the first token
+    excluded: set[RankId] = field(default_factory=set)  # incarnations: a rank that starts again may be tried
+    gave_time: bool = False  # ranks that failed were let be chosen again, for there were no others
+    sent_s: float = 0.0  # from `began_s` until it went to the rank that it is with
+    stages: Stages | None = None  # they end with the first token
     last_tokens_at_s: float = 0.0  # when the last tokens came
     stream: OutputStream | None = None
     outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
     aborted: bool = False
-    finish: generation_pb2.Finish | None = None  # as the client got it
+    finish: generation_pb2.Finish | None = None  # the client got this one
     finish_reason: FinishReason | None = None
     reasoning_tokens: int = 0
     num_calls: int = 0
     num_broken_calls: int = 0
-    turns: PromptTurns | None = None  # where there are several answers
-    others: list["Progress"] = field(default_factory=list)  # of the request's other answers, by index
-    prompt_is_told: bool = False  # what was asked of its tokens
+    turns: PromptTurns | None = None  # None: there is one answer
+    others: list["Progress"] = field(default_factory=list)  # the request's other answers, by index
+    prompt_is_told: bool = False  # the client has what it asked of the prompt's tokens
 
     # -- what it tells ----------------------------------------------------------------------------
 
@@ -72,27 +70,26 @@ class Progress:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's length; 0 until it is encoded."""
+        """This is 0 until the prompt is encoded."""
         return len(self.request.prompt.ids)
 
     @property
     def past_answers(self) -> Mapping[str, int]:
-        """How many past answers of a chat became what; known once the prompt is encoded."""
+        """The past answers of a chat are counted by what became of them, once the prompt is encoded."""
         return {} if self.request.past is None else self.request.past.outcomes
 
     @property
     def completion_tokens(self) -> int:
-        """The tokens of all answers."""
         return sum(len(answer.output_ids) for answer in self.answers)
 
     @property
     def admitted(self) -> Admitted | None:
-        """What the first placement that generated had: the usage speaks of that one."""
+        """The first placement that generated had this; the usage speaks of that one."""
         return self.served[0].admitted if self.served else None
 
     @property
     def first_placed(self) -> Placed | None:
-        """Where `admitted` was; where nobody has generated, where it is now."""
+        """This is where `admitted` was; where nobody has generated, where it is now."""
         return self.served[0].placed if self.served else self.placed
 
     def note(self, event: str, attributes: Mapping[str, str | int] | None = None) -> None:
@@ -103,7 +100,6 @@ class Progress:
     # -- its way to a rank ------------------------------------------------------------------------
 
     def encoded(self, request: ClientRequest, now: float) -> None:
-        """The request has its prompt."""
         self.request = request
         self.tokenize_s = now - self.began_s
 
@@ -123,11 +119,9 @@ class Progress:
         ]
 
     def routed(self, took_s: float) -> None:
-        """The router spent that long on finding a place."""
         self.route_s += took_s
 
     def attempt(self) -> None:
-        """It is placed once more."""
         self.attempts += 1
 
     def place(self, placed: Placed) -> None:
@@ -135,7 +129,6 @@ class Progress:
         self.tokens_when_placed = len(self.output_ids)
 
     def sent(self, stream: OutputStream, now: float) -> None:
-        """The rank where it is placed has it: `stream` brings what it generates."""
         self.stream = stream
         self.outgrown_s = None
         self.sent_s = now - self.began_s
@@ -143,14 +136,15 @@ class Progress:
     # -- what comes from the rank -----------------------------------------------------------------
 
     def admit(self, admitted: Admitted) -> None:
-        """The rank where it is placed has its prompt, and generates."""
+        """Note that the rank where it is placed has the prompt, and generates."""
         assert self.placed is not None
         self.served.append(Served(self.placed, admitted, self.tokens_when_placed))
         if self.turns is not None:
             self.turns.held(self.request.index, self.placed.decision.chosen.decode.id)
 
     def told_of_prompt(self) -> None:
-        """The client gets what it asked of the prompt's tokens: no later rank need tell it again."""
+        """Note that the client gets what it asked of the prompt's tokens: no later rank need tell it
+        again."""
         self.prompt_is_told = True
 
     def add_tokens(self, token_ids: Sequence[int], now: float) -> float | None:
@@ -178,18 +172,16 @@ class Progress:
             self.served[-1].accepted_draft_tokens += output.accepted_draft_tokens
 
     def read(self, reasoning_tokens: int, num_calls: int, num_broken_calls: int) -> None:
-        """The text so far has these."""
         self.reasoning_tokens = reasoning_tokens
         self.num_calls, self.num_broken_calls = num_calls, num_broken_calls
 
     def end(self, reason: FinishReason, finish: generation_pb2.Finish) -> None:
-        """Its client is told `finish`."""
         self.finish_reason, self.finish = reason, finish
 
     # -- when a rank can do no more ---------------------------------------------------------------
 
     def outgrow(self, now: float) -> None:
-        """Its rank holds no more of it; it is to go on at a larger one."""
+        """Note that its rank holds no more of it; it is to go on at a larger one."""
         self.outgrown_s = now
 
     def withdraw(self) -> Placed | None:
@@ -202,14 +194,13 @@ class Progress:
         return placed
 
     def fail(self, rank: RankId) -> None:
-        """That rank failed it, and is left out from now on."""
         self.failures += 1
         self.excluded.add(rank)
         if self.turns is not None:
             self.turns.lost(rank)
 
     def give_time(self) -> None:
-        """Ranks that failed it may be chosen once more, for there are no others."""
+        """Let ranks that failed it be chosen once more, for there are no others."""
         self.gave_time = True
         self.excluded.clear()
 
@@ -225,13 +216,13 @@ class Progress:
             self.turns.look()
 
     def release(self) -> None:
-        """Give up what its rank still has of it; it does nothing the second time."""
+        """Give up what its rank still has of it; doing so twice does no more."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.close()
 
     def leave(self) -> None:
-        """This answer has ended, whichever way: it holds nothing and the others need not wait for it."""
+        """End this answer, whichever way it went: it holds nothing, and the others need not wait for it."""
         self.release()
         if self.turns is not None:
             self.turns.leave(self.request.index)

@@ -1,4 +1,4 @@
-"""One answer: its tokens, over as many ranks as it takes, as responses."""
+"""A ResponseStream makes responses of one answer's tokens."""
 
 import secrets
 from array import array
@@ -19,13 +19,13 @@ from services.wire import convert_request
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 
-# TokenLogprobs of a piece: they take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
+# So many TokenLogprobs take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
 _PIECE = 8_192
-_THINKING_ENDS = "</think>"  # in content: nothing has told it apart, but templates do
+_THINKING_ENDS = "</think>"  # where content has it, no parser has told the thinking apart, but templates do
 
 
 class PromptScores:
-    """The last tokens of a prompt, as many as have been told of."""
+    """The last tokens of a prompt are told, as many as a rank has told of, in pieces of a response each."""
 
     def __init__(self, prompt_ids: Sequence[int], told: PromptLogprobs) -> None:
         self._ids = iter(prompt_ids[len(prompt_ids) - len(told) :])
@@ -35,7 +35,6 @@ class PromptScores:
 
     @property
     def is_last(self) -> bool:
-        """Whether one more piece has all that is left."""
         return self._num_left <= self._size
 
     def next_piece(self) -> list[TokenLogprobs]:
@@ -54,16 +53,14 @@ def _scored_message(token_id: int, scored: ScoredToken) -> TokenLogprobs:
 
 
 class ResponseStream:
-    """The responses of one answer, made of its tokens."""
-
     def __init__(self, context: AnswerContext, progress: Progress) -> None:
         request = progress.request
-        # Of a chat's whole answer: one that goes on with a turn is a part of it.
+        # A chat's whole answer has an id; one that goes on with a turn is a part of one.
         is_whole = request.past is not None and request.tools.continued is None
         self._answer_id = secrets.token_hex(16) if is_whole else ""
         self._has_begun = False
         self._scores: PromptScores | None = None
-        self._output: Output | None = None  # that comes when all is said of the prompt
+        self._output: Output | None = None  # it waits until all is said of the prompt
         self._context = context
         self._tokenizer = context.tokenizer
         self._metrics = context.metrics
@@ -80,10 +77,13 @@ class ResponseStream:
             self._metrics.drifted(self._drift or 0)
 
     async def aclose(self) -> None:
-        """Who has made `progress` gives up what it holds."""
+        """Do nothing: whoever has made `progress` gives up what it holds."""
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
-        """The first one has the answer's id, if it is of a chat. Raises as FailoverStream.next."""
+        """Return the next response. The first one has the answer's id, if it is of a chat.
+
+        Raises as FailoverStream.next.
+        """
         if self._output is None:
             self._output = await self._next_output()
         if self._scores is not None and not self._scores.is_last:
@@ -96,7 +96,7 @@ class ResponseStream:
         return response
 
     async def _next_output(self) -> Output:
-        """With tokens, or the last."""
+        """Return an output that has tokens, or the last."""
         while True:
             output = await self._stream.next()
             if output.admitted is not None:
@@ -156,7 +156,7 @@ class ResponseStream:
                 map(convert_request.logprobs_to_proto, output.logprobs[: said.num_tokens])
             )
         if reason is not None and output.finished is None:
-            progress.release()  # the rank would go on
+            progress.release()  # else the rank would go on
         text = self._text
         progress.read(text.reasoning_tokens, text.num_called, text.num_broken)
         if reason is not None:
@@ -167,7 +167,8 @@ class ResponseStream:
         return response
 
     def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
-        """What the tokens say, whether they end the answer, and the stop string or stop token that did."""
+        """Return what the tokens say, whether they end the answer, and the stop string or stop token that
+        did."""
         ids, terminator = output.token_ids, ""
         if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
             terminator = self._tokenizer.token_text(ids[-1])
@@ -186,12 +187,12 @@ class ResponseStream:
         return said, output.finished, terminator
 
     def _ends(self, token_id: int) -> bool:
-        """Whether that is what ended the answer: under a constraint it may be that nothing could follow."""
+        """Return whether that token is what ended the answer: under a constraint it may be that nothing could
+        follow."""
         sampling = self._request.sampling
         return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
 
     def _shows(self, stop_token: int) -> bool:
-        """Whether its text is part of the answer."""
         wanted = self._request.sampling.include_stop_str_in_output
         return wanted and not self._tokenizer.is_silent(stop_token)
 
@@ -202,14 +203,13 @@ class ResponseStream:
         response.finish.CopyFrom(finish)
         all_ids = self._prompt_ids + array("I", progress.output_ids)
         if name := self._request.conversation_id:
-            # Of several answers the conversation goes on with any one: not known with which.
+            # The conversation may go on with any one of several answers.
             known = all_ids if self._request.answers == 1 else self._prompt_ids
             self._context.memory.remember(self._request.tenant, name, known)
         if progress.placed is not None and reason is not FinishReason.ABORTED:
             self._context.cluster.finished(progress.placed, all_ids)
 
     def _remember(self, stop_string: str) -> bool:
-        """Whether the answer can be found again."""
         past = self._request.past
         if past is None or not self._answer_id:
             return False

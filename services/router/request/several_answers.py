@@ -1,4 +1,4 @@
-"""Several answers to one prompt, each with ranks, a seed and an end of its own.
+"""Several answers to one prompt have ranks, a seed and an end each.
 
 An error of one is the request's: the others are given up. For a call has one status, and an answer that were
 missing without a word would be lost.
@@ -23,7 +23,7 @@ MAX_ANSWERS = 128
 
 
 class SeveralAnswers:
-    """As ResponseStream, which it has one of for each; `progress` is the first one's."""
+    """There is a ResponseStream for each; `progress` is the first one's, and the request's."""
 
     def __init__(self, context: AnswerContext, progress: Progress) -> None:
         self._context = context
@@ -31,12 +31,12 @@ class SeveralAnswers:
         self._responses = merged([self._answer(each) for each in progress.answers])
 
     async def next_response(self) -> GenerateResponse:
-        """Of whichever answer has said something. Raises as ResponseStream.next_response."""
+        """Return a response of whichever answer has said something. Raises as
+        ResponseStream.next_response."""
         _, response = await anext(self._responses)
         return response
 
     async def aclose(self) -> None:
-        """None of them runs any more."""
         await self._responses.aclose()
 
     async def _answer(self, progress: Progress) -> AsyncGenerator[GenerateResponse, None]:
@@ -66,8 +66,8 @@ class SeveralAnswers:
 
 
 class BestAnswers:
-    """As SeveralAnswers, but none is heard before all of them have ended: each then in one response. What is
-    told of the prompt goes before them as it comes, for it may be more than one message holds."""
+    """The best answers are told when all have ended, each in one response. What is told of the prompt goes
+    before them as it comes, for it may be more than one message holds."""
 
     def __init__(self, answers: SeveralAnswers, request: ClientRequest) -> None:
         self._answers = answers
@@ -91,7 +91,8 @@ class BestAnswers:
 
     @contextmanager
     def _naming_best_of(self) -> Iterator[None]:
-        """Nobody has asked for log-probabilities whose want could be told."""
+        """An engine without log-probabilities is told of by the name of what was asked, which were not
+        those."""
         try:
             yield
         except InvalidRequest as error:
@@ -100,7 +101,7 @@ class BestAnswers:
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
     async def _read(self) -> GenerateResponse | None:
-        """What is told of the prompt next, which is no answer's own; None: all answers have ended."""
+        """Return what is told of the prompt next, which is no answer's own; None: all answers have ended."""
         while self._unfinished:
             response = await self._answers.next_response()
             told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)
@@ -114,9 +115,9 @@ class BestAnswers:
         return None
 
     def _chosen(self) -> list[GenerateResponse]:
-        """Numbered anew, best first; the last one says what the others took."""
+        """Number the best answers anew, best first; the last one says what the others took."""
         answers = [each.whole() for each in self._joined]
-        ranked = sorted(answers, key=mean_logprob, reverse=True)  # those that are equal stay in their order
+        ranked = sorted(answers, key=mean_logprob, reverse=True)  # equal ones stay in their order
         best, left_out = ranked[: self._request.answered], ranked[self._request.answered :]
         for index, answer in enumerate(best):
             answer.index = index
@@ -127,7 +128,7 @@ class BestAnswers:
 
 
 def mean_logprob(answer: GenerateResponse) -> float:
-    """Of its tokens; of one that has none it is as low as can be."""
+    """Return the mean of the answer's tokens; it is as low as can be where there is none."""
     logprobs = [token.chosen.logprob for token in answer.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
@@ -139,14 +140,14 @@ def _sums(totals: Sequence[Totals]) -> Totals:
 
 class Answers(Protocol):
     async def next_response(self) -> GenerateResponse:
-        """Of any of them, until each has had its last. Raises as FailoverStream.next."""
+        """Return a response of any answer, until each has had its last. Raises as FailoverStream.next."""
 
     async def aclose(self) -> None:
         """Give up those that run."""
 
 
 def counts_of(request: GenerateRequest) -> tuple[int, int]:
-    """Answers to be generated, and of them those that the client gets. Raises InvalidRequest."""
+    """Return how many answers are generated, and how many of them the client gets. Raises InvalidRequest."""
     answered = request.n if request.HasField("n") else 1
     answers = request.best_of if request.HasField("best_of") else answered
     if not 1 <= answered <= MAX_ANSWERS:
@@ -157,7 +158,7 @@ def counts_of(request: GenerateRequest) -> tuple[int, int]:
 
 
 def answers_to(context: AnswerContext, progress: Progress) -> Answers:
-    """The answers to an encoded request, to be closed."""
+    """Return the answers to an encoded request; they are to be closed."""
     request = progress.request
     if request.answers == 1:
         return ResponseStream(context, progress)

@@ -1,4 +1,4 @@
-"""What is asked of an answer's calls, made a constraint of its text: engines know no tools."""
+"""ToolConstraints make what is asked of an answer's calls a constraint of its text: engines know no tools."""
 
 import json
 import re
@@ -23,8 +23,8 @@ _BEHIND = ", behind thinking or calls,"
 
 
 class ToolConstraints:
-    """Of one router. `special`: the model's special tokens. `begins_thinking`: whether a prompt of a chat
-    with those tools ends within thinking."""
+    """A router has one. `special` are the model's special tokens. `begins_thinking` says whether a prompt of
+    a chat with those tools ends within thinking."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class ToolConstraints:
     async def put(
         self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> SamplingParams:
-        """With a constraint that calls and thinking are a part of, where there is anything to be kept to.
+        """Return sampling with a constraint that calls and thinking are a part of, where there is anything to
+        keep to.
 
         Raises InvalidRequest: it names the tool whose schema cannot be kept to, or what does not go together.
         """
@@ -66,7 +67,7 @@ class ToolConstraints:
             tools.parallel,
             tools.told_apart and self._begins_thinking(tools, prompt_ids),
         )
-        # It is of the answer's text, and one that must call has none.
+        # What is given constrains the answer's text, and an answer that must call has none.
         given = None if tools.must_call else sampling.constraint
         if given is not None:
             grammar = writing.then(asked, _rule_of(given, asked.lark))
@@ -91,7 +92,8 @@ class ToolConstraints:
         return writing
 
     def _schemas(self, tools: ChatTools) -> Mapping[str, Any]:
-        """Of the tools that may be called. What is neither required nor strict may be any object."""
+        """Return the schemas of the tools that may be called. What is neither required nor strict may be any
+        object."""
         schemas = {}
         for index, (name, schema) in enumerate((tools.callable or {}).items()):
             is_kept = tools.must_call or name in tools.strict
@@ -131,6 +133,6 @@ def _rule_of(constraint: Constraint, lark: Lark) -> str:
 
 
 def _slashes_escaped(pattern: str) -> str:
-    """As Lark has a pattern between slashes: what is escaped already stays."""
+    """Escape slashes, which Lark has around a pattern; what is escaped already stays."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return escaped.replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""The tools of a chat, checked: what a request may call, and what is told of its answer."""
+"""ChatTools are the tools of a chat, checked: what a request may call, and what is told of its answer."""
 
 import json
 import re
@@ -31,29 +31,27 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class ContinuedTurn:
-    """What the answer goes on with: a text, or ids that the prompt ends with."""
-
     text: str
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
-    """`schemas`: of each tool's arguments, by its name. `named`: the one that is called. `past_ids`: of calls
-    in the chat."""
+    """`schemas` has the schema of each tool's arguments, by its name. `named` is the one that must be called.
+    `past_ids` are the ids of calls in the chat."""
 
     schemas: Mapping[str, Any] = field(default_factory=dict)
     mode: CallMode = CallMode.AUTO
     named: str = ""
     parallel: bool = True
     strict: frozenset[str] = frozenset()
-    told_apart: bool = False  # of a chat whose client does not want it raw
+    told_apart: bool = False  # the answer is parsed: it is a chat's, whose client does not want it raw
     continued: ContinuedTurn | None = None
     past_ids: frozenset[str] = frozenset()
 
     @property
     def callable(self) -> Mapping[str, Any] | None:
-        """None where no call is looked for."""
+        """This is None where no call is looked for."""
         return self.schemas if self.schemas and self.mode is not CallMode.NONE else None
 
     @property
@@ -62,7 +60,7 @@ class ChatTools:
 
 
 def read_tools(request: GenerateRequest) -> ChatTools:
-    """Raises InvalidRequest, naming the field."""
+    """Read the tools of a request. Raises InvalidRequest, naming the field."""
     if request.WhichOneof("prompt") != "chat":
         return ChatTools()
     chat = request.chat

@@ -1,1 +1,1 @@
-"""What is told of a request to those who run the cluster: metrics, traces, a line of the log."""
+"""Metrics, traces and a line of the log tell those who run the cluster of a request."""

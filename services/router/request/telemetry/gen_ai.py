@@ -1,4 +1,4 @@
-"""A request in the words of OpenTelemetry's conventions for generative AI, beside our own.
+"""A request is told in the words of OpenTelemetry's conventions for generative AI, beside our own.
 
 https://github.com/open-telemetry/semantic-conventions-genai: attributes of the router's span, and a server's
 histograms with the edges that are asked for. The names are written out: they are about to leave the Python
@@ -18,7 +18,7 @@ from services.wire.isthmus.v1 import generation_pb2
 
 PROVIDER = "isthmus"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
-_PENALTIES = ("frequency_penalty", "presence_penalty")  # 0 where they are not set
+_PENALTIES = ("frequency_penalty", "presence_penalty")  # these are 0 where they are not set
 _ENDED_WELL = ("finished", "cancelled")
 
 _FIRST_TOKEN_S = (
@@ -35,7 +35,7 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
 
 
 def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
-    """Of a request that may be refused yet; `model` is the one that is served."""
+    """Return attributes of a request that may be refused yet; `model` is the one that is served."""
     attributes: Attributes = {
         "gen_ai.operation.name": operation_of(request),
         "gen_ai.provider.name": PROVIDER,
@@ -54,7 +54,6 @@ def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
 
 
 def answered(progress: Progress, model: str) -> Attributes:
-    """Of a request that has ended, however it ended."""
     attributes: Attributes = {
         "gen_ai.response.id": progress.request.request_id,
         "gen_ai.response.model": model,
@@ -75,8 +74,6 @@ def answered(progress: Progress, model: str) -> Attributes:
 
 
 class GenAiMetrics:
-    """Of one router; `model` is the one that it serves."""
-
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         histogram = partial(Histogram, registry=registry)
         self._model = model

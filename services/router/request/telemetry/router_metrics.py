@@ -1,4 +1,4 @@
-"""What a router shows Prometheus of requests; what it shows of the index is in index/index_metrics.py."""
+"""RouterMetrics show Prometheus a router's requests; index/index_metrics.py shows it the index."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,25 +22,24 @@ from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRe
 from services.values.rank import RankId, Role
 from services.values.request import Admitted, FinishReason
 
-# Up to what a request may wait (--max-wait-s), and whole requests to their time (--request-timeout-s).
+# Edges go up to what a request may wait (--max-wait-s), whole requests' to their time (--request-timeout-s).
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REQUEST_SECONDS = (*_SECONDS, 1200.0, 3600.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
-# Tokens of a prompt or an answer: a long context has a hundred times as many as a short question.
+# A long context has a hundred times as many tokens as a short question.
 _LENGTHS = (1, *(2**power for power in range(3, 21)))
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
-# Of clients: which requests they ask wrongly.
+# These are clients' mistakes: requests that they ask wrongly.
 MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning, Forbidden))
 _RANK = ("role", "worker", "rank")
-# Held: what need not cross, of a decode rank under plan remote. Resumable: what need not be computed, of the
-# rank that computes. They differ where tails or states are carried.
+# What is held need not cross to a decode rank under plan remote. What is resumable need not be computed by
+# the rank that computes. They differ where a model has per-request state.
 _HELD, _RESUMABLE = "held", "resumable"
 _RANK_AND_KIND = (*_RANK, "kind")
 
 
 class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
-        """`model`: the name that is served."""
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self._gen_ai = GenAiMetrics(registry, model)
@@ -187,20 +186,18 @@ class RouterMetrics:
         self.running = Gauge("isthmus_router_running_requests", "Requests in flight.", registry=registry)
 
     def received(self) -> None:
-        """A request has come; nothing is known of it yet."""
         self._received.inc()
 
     def rejected(self, error: IsthmusError) -> None:
-        """A request was refused at the door."""
         self._requests[type(error).__name__,].inc()
         self._rejections.labels(type(error).__name__).inc()
 
     def message_refused(self) -> None:
-        """It never becomes a request."""
+        """Count a message that never becomes a request."""
         self._messages_refused.inc()
 
     def unauthenticated(self, front: str, reason: str) -> None:
-        """They come no further than to the keys, and count as no requests."""
+        """Count a call that comes no further than to the keys; it is no request."""
         self._unauthenticated.labels(front, reason).inc()
 
     def placed(self, placed: Placed) -> None:
@@ -219,7 +216,7 @@ class RouterMetrics:
         self._completion.inc(num_tokens)
 
     def next_tokens(self, num_tokens: int, took_s: float) -> None:
-        """One more step's tokens of a stream, `took_s` after the ones before."""
+        """Count one more step's tokens of a stream, `took_s` after the ones before."""
         self._itl.observe(took_s / num_tokens, num_tokens)
 
     def drifted(self, num_tokens: int) -> None:
@@ -234,7 +231,6 @@ class RouterMetrics:
         self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()
 
     def outgrew(self) -> None:
-        """A request left a rank whose pool held no more of it."""
         self._moves.labels("outgrown").inc()
 
     def admitted(self, placed: Placed, admitted: Admitted, *, is_further: bool = False) -> None:
@@ -284,11 +280,12 @@ class RouterMetrics:
 
 
 class _HitMetrics:
-    """Of the ranks that requests were sent to, in prompt tokens, by what they were to be cached for."""
+    """Prompt tokens are counted for the ranks that requests were sent to, by what they were to be cached
+    for."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
-        # By role, worker, number and kind: the rank's own of each.
+        # A rank's own counters are found by role, worker, number and kind.
         self._of_rank: dict[tuple[Role, str, int, str], tuple[Counter, ...]] = {}
         self._prompt = counter(
             "isthmus_placed_prompt_tokens",
@@ -351,8 +348,6 @@ class _HitMetrics:
 
 
 class RankCollector(Collector):
-    """What a router thinks of every rank; read when scraped."""
-
     def __init__(self, cluster: Cluster, mirror: Mirror) -> None:
         self._cluster = cluster
         self._mirror = mirror

@@ -1,10 +1,10 @@
-"""Where the time to a request's first token went. Pure.
+"""Stages say where the time to a request's first token went. They are pure.
 
     received --> tokenized --> placed --> Start sent --> (decode rank) --> first token received
     |------------ router ------------------------------|--- rank_s ---|
 
-Each stage is the difference of two times on one clock, so all of them add up to the time to the first
-token, whatever the clocks of the ranks say. The order is the request's.
+Each stage is the difference of two times on one clock, so all of them add up to the time to the first token,
+whatever the clocks of the ranks say. The order is the request's.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from services.values.request import Admitted
 
 
 class Stages(NamedTuple):
-    """Seconds; a stage that did not happen is 0."""
+    """They are in seconds; a stage that did not happen is 0."""
 
-    router_queue_s: float = 0.0  # attempts on ranks that failed, and waiting on the router
+    router_queue_s: float = 0.0  # it went to ranks that failed, and to waiting on the router
     tokenize_s: float = 0.0
     route_s: float = 0.0
     decode_queue_s: float = 0.0
@@ -24,10 +24,9 @@ class Stages(NamedTuple):
     prefill_compute_s: float = 0.0
     transfer_s: float = 0.0
     first_decode_step_s: float = 0.0
-    relay_s: float = 0.0  # between router and decode rank, both ways
+    relay_s: float = 0.0  # it went to the way between router and decode rank, there and back
 
     def seconds(self) -> Iterator[tuple[str, float]]:
-        """Every stage's name and seconds."""
         return zip(STAGES, self, strict=True)
 
 

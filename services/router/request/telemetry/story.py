@@ -1,4 +1,5 @@
-"""What log and trace tell of a request that has ended: where it went, at what price, and what came of it.
+"""The story of a request that has ended is told to the log and its trace: where it went, at what price, and
+what came of it.
 
 Words are the API's. The stages add up to `first_token_s`. All is of the first placement that generated, as in
 the usage; `placements` is how many did. Of several answers that is the first one's, and tokens and calls are
@@ -19,7 +20,6 @@ log = logging.getLogger(__name__)
 
 
 def tell(progress: Progress, outcome: str) -> None:
-    """Where it went is the first answer's; tokens and calls are those of all."""
     if not log.isEnabledFor(logging.INFO):
         return
     log_lines.event(
@@ -39,7 +39,6 @@ def tell(progress: Progress, outcome: str) -> None:
 
 
 def tell_answer(progress: Progress, outcome: str) -> None:
-    """Of one of several; the request's own line comes behind."""
     if not log.isEnabledFor(logging.INFO):
         return
     log_lines.event(
@@ -82,7 +81,6 @@ def _ending(progress: Progress) -> dict[str, Any]:
 
 
 def attributes_of(progress: Progress) -> Attributes:
-    """Of a request that has ended, however it ended."""
     attributes: Attributes = {
         "request_id": progress.request.request_id,
         "answers": len(progress.answers),
