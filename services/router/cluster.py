@@ -49,7 +49,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """This is what a placement is asked for: a prompt and what its request will need."""
+    """A placement is requested for this: a prompt and what its request will need."""
 
     ids: "array[int]"  # "I"
     seed: int

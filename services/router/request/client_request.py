@@ -1,4 +1,4 @@
-"""A ClientRequest is what one client asked for, checked at the door."""
+"""A ClientRequest is what one client requested, checked at the door."""
 
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -25,12 +25,12 @@ class ClientRequest:
     priority: int = 0
     runs_few: bool = False  # its tenant ran few beside a crowd of others' when it came
     operation: str = "text_completion"  # or chat
-    constraint: str = ""  # the kind of what the client asked for; empty: none
+    constraint: str = ""  # the kind that the client requested; empty: none
     tools: ChatTools = field(default_factory=ChatTools)
     answers: int = 1  # so many are generated
     answered: int = 1  # the client gets so many of them, the best
     index: int = 0  # this answer's
-    tells_logprobs: bool = True  # False: they are asked for to rank the answers
+    tells_logprobs: bool = True  # False: they are requested to rank the answers
     deadline: float = inf  # on the router's clock
     prompt: PackedIds = _NO_IDS
     past: PastAnswers | None = None  # of a chat

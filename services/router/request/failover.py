@@ -119,7 +119,7 @@ class FailoverStream:
 
     @property
     def _sampling(self) -> SamplingParams:
-        """Nobody tells again what the client has been told of the prompt."""
+        """No rank reports again what the client has received of the prompt."""
         sampling = self._request.sampling
         return sampling.without_prompt_logprobs if self._progress.prompt_is_told else sampling
 

@@ -1,4 +1,4 @@
-"""HeldLogprobs bounds the log-probabilities that are held for a client that is told all of them at once."""
+"""HeldLogprobs bounds the log-probabilities that are held for a client that gets all of them at once."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ MOST = 1 << 20  # some hundred bytes each, and as much again as JSON
 
 
 class HeldLogprobs:
-    """A call's answers are counted as they come: each token, and the others that are told beside it."""
+    """A call's answers are counted as they come: each token, and the others that are reported beside it."""
 
     def __init__(self, times_prompt: int = 1, most: int | None = None) -> None:
-        """A prompt's are told `times_prompt` times."""
+        """A prompt's log-probabilities are sent `times_prompt` times."""
         self._times_prompt = times_prompt
         self._most = MOST if most is None else most
         self.count = 0

@@ -85,7 +85,7 @@ class Parsers:
         return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop, tools.past_ids)
 
     def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Return the prompt up to where the answer's turn begins, if that can be told, and what was said in
+        """Return the prompt up to where the answer's turn begins, if that is known, and what was said in
         it."""
         continued = tools.continued
         if continued is None:

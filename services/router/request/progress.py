@@ -60,7 +60,7 @@ class Progress:
     num_broken_calls: int = 0
     turns: PromptTurns | None = None  # None: there is one answer
     others: list["Progress"] = field(default_factory=list)  # the request's other answers, by index
-    prompt_is_told: bool = False  # the client has what it asked of the prompt's tokens
+    prompt_is_told: bool = False  # the client has what it requested of the prompt's tokens
 
     # -- what it tells ----------------------------------------------------------------------------
 
@@ -143,8 +143,7 @@ class Progress:
             self.turns.held(self.request.index, self.placed.decision.chosen.decode.id)
 
     def told_of_prompt(self) -> None:
-        """Note that the client gets what it asked of the prompt's tokens: no later rank need tell it
-        again."""
+        """Note that the client gets what it requested of the prompt: no later rank need report it again."""
         self.prompt_is_told = True
 
     def add_tokens(self, token_ids: Sequence[int], now: float) -> float | None:

@@ -50,7 +50,7 @@ class PromptTurns:
         self.leave(index)
 
     def lost(self, rank: RankId) -> None:
-        """Note that the rank failed an answer: what it holds is not asked for again."""
+        """Note that the rank failed an answer: the others do not go there for the prompt any more."""
         if rank in self._holders:
             self._holders.remove(rank)
 

@@ -21,11 +21,11 @@ from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 
 # So many TokenLogprobs take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
 _PIECE = 8_192
-_THINKING_ENDS = "</think>"  # where content has it, no parser has told the thinking apart, but templates do
+_THINKING_ENDS = "</think>"  # where content has it, no parser has parsed the thinking, but templates do
 
 
 class PromptScores:
-    """The last tokens of a prompt are told, as many as a rank has told of, in pieces of a response each."""
+    """The last tokens of a prompt are sent in pieces of a response each, as many as a rank has reported."""
 
     def __init__(self, prompt_ids: Sequence[int], told: PromptLogprobs) -> None:
         self._ids = iter(prompt_ids[len(prompt_ids) - len(told) :])

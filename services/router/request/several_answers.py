@@ -66,8 +66,8 @@ class SeveralAnswers:
 
 
 class BestAnswers:
-    """The best answers are told when all have ended, each in one response. What is told of the prompt goes
-    before them as it comes, for it may be more than one message holds."""
+    """The best answers are sent when all have ended, each in one response. What is reported of the prompt
+    goes before them as it comes, for it may be more than one message holds."""
 
     def __init__(self, answers: SeveralAnswers, request: ClientRequest) -> None:
         self._answers = answers
@@ -91,8 +91,8 @@ class BestAnswers:
 
     @contextmanager
     def _naming_best_of(self) -> Iterator[None]:
-        """An engine without log-probabilities is told of by the name of what was asked, which were not
-        those."""
+        """Name best_of where an engine has no log-probabilities and the client requested none by that
+        name."""
         try:
             yield
         except InvalidRequest as error:
@@ -101,7 +101,8 @@ class BestAnswers:
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
     async def _read(self) -> GenerateResponse | None:
-        """Return what is told of the prompt next, which is no answer's own; None: all answers have ended."""
+        """Return what is reported of the prompt next, which is no answer's own; None: all answers have
+        ended."""
         while self._unfinished:
             response = await self._answers.next_response()
             told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)

@@ -1,4 +1,5 @@
-"""ToolConstraints make what is asked of an answer's calls a constraint of its text: engines know no tools."""
+"""ToolConstraints make what is required of an answer's calls a constraint of its text: engines know no
+tools."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""ChatTools are the tools of a chat, checked: what a request may call, and what is told of its answer."""
+"""ChatTools are the tools of a chat, checked: what a request may call, and whether its answer is parsed."""
 
 import json
 import re

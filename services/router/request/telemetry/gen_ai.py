@@ -1,8 +1,8 @@
-"""A request is told in the words of OpenTelemetry's conventions for generative AI, beside our own.
+"""This reports a request in the words of OpenTelemetry's conventions for generative AI, beside our own.
 
 https://github.com/open-telemetry/semantic-conventions-genai: attributes of the router's span, and a server's
-histograms with the edges that are asked for. The names are written out: they are about to leave the Python
-package. No text of a prompt or an answer is recorded.
+histograms with the requested edges. The names are written out: they are about to leave the Python package. No
+text of a prompt or an answer is recorded.
 """
 
 from functools import partial

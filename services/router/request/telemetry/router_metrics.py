@@ -336,7 +336,7 @@ class _HitMetrics:
         available.inc(max(delivered, placed.best_hit_tokens[role]))
 
     def _counters(self, role: Role, rank: RankId, kind: str) -> tuple[Counter, ...]:
-        """Workers keep their names over all their lives, so the series are bounded by the ranks."""
+        """Workers keep their names over all their incarnations, so the series are bounded by the ranks."""
         known = self._of_rank.get((role, rank.worker, rank.rank, kind))
         if known is None:
             labels = (role.value, rank.worker, str(rank.rank), kind)

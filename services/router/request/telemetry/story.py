@@ -1,5 +1,4 @@
-"""The story of a request that has ended is told to the log and its trace: where it went, at what price, and
-what came of it.
+"""The log and the trace report a request that has ended: where it went, at what price, and what came of it.
 
 Words are the API's. The stages add up to `first_token_s`. All is of the first placement that generated, as in
 the usage; `placements` is how many did. Of several answers that is the first one's, and tokens and calls are
