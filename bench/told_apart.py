@@ -19,7 +19,7 @@ from services.values.request import SamplingParams
 
 _SENTENCE = "The canal of Corinth is narrow. "
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"text": "%s"}}\n</tool_call>'
-_TOOLS = ChatTools({"f": {}}, told_apart=True)
+_TOOLS = ChatTools({"f": {}}, parsed=True)
 
 
 def answer_of(num_chars: int) -> str:

@@ -38,7 +38,7 @@ class Parsers:
         """Read a chat's tools. Raises InvalidRequest, naming the field; also where nobody could parse the
         calls."""
         tools = read_tools(request)
-        if tools.told_apart and tools.callable is not None and self._choice.tools == NONE:
+        if tools.parsed and tools.callable is not None and self._choice.tools == NONE:
             if not self._tokenizer.shows_tools:
                 raise InvalidRequest("chat.tools", SHOWS_NO_TOOLS)
             raise InvalidRequest(
@@ -78,7 +78,7 @@ class Parsers:
     def _text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
         stop, includes_stop = sampling.stop, sampling.include_stop_str_in_output
         parser = None
-        if tools.told_apart and self._choice != ParserChoice():
+        if tools.parsed and self._choice != ParserChoice():
             parser = self._choice.parser(tools.callable, self.prompt_end(prompt_ids))
         if parser is None:
             return AnswerText(self._tokenizer, stop, includes_stop=includes_stop)

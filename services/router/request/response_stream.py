@@ -214,8 +214,8 @@ class ResponseStream:
         if past is None or not self._answer_id:
             return False
         ids, message = self._own_ids(stop_string), self._text.message()
-        is_told_apart = message.reasoning or _THINKING_ENDS not in message.content
-        return bool(ids and is_told_apart) and past.remember(
+        is_parsed = message.reasoning or _THINKING_ENDS not in message.content
+        return bool(ids and is_parsed) and past.remember(
             self._prompt_ids, array("I", ids), message, self._answer_id
         )
 

@@ -54,7 +54,7 @@ class ToolConstraints:
     def _is_asked(self, tools: ChatTools, sampling: SamplingParams) -> bool:
         if tools.must_call or (tools.callable is not None and tools.strict):
             return True
-        told = tools.told_apart and (tools.callable is not None or self._choice.reasoning != NONE)
+        told = tools.parsed and (tools.callable is not None or self._choice.reasoning != NONE)
         return sampling.constraint is not None and told
 
     def _put(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
@@ -66,7 +66,7 @@ class ToolConstraints:
             Lark(self._special),
             schemas,
             tools.parallel,
-            tools.told_apart and self._begins_thinking(tools, prompt_ids),
+            tools.parsed and self._begins_thinking(tools, prompt_ids),
         )
         # What is given constrains the answer's text, and an answer that must call has none.
         given = None if tools.must_call else sampling.constraint

@@ -45,7 +45,7 @@ class ChatTools:
     named: str = ""
     parallel: bool = True
     strict: frozenset[str] = frozenset()
-    told_apart: bool = False  # the answer is parsed: it is a chat's, whose client does not want it raw
+    parsed: bool = False  # the answer is parsed: it is a chat's, whose client does not want it raw
     continued: ContinuedTurn | None = None
     past_ids: frozenset[str] = frozenset()
 
@@ -79,7 +79,7 @@ def read_tools(request: GenerateRequest) -> ChatTools:
         named,
         parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
         strict=frozenset(tool.name for tool in chat.tools if tool.strict),
-        told_apart=not chat.raw_answer,
+        parsed=not chat.raw_answer,
         continued=_continued(chat),
         past_ids=frozenset(call.id for message in chat.messages for call in message.tool_calls),
     )

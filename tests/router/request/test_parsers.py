@@ -58,7 +58,7 @@ def sayings(format_):
 
 
 def read(format_, tokenizer, said, step):
-    tools = ChatTools(SCHEMAS, told_apart=True)
+    tools = ChatTools(SCHEMAS, parsed=True)
     messages = [{"role": "user", "content": "What is it? <think>"}]
     prompt = tokenizer._backend.apply_chat_template(
         messages,
@@ -105,7 +105,7 @@ def test_the_end_of_a_harmony_call_ends_an_answer_that_may_call(tmp_path):
 
 def test_without_parsers_an_answer_is_decoded_as_ever(character_tokenizer):
     parsers = Parsers(character_tokenizer, ParserChoice())
-    text = parsers.text_of(ChatTools(told_apart=True), SamplingParams(), [1])
+    text = parsers.text_of(ChatTools(parsed=True), SamplingParams(), [1])
     assert text._parser is None
     assert text._detokenizer._tokenizer is character_tokenizer
 
@@ -124,7 +124,7 @@ def test_markers_that_are_special_tokens_or_have_some_in_them(tmp_path):
         format_ = replace(FORMATS["qwen3"], special=" ".join(["<|im_end|>", "<|other|>", *sorted(special)]))
         tokenizer = Tokenizer(str(format_.save(tmp_path / name)))
         parsers = Parsers(tokenizer, choose(name, reasoning, "", None))
-        text = parsers.text_of(ChatTools(SCHEMAS, told_apart=True), SamplingParams(), [1])
+        text = parsers.text_of(ChatTools(SCHEMAS, parsed=True), SamplingParams(), [1])
         for token_id in tokenizer.encode(written + "<|other|>", special_tokens=False):
             text.push([token_id])
         text.finish()

@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from router.conftest import character_backend, save_tokenizer
-from router.request.telemetry.test_told_apart import CALL, TEMPLATE, F, TalkingCluster, generator_of
 from router.request.test_generation import LosingCluster
+from router.request.test_parsed_answers import CALL, TEMPLATE, F, TalkingCluster, generator_of
 from services.router.links.decode_client import DecodeRankLost
 from services.router.links.output_stream import OutputStream
 from services.router.request.client_request import seed_of

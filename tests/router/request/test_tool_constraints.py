@@ -118,7 +118,7 @@ async def test_an_answer_that_must_call_does_and_once_where_no_more_are_allowed(
     for family in families:
         for named in ["", "look_up"]:
             with subtests.test(family=family.format.name, named=named):
-                tools = ChatTools(schemas_of(family), CallMode.REQUIRED, named, told_apart=True)
+                tools = ChatTools(schemas_of(family), CallMode.REQUIRED, named, parsed=True)
                 for text in await answers(family, tools):
                     message = text.message()
                     assert message.calls and text.num_broken == 0
@@ -127,7 +127,7 @@ async def test_an_answer_that_must_call_does_and_once_where_no_more_are_allowed(
                         check(call)
                         assert named in ("", call.name)
         with subtests.test(family=family.format.name, parallel=False):
-            tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, told_apart=True)
+            tools = ChatTools(schemas_of(family), CallMode.REQUIRED, parallel=False, parsed=True)
             for seed in range(4):
                 text = await family.write(tools, seed, None, opened(family), HURRY)
                 assert text is None or len(text.message().calls) == 1
@@ -136,7 +136,7 @@ async def test_an_answer_that_must_call_does_and_once_where_no_more_are_allowed(
 async def test_a_strict_tool_is_called_as_it_says_or_not_at_all(families, subtests):
     for family in families:
         with subtests.test(family=family.format.name):
-            tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), told_apart=True)
+            tools = ChatTools(schemas_of(family), strict=frozenset(SCHEMAS), parsed=True)
             for text in await answers(family, tools):
                 assert text.num_broken == 0
                 for call in text.message().calls:
@@ -159,7 +159,7 @@ async def test_calls_are_kept_to_as_the_family_writes_them(families, subtests):
     good, bad = Call("look_up", GOOD), Call("look_up", {**GOOD, "n": 700})
     for family in families:
         for mode in [CallMode.REQUIRED, CallMode.AUTO]:
-            tools = ChatTools(schemas_of(family), mode, strict=frozenset(SCHEMAS), told_apart=True)
+            tools = ChatTools(schemas_of(family), mode, strict=frozenset(SCHEMAS), parsed=True)
             constraint = await family.constraint(tools, prompt=opened(family))
             allowed, format_ = partial(is_allowed, family, tools, constraint), family.format
             thought = "So be it." * format_.thinks
@@ -199,8 +199,8 @@ async def test_versions_of_a_family_write_calls_as_they_learned(tmp_path, monkey
                 FORMATS, name, replace(format_, special=format_.special.replace(without, "", 1))
             )
             family = Family(name, tmp_path / name)
-            tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
-            for asked in (tools, ChatTools(SCHEMAS, strict=frozenset(SCHEMAS), told_apart=True)):
+            tools = ChatTools(SCHEMAS, CallMode.REQUIRED, parsed=True)
+            for asked in (tools, ChatTools(SCHEMAS, strict=frozenset(SCHEMAS), parsed=True)):
                 ids = family.tokenizer.encode(text, special_tokens=False)
                 matcher = family.grammars.matcher(
                     await family.constraint(asked), (), family.parsers.end_ids(asked)
@@ -214,7 +214,7 @@ async def test_versions_of_a_family_write_calls_as_they_learned(tmp_path, monkey
 
 async def test_harmony_names_its_tool_before_the_channel_or_behind_it(tmp_path, subtests):
     gpt_oss = Family("gpt_oss", tmp_path)
-    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, told_apart=True)
+    tools = ChatTools(SCHEMAS, CallMode.REQUIRED, parsed=True)
     arguments = json.dumps(GOOD, ensure_ascii=False)
     for kind in [" json", " <|constrain|>json"]:
         for header in ["{to}<|channel|>commentary", "<|channel|>commentary{to}"]:
@@ -235,7 +235,7 @@ async def test_a_format_of_answers_comes_behind_thinking_and_calls_stay_possible
     for family in families:
         with subtests.test(family=family.format.name):
             constraint = Constraint(ConstraintKind.JSON_SCHEMA, ('{"type": "boolean"}',))
-            texts = await answers(family, ChatTools(schemas_of(family), told_apart=True), constraint)
+            texts = await answers(family, ChatTools(schemas_of(family), parsed=True), constraint)
             for text in texts:
                 message = text.message()
                 assert bool(message.calls) != (message.content in ("true", "false"))
@@ -257,9 +257,7 @@ async def test_every_kind_of_constraint_comes_behind_thinking(families, subtests
         for constraint, contents in BEHIND_THINKING:
             with subtests.test(family=family.format.name, constraint=constraint, contents=contents):
                 for seed in range(3):
-                    text = await family.write(
-                        ChatTools(told_apart=True), seed, constraint, opened(family), HURRY
-                    )
+                    text = await family.write(ChatTools(parsed=True), seed, constraint, opened(family), HURRY)
                     if text is not None and contents is not None:
                         assert text.message().content in {content.strip() for content in contents} | contents
                     elif text is not None:
@@ -269,7 +267,7 @@ async def test_every_kind_of_constraint_comes_behind_thinking(families, subtests
 async def test_what_asks_for_nothing_has_no_constraint(families, subtests):
     for family in families:
         with subtests.test(family=family.format.name):
-            for tools in (ChatTools(), ChatTools(SCHEMAS, told_apart=True), ChatTools(told_apart=True)):
+            for tools in (ChatTools(), ChatTools(SCHEMAS, parsed=True), ChatTools(parsed=True)):
                 assert await family.constraint(tools) is None
             asked = Constraint(ConstraintKind.CHOICE, ("a",))
             assert await family.constraint(ChatTools(SCHEMAS), asked) == asked  # raw
@@ -294,7 +292,7 @@ async def test_what_cannot_be_kept_to_is_named(qwen):
 
 async def test_strict_tools_that_nobody_may_call_or_no_router_keeps_to_are_as_any_others(qwen):
     tool_constraints = Parsers(qwen.tokenizer, ParserChoice()).tool_constraints(qwen.grammars)
-    tools = ChatTools(SCHEMAS, CallMode.NONE, strict=frozenset({"stop"}), told_apart=True)
+    tools = ChatTools(SCHEMAS, CallMode.NONE, strict=frozenset({"stop"}), parsed=True)
     asked = SamplingParams(constraint=Constraint(ConstraintKind.JSON_OBJECT))
     assert await tool_constraints.put(tools, asked, [1]) == asked
     assert (await qwen.constraint(tools, asked.constraint)).kind is ConstraintKind.GRAMMAR

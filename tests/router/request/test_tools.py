@@ -26,7 +26,7 @@ def test_a_chats_tools():
     tools = of(F, Tool(name="ns.g-1", strict=True))
     assert tools.schemas == {"f": json.loads(F.parameters), "ns.g-1": NOTHING}
     assert (tools.mode, tools.named, tools.parallel) == (CallMode.AUTO, "", True)
-    assert tools.strict == {"ns.g-1"} and tools.told_apart and not tools.must_call
+    assert tools.strict == {"ns.g-1"} and tools.parsed and not tools.must_call
     assert set(tools.callable) == {"f", "ns.g-1"}
 
 
@@ -36,7 +36,7 @@ def test_what_is_chosen_and_which_calls_are_past():
     named = of(F, tool_choice=ToolChoice(name="f"))
     assert named.must_call and named.named == "f"
     assert not of(F, parallel_tool_calls=False).parallel
-    assert not of(F, raw_answer=True).told_apart
+    assert not of(F, raw_answer=True).parsed
     assert of().callable is None
     assert read_tools(GenerateRequest(text="a")) == ChatTools()
     past = ChatMessage(role="assistant", tool_calls=[ToolCall(id="a", name="f"), ToolCall(id="b", name="f")])

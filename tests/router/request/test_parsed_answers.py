@@ -1,4 +1,4 @@
-"""What a client gets of an answer that is told apart."""
+"""What a client gets of an answer that is parsed."""
 
 import json
 from unittest.mock import MagicMock
@@ -164,7 +164,7 @@ async def test_one_call_ends_an_answer_that_may_have_no_more(tokenizer):
     assert finish.usage.completion_tokens == len(CALL) - len("</tool_call>")
 
 
-async def test_what_was_told_apart_is_counted_and_traced(tokenizer):
+async def test_what_was_parsed_is_counted_and_traced(tokenizer):
     metrics, registry = MagicMock(), CollectorRegistry()
     cluster = TalkingCluster(tokenizer, f"<think>hm</think>{CALL}<tool_call>{{]")
     chat = Chat(messages=[ChatMessage(role="user", content="a")], tools=[F])
