@@ -119,7 +119,6 @@ async def _run(command: Sequence[str], environment: Mapping[str, str] | None = N
 
 
 async def measure(tools: Tools, load: Load, rounds: int, folder: Path) -> list[Row]:
-    """Of each figure the median over the rounds and its spread, by tool."""
     told: dict[str, list[Mapping[str, float]]] = {}
     for number in range(rounds):
         seed, out = 1000 * load.num_prompts + int(10 * (load.rate or 0)) + number, folder / f"{number}"

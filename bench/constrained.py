@@ -1,4 +1,5 @@
-"""What a constraint adds to a step of the torch engine: its masks, laying them on the logits, following them.
+"""This part of bench.engine measures what a constraint adds to a step of the torch engine: its masks, laying
+them on the logits, following them.
 
 Part of bench.engine. *free* and *constrained* are the same batch on the same runner, step by step in turn;
 constrained, each sequence writes JSON by a schema with objects, enums, numbers and strings, greedily.
@@ -86,7 +87,7 @@ def cost_goals(rows: Sequence[Row]) -> list[Row]:
 
 
 class LargeVocabulary:
-    """As many tokens as Qwen has, made of JSON's bytes and of numbered words."""
+    """The vocabulary has as many tokens as Qwen's, made of JSON's bytes and of numbered words."""
 
     def __init__(self, size: int, directory: Path | None = None) -> None:
         words = [f" word{number}".encode() for number in range(size - 256)]

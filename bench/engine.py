@@ -1,4 +1,5 @@
-"""What a step of the torch engine costs beside `transformers` with its own cache, on the same checkpoint.
+"""This benchmark measures what a step of the torch engine costs beside `transformers` with its own cache, on
+the same checkpoint.
 
     python -m bench.engine --json FILE [--device cuda]
 
@@ -82,7 +83,6 @@ class Plan:
 
     @property
     def num_pages(self) -> int:
-        """Of the largest batch, once private and once shared, with room for the tokens of all rounds."""
         grown = max(self.contexts) + self.rounds + WARM_UP_ROUNDS
         return (2 * max(self.batches) + 1) * (grown // self.page_size + 2)
 
@@ -297,7 +297,6 @@ def _sampling_row(
 
 
 def goals(rows: Sequence[Row]) -> list[Row]:
-    """What was to be reached at the batches and contexts that were measured."""
     by_case = {(row["batch"], row["context"]): row for row in rows}
     return [
         {"batch": batch, "context": context, "what": what, "wanted": wanted, "got": got, "met": got >= wanted}
@@ -308,7 +307,7 @@ def goals(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What both sides compute on, and in; `dtype` None is the checkpoint's, float32."""
+    """Both sides compute on this device, in this type; `dtype` None is the checkpoint's, float32."""
 
     device: torch.device
     dtype: str | None
@@ -318,7 +317,6 @@ class Where:
 def run(
     size: Size, plan: Plan, where: Where, seed: int, directory: Path | None = None
 ) -> tuple[list[Row], list[Row], list[Row]]:
-    """Of the checkpoint in `directory`, or of one made for this, of that size."""
     disable_progress_bar()
     with checkpoint(size, directory) as chosen:
         runner = TorchRunner(

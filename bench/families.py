@@ -43,7 +43,6 @@ def _alternating(sizes: Sizes, other: str) -> list[str]:
 
 
 def _ropes(sizes: Sizes) -> dict[str, Any]:
-    """Of a model that has angles of their own for each kind of layer."""
     return {_SLIDING: sizes.rope, _FULL: sizes.rope}
 
 
@@ -229,8 +228,6 @@ def fill_family(model: PreTrainedModel, seed: int, scale: float) -> None:
 
 
 class _Gains:
-    """By the names that transformers gives weights."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         names = [name for name, _ in model.named_parameters()]
         self._last_layer = f".{max(_layer(name) for name in names)}."

@@ -1,10 +1,11 @@
-"""How a benchmark ends when it is told to: as by Ctrl-C, so that what it started and wrote goes with it."""
+"""A benchmark that is told to end does so as by Ctrl-C, so that all it started and wrote goes with it."""
 
 import signal
 
 
 def end_as_by_ctrl_c() -> None:
-    """At SIGTERM too, which `timeout` and supervisors send. Call it first in a program's main thread.
+    """End as by Ctrl-C at SIGTERM too, which `timeout` and supervisors send. Call it first in a program's
+    main thread.
 
     A shell starts what runs behind a `&` in a script with SIGINT ignored; here it is heeded.
     """

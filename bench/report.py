@@ -1,4 +1,4 @@
-"""What benchmarks print and write: a table for a person, JSON with `rows` for a machine."""
+"""Benchmarks print a table for a person and write JSON with `rows` for a machine."""
 
 import json
 import os
@@ -40,7 +40,8 @@ def write_json(
 
 
 def verdict(goal: str, sign: str, wanted: float, got: object) -> Row:
-    """Whether a figure is what was wanted: `>=`, `<=`, or `~`, within a tenth. None: nothing was measured."""
+    """Return whether a figure is what was wanted (`>=`, `<=`, or `~`, within a tenth), or None where nothing
+    was measured."""
     if got is None:
         return {"goal": goal, "wanted": f"{sign} {wanted:.3g}", "got": None, "met": False}
     assert isinstance(got, int | float)

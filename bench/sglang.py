@@ -89,8 +89,6 @@ SYSTEMS = ("ours", *(system.name for system in STOCK_SYSTEMS), "dp_aware")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all systems have in common."""
-
     model: Path
     folder: Path
     kv_pages: int  # of each rank
@@ -98,7 +96,6 @@ class Bench:
     router_path: str
 
     def stock_settings(self, dp_size: int) -> SglangSettings:
-        """As `_rank_flags` are for ours."""
         engine = EngineSettings(
             engine="sglang",
             model=str(self.model),
@@ -182,7 +179,6 @@ async def measure(client: Client, load: Load) -> Measured:
 
 
 def _cpu_s_by_part() -> dict[str, float]:
-    """Of all processes that we have started and that run still: one system's."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -210,7 +206,7 @@ def _router_client(bench: Bench, router: Router) -> Client:
 
 
 async def try_dp_aware(bench: Bench, system: StockSglang) -> Row:
-    """Whether sglang-router can choose the DP rank in P/D mode, or what it says instead."""
+    """Return whether sglang-router can choose the DP rank in P/D mode, or what it says instead."""
     flags = ("--policy=cache_aware", "--dp-aware", "--disable-retries")
     try:
         async with asyncio.timeout(_TIMEOUT_S):

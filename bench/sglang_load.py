@@ -34,7 +34,7 @@ class Load:
         return [rng.randrange(_FIRST_ID, _END_ID) for _ in range(count)]
 
     def question(self, conversation: int, turn: int) -> TokenIds:
-        """What a turn adds to the history; the first one begins with what all share."""
+        """Return what a turn adds to the history; the first one begins with what all share."""
         if turn == 0:
             return self.ids("system", self.system_tokens) + self.ids(f"{conversation}", self.first_tokens)
         return self.ids(f"{conversation}/{turn}", self.next_tokens)

@@ -74,7 +74,6 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def events(self) -> list[dict[str, Any]]:
-        """Since the last call."""
         if not self.probe_path.exists():
             return []
         with self.probe_path.open() as file:
@@ -220,7 +219,7 @@ class Router:
         return len([w for w in workers if w["is_healthy"]]) >= 1 + len(self._system.decodes)
 
     def last_errors(self) -> str:
-        """What its log says went wrong, without colours and where in its code."""
+        """Return what its log says went wrong, without colours and places in the code."""
         lines = re.sub(r"\x1b\[[0-9;]*m", "", self._log_path.read_text(errors="replace")).splitlines()
         return " | ".join(line.split(".rs:")[-1] for line in lines if " ERROR " in line)
 
@@ -274,7 +273,7 @@ def _plugin_name(module: str) -> str:
 
 
 def _write_plugin(folder: Path, module: str) -> None:
-    """What makes a module an installed plugin for whoever has `folder` in its path."""
+    """Write what makes a module an installed plugin for whoever has `folder` in its path."""
     name = _plugin_name(module)
     info = folder / f"{name}-1.dist-info"
     info.mkdir()
@@ -283,7 +282,6 @@ def _write_plugin(folder: Path, module: str) -> None:
 
 
 def _ids_of(line: bytes) -> TokenIds:
-    """Of one line of the event stream; most have none."""
     data = line.strip().removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return []

@@ -1,4 +1,4 @@
-"""What the turns of a system come to, beside those of another one. Pure."""
+"""This module compares the turns of one system with those of another. It is pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Measured:
 
 
 def summary(measured: Measured) -> Row:
-    """Of at least two turns of a conversation.
+    """Summarize at least two turns of a conversation.
 
     A turn is on its rank when the turn before ran there. `possible` hits are all full pages of the prompt
     whose KV was made before. Tokens that reach the client together have gaps of 0 between them, so the time
@@ -90,7 +90,6 @@ def differing(ours: Sequence[Turn], others: Sequence[Turn]) -> int:
 
 
 def medians(rounds: Sequence[Row]) -> Row:
-    """Of each figure of a system, over its rounds."""
     return {name: median(_number(row[name]) for row in rounds) for name in rounds[0]}
 
 

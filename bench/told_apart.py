@@ -1,4 +1,5 @@
-"""What telling answers apart costs the router: microseconds a token, beside decoding its text.
+"""This benchmark measures what parsing answers costs the router: microseconds a token, beside decoding its
+text.
 
 python -m bench.told_apart [--tokens=4000] [--rounds=5]
 """
@@ -23,7 +24,6 @@ _TOOLS = ChatTools({"f": {}}, parsed=True)
 
 
 def answer_of(num_chars: int) -> str:
-    """As many in thinking as in content and in a call."""
     part = _SENTENCE * (num_chars // (3 * len(_SENTENCE)))
     return f"<think>\n{part}\n</think>\n\n{part}{_CALL % part}"
 

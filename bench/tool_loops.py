@@ -1,4 +1,5 @@
-"""How much of the turn before a decode rank holds in a tool loop, by format of the calls and by client.
+"""This benchmark tells how much of the turn before a decode rank holds in a tool loop, by format and by
+client.
 
     PYTHONPATH=.:tests python -m bench.tool_loops --calls 8 --json FILE
 

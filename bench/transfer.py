@@ -1,4 +1,5 @@
-"""What a delta's way costs beside a raw NIXL write of as many bytes, between two processes.
+"""This benchmark measures what a delta's way costs beside a raw NIXL write of as many bytes, between two
+processes.
 
     python -m bench.transfer --json FILE [--device cuda]
 
@@ -74,7 +75,7 @@ class Pool:
         self.device_id: int = device.index or 0
 
     def memory(self, page_bytes: int, address: int | None = None) -> PoolMemory:
-        """Of this pool, or of one like it elsewhere that begins at `address`."""
+        """Return the memory of this pool, or of one like it elsewhere that begins at `address`."""
         start = self.address if address is None else address
         return PoolMemory(start, self.size_bytes // page_bytes, self.kind, self.device_id)
 
@@ -138,8 +139,6 @@ class RawNixl:
 
 @dataclass(frozen=True)
 class Delta:
-    """Which pages go where."""
-
     sources: list[PageId]
     targets: list[PageId]
 
@@ -237,7 +236,6 @@ def measure(ours: Action, raw: Action, rounds: int) -> list[tuple[Took, Took]]:
 
 @contextmanager
 def busy(num_processes: int) -> Iterator[None]:
-    """Beside so many processes that compute and never wait."""
     computing = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
     try:
         yield
@@ -278,7 +276,7 @@ def digest(read_pages: PageReader, delta: Delta) -> None:
 
 
 def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
-    """As `run`, for pages drawn in runs of that mean length, beside those of fresh pools."""
+    """Run as `run` does, for pages drawn in runs of that mean length, beside those of fresh pools."""
     pool_bytes = 3 * total_bytes
     pool = Pool(pool_bytes, 1, CPU)
     rows: list[Row] = []

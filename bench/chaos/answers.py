@@ -1,4 +1,5 @@
-"""What was asked, what came, and how it ended: values that the clients make and the verdict reads."""
+"""This module holds what was asked, what came and how it ended: values that the clients make and the verdict
+reads."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -67,7 +68,6 @@ class Answer:
 
     @property
     def gaps(self) -> "list[Span]":
-        """Between arrivals."""
         return [Span(a, b) for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
 

@@ -36,7 +36,7 @@ class Piece:
 
 
 class ClientError(Exception):
-    """What a client is told; `status` is gRPC's name, HTTP's number or the exception's name."""
+    """A client raises this; `status` is gRPC's name, HTTP's number or the exception's name."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -44,8 +44,6 @@ class ClientError(Exception):
 
 
 class Balancer(Protocol):
-    """Which routers there are, as Kubernetes would tell."""
-
     @property
     def ready_routers(self) -> list[Router]: ...
 
@@ -69,7 +67,6 @@ class Clients:
             await client.aclose()
 
     async def ask(self, asked: Asked) -> Answer:
-        """Until it has an answer, has had enough or is lost."""
         asking = _Asking(asked, self.balancer)
         while asking.ended is None:
             router = await self._router(asked.number + len(asking.failures))
@@ -215,7 +212,8 @@ def _headers(asked: Asked) -> dict[str, str]:
 
 
 async def _pieces_of(response: httpx.Response) -> AsyncGenerator[Piece, None]:
-    """Of the server-sent events. Raises ClientError for one that says so, and where the end is missing."""
+    """Yield the pieces of the server-sent events. Raises ClientError for one that says so, and where the end
+    is missing."""
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
             return

@@ -1,4 +1,5 @@
-"""What a cluster leaves on its machine: processes, by a mark in their environment, and shared memory."""
+"""This module finds what a cluster leaves on its machine: processes, by a mark in their environment, and
+shared memory."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the clients ask for: conversations of several turns, greedy and sampled, some of them asked again."""
+"""The clients ask for conversations of several turns, greedy and sampled, some of them asked again."""
 
 import asyncio
 import random
@@ -35,7 +35,6 @@ class Load:
                 group.create_task(self._client(random.Random(f"{self.seed}:client:{number}"), ending.is_set))
 
     async def ask_again(self) -> None:
-        """What has been sampled and not asked again yet, one after the other."""
         while self._again:
             await self._repeat(random.Random(self._count))
 
@@ -74,7 +73,8 @@ class Load:
         )
 
     async def _repeat(self, rng: random.Random) -> None:
-        """As another tenant, to whom nothing is cached, without a conversation, which would lead it home."""
+        """The request is repeated as another tenant, to whom nothing is cached, without a conversation, which
+        would lead it home."""
         first = self._again.popleft().asked
         front = rng.choice(list(Front))
         again = replace(first, front=front, conversation="", tenant="again", again=first.number)

@@ -1,4 +1,5 @@
-"""What transformers would have chosen after every token of an answer: one forward pass an answer.
+"""The oracle tells what transformers would have chosen after every token of an answer, in one forward pass an
+answer.
 
 Rounding may choose between two tokens that are as good as level; such a near tie is counted, and the rest of
 the answer is checked after the token that was chosen.
@@ -62,8 +63,6 @@ class Oracle:
 
 
 class FakeOracle:
-    """Of the fake engine, which has one token for whatever came before."""
-
     def check(
         self, prompt_ids: Sequence[int], tokens: Sequence[int], temperature: float, seed: int
     ) -> Checked:
@@ -73,13 +72,12 @@ class FakeOracle:
 
 
 def _greedy(row: Floats, token: int) -> tuple[bool, bool]:
-    """Whether the token is the highest, and whether it is as good as that."""
     return int(row.argmax()) == token, bool(row.max() - row[token] < _NEAR_STD * row.std())
 
 
 def _drawn(row: Floats, token: int, temperature: float, point: float) -> tuple[bool, bool]:
-    """Whether `point` falls into the token's part of the distribution, ids ascending, and whether it is as
-    good as there."""
+    """Return whether `point` falls into the token's part of the distribution, ids ascending, and whether it
+    is as good as there."""
     weights = np.exp((row - row.max()) / temperature)
     upper = weights.cumsum() / weights.sum()
     lower = upper[token - 1] if token else 0.0

@@ -89,7 +89,6 @@ class Processes:
         return time.monotonic() - self._began
 
     def exit_codes(self) -> dict[str, int]:
-        """Of those services that have ended, and not with 0."""
         codes = {name: child.process.returncode for name, child in self.cluster.children.items()}
         return {name: code for name, code in codes.items() if code}
 
@@ -238,7 +237,7 @@ class Processes:
 
 
 def _is_ours(pid: int, mark: str) -> bool:
-    """That life may have ended, and its number be somebody else's by now."""
+    """The process may have ended, and its number be somebody else's by now."""
     with contextlib.suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z" and f"{MARK}={mark}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
@@ -270,7 +269,8 @@ def shape_of(
 
 @contextlib.contextmanager
 def marked() -> Iterator[str]:
-    """What is started within carries the mark, and nothing of it is left afterwards, however this ends."""
+    """Everything that is started within carries the mark, and nothing of it is left afterwards, however this
+    ends."""
     mark = secrets.token_hex(8)
     os.environ[MARK], os.environ["OMP_NUM_THREADS"] = mark, "1"
     try:

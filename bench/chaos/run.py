@@ -97,7 +97,6 @@ class Chaos:
             await self.load.clients.close()
 
     def _while_there_is_time(self, began: float) -> Iterator[Wave]:
-        """At least one; and none after the cluster has not mended itself."""
         end = began + 60.0 * self._settings.minutes
         of_seed = waves(self._settings.seed, LAYOUT)
         yield next(of_seed)

@@ -1,4 +1,4 @@
-"""Which processes are killed and stopped, and when: a function of the seed. Pure.
+"""The schedule says which processes are killed and stopped, and when: it is a pure function of the seed.
 
     wave: faults over some seconds --> the cluster mends itself --> quiet --> the next wave
 
@@ -78,7 +78,7 @@ class Wave:
 
 
 def waves(seed: int, layout: Layout, wave_s: float = WAVE_S) -> Iterator[Wave]:
-    """Without end; the same for the same seed and layout, however long each takes."""
+    """Yield waves without end, the same for the same seed and layout, however long each takes."""
     index = 0
     while True:
         yield _wave(random.Random(f"{seed}:{index}"), layout, wave_s)

@@ -1,4 +1,4 @@
-"""What a run came to: figures out of answers, faults and books. Pure."""
+"""The verdict makes figures out of answers, faults and books. It is pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,8 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What is left when nobody is at work. `ranks`: those with more than free and cached pages, and what."""
+    """These books say what is left when nobody is at work. `ranks` are those with more than free and cached
+    pages, and what."""
 
     ranks: Mapping[str, str]
     in_etcd: Sequence[str]  # keys and leases of ranks
@@ -79,7 +80,6 @@ class Run:
         return [failure for answer in self.answers for failure in answer.failures]
 
     def sentences(self) -> list[str]:
-        """What went wrong, one by one."""
         return [
             *(
                 f"wrong: answer {each.answer.asked.number}: {each.wrong}"
@@ -94,8 +94,8 @@ class Run:
 
 
 def wrong_of(answer: Answer, wrong_at: int | None, first: Answer | None, near_ties: Iterable[int]) -> str:
-    """What is wrong with an answer; "": nothing. `first` is the one whose request it repeats, `near_ties` the
-    places at which rounding may have chosen, in either."""
+    """Return what is wrong with an answer, or "". `first` is the one whose request it repeats, `near_ties`
+    the places at which rounding may have chosen, in either."""
     asked = answer.asked
     if wrong_at is not None:
         return f"token {wrong_at} of {len(answer.tokens)} is not the one"
@@ -155,7 +155,6 @@ def summary(run: Run) -> Row:
 
 
 def _faults_last_s(wave: Span, played: Iterable[Played]) -> float:
-    """From the wave's beginning until the last of its faults is over."""
     ends = [each.span.end_s for each in played if each.span.overlaps(wave)]
     return max(ends, default=wave.begin_s) - wave.begin_s
 
@@ -173,8 +172,8 @@ def faults_by_kind(played: Iterable[Played]) -> list[Row]:
 
 
 def errors_by_status(failures: Iterable[Failure]) -> list[Row]:
-    """Of each status: how often a router's death was the reason, and the client asked another one; and how
-    often it was not, which is an answer lost."""
+    """Return for each status how often a router's death was the reason, and the client asked another one; and
+    how often it was not, which is an answer lost."""
     counts = Counter((failure.status, failure.router_died) for failure in failures)
     return [
         {"status": status, "retried": counts[status, True], "lost": counts[status, False]}

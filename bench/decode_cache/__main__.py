@@ -1,4 +1,5 @@
-"""What the decode rank's radix cache gains and costs: on against off, on the same requests, in one run.
+"""This benchmark measures what the decode rank's radix cache gains and costs: on against off, on the same
+requests, in one run.
 
     python -m bench.decode_cache --json FILE --workload shared|groups|turns|idle
 
@@ -48,7 +49,7 @@ QUICK = Size(layers=2, hidden=64, max_context_tokens=4096)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is compared by itself: a workload of which every round has its own requests."""
+    """A cell is compared by itself: a workload of which every round has its own requests."""
 
     name: str
     make: Callable[[int], Workload]
@@ -128,7 +129,7 @@ def report(workload: str, runs: dict[str, dict[str, list[Run]]]) -> tuple[Row, l
 
 
 def model_size(arguments: argparse.Namespace) -> Size:
-    """As asked for; what is not is that of `--quick`, or the default."""
+    """Return the sizes that were asked for; the others are those of `--quick`, or the default."""
     wanted = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "kv_heads")}
     return replace(QUICK if arguments.quick else LARGE, **{k: v for k, v in wanted.items() if v is not None})
 

@@ -20,8 +20,6 @@ _SAMPLE_EVERY_S = 0.02
 
 @dataclass(slots=True)
 class Turn:
-    """What the client saw of one turn."""
-
     sent_s: float
     token_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -62,7 +60,8 @@ class Run:
 
     @property
     def window_s(self) -> tuple[float, float]:
-        """While the system was full: from the first turn that counts until the last one was sent."""
+        """Return the seconds for which the system was full: from the first turn that counts until the last
+        one was sent."""
         return self.turns[self.workload.ramp].sent_s, self.turns[-1].sent_s
 
 

@@ -49,8 +49,6 @@ _MODEL_NAME = "bench"
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """Of both ranks of a side."""
-
     model_path: str
     decode_pages: int
     prefill_pages: int
@@ -131,7 +129,6 @@ class DecodeSide:
         return self._engine.load()
 
     async def generate(self, request: GenerationRequest, plans: frozenset[Plan]) -> AsyncIterator[Output]:
-        """What a client sees of the engine, as it sees it. Raises as DecodeEngine.generate."""
         plan = self._planner.choose(request, plans)
         leg = PrefillLeg(self._channels, self._peer, None, "") if plan is Plan.REMOTE else None
         try:

@@ -1,4 +1,4 @@
-"""What is made of the runs of bench.decode_cache: figures of each side, and their ratios. Pure."""
+"""This module turns the runs of bench.decode_cache into figures of each side and their ratios. It is pure."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def figures(runs: Sequence[Run]) -> Row:
-    """Of one side over all its runs of one workload; seconds, tokens a second, bytes, tokens."""
+    """Return the figures of one side over all its runs of one workload, in seconds, tokens a second, bytes,
+    tokens."""
     turns = [turn for run in runs for turn in run.counted]
     ttfts = [turn.ttft_s for turn in turns]
     gaps = [gap for run in runs for gap in _gaps_s(run)]
@@ -70,7 +71,7 @@ def figures(runs: Sequence[Run]) -> Row:
 
 
 def ratios(on: Row, off: Row) -> Row:
-    """As the issue names them: off/on for TTFT and bytes, on/off for the others."""
+    """Return the ratios: off/on for TTFT and bytes, on/off for the others."""
     row: Row = {f"{name}_ratio": _over(off[name], on[name]) for name in _OFF_OVER_ON}
     row |= {f"{name}_ratio": _over(on[name], off[name]) for name in _ON_OVER_OFF}
     row["rejected"] = _number(on["rejected"]) + _number(off["rejected"])
@@ -80,7 +81,8 @@ def ratios(on: Row, off: Row) -> Row:
 
 
 def worst(rows: Sequence[Row]) -> Row:
-    """Of several cells (idle): of each ratio the one that is worst for the cache; rejections together."""
+    """Return of each ratio over several cells (idle) the one that is worst for the cache; rejections
+    together."""
     row: Row = {f"{name}_ratio": min(_number(r[f"{name}_ratio"]) for r in rows) for name in _OFF_OVER_ON}
     row["throughput_ratio"] = min(_number(r["throughput_ratio"]) for r in rows)
     row |= {
@@ -117,7 +119,6 @@ def _window_tokens(run: Run) -> int:
 
 
 def _gaps_s(run: Run) -> list[float]:
-    """Between two tokens of a turn, those that ended in the window."""
     return [
         later - earlier
         for turn in run.turns

@@ -24,7 +24,6 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """In the end, with all answers."""
         return sum(map(len, self.questions)) + len(self.questions) * self.answer_tokens
 
 
@@ -48,7 +47,6 @@ class Workload:
         return sum(len(conversation.questions) for conversation in self.conversations)
 
     def pool_pages(self, page_size: int) -> int:
-        """Of the decode rank."""
         pages = [-(-conversation.num_tokens // page_size) for conversation in self.conversations]
         if self.held_share is None:
             return sum(pages) + len(pages)

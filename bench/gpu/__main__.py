@@ -1,4 +1,5 @@
-"""On a fresh GPU host, in one command and without a network: what runs on CUDA, is it right, how fast is it.
+"""This command tells on a fresh GPU host, without a network, what runs on CUDA, whether it is right and how
+fast it is.
 
     make gpu WHEELS=DIR [JSON=FILE]          DIR: filled by `make gpu-wheels` where there is a network
 
@@ -69,7 +70,6 @@ class Ended:
 
 
 def host_versions() -> dict[str, Version]:
-    """Of the first distribution of each name on the path, which is the one that is imported."""
     found: dict[str, Version] = {}
     for distribution in distributions():
         if distribution.name:
@@ -78,7 +78,7 @@ def host_versions() -> dict[str, Version]:
 
 
 def install(folder: Path | None, target: Path) -> list[str]:
-    """What is missing, from `folder` into `target`; returns what was taken.
+    """Install what is missing from `folder` into `target` and return what was taken.
 
     Raises SystemExit, with a sentence, where something is missing all the same.
     """
@@ -98,7 +98,6 @@ def install(folder: Path | None, target: Path) -> list[str]:
 
 
 def environment(site: Path, device: str) -> dict[str, str]:
-    """Of the parts: our own code, then what was installed."""
     paths = [str(ROOT), str(ROOT / "tests"), str(site)]
     own = {"PYTHONUNBUFFERED": "1", "ISTHMUS_GPU_DEVICE": device, "OMP_NUM_THREADS": "4"}
     if device == "cpu":
@@ -109,7 +108,7 @@ def environment(site: Path, device: str) -> dict[str, str]:
 
 
 def run_part(part: Part, env: Mapping[str, str], left_s: float) -> Ended:
-    """In a process group of its own, of which nothing is left when this returns."""
+    """Run the part in a process group of its own, of which nothing is left when this returns."""
     if left_s < 1:
         return Ended(part.name, NOT_REACHED, 0.0, "the time was up")
     began_s = time.monotonic()

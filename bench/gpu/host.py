@@ -1,7 +1,5 @@
-"""What a host has of what is needed, and what is to be installed beside it: from values to values.
-
-Only the standard library and `packaging` are imported here: all else may be what is missing.
-"""
+"""This module tells what a host has of what is needed, and what is to be installed beside it. Only the
+standard library and `packaging` are imported here: all else may be what is missing."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -65,7 +63,8 @@ def _will_do(wheel: Wheel, version: Version | None, ranges: Mapping[str, Specifi
 
 
 def lacking(names: Sequence[str], has: Versions, ranges: Mapping[str, SpecifierSet]) -> list[str]:
-    """Of `names` and our direct dependencies with a range that matters there, those that will not do."""
+    """Return those of `names` and of our direct dependencies that are missing or in a version that will not
+    do."""
     wanted = {canonicalize_name(name): ranges.get(canonicalize_name(name), SpecifierSet()) for name in names}
     return [
         f"{name}{own}" + (f" (is {has[name]})" if name in has else "")

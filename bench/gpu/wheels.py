@@ -42,7 +42,8 @@ def needed_by_host() -> list[str]:
 
 
 def download(folder: Path, python: str, cuda: int) -> None:
-    """By pip, from wherever it is set up to look. Raises CalledProcessError where one cannot be had."""
+    """Download with pip from wherever it is set up to look. Raises CalledProcessError where one cannot be
+    had."""
     platforms = [f"--platform={platform}" for platform in _PLATFORMS]
     subprocess.run(
         [

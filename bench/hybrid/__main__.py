@@ -1,4 +1,5 @@
-"""What decode's hits by attention alone are worth where layers have windows or states, and what those weigh.
+"""This benchmark measures what decode's hits by attention alone are worth where layers have windows or
+states, and what those weigh.
 
     python -m bench.hybrid --json FILE [--engine fake|torch] [--quick] [--only "window of 128 documents"]
 
@@ -132,7 +133,6 @@ async def driven(
 
 
 def rank_settings(arguments: argparse.Namespace) -> RankSettings:
-    """Of all ranks; a decode rank's pools are its case's."""
     is_fake = arguments.engine == "fake"
     return RankSettings(
         model_path="",

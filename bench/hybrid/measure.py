@@ -32,14 +32,11 @@ class Case:
 
     @property
     def has_one_turn(self) -> bool:
-        """Of each conversation: its prompts are known before it is run."""
         return all(len(c.questions) == 1 for c in self.make(0).conversations)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one case: the runs of each side, and what both ranks agreed on."""
-
     case: Case
     layout: KvLayout
     runs: dict[str, list[Run]]

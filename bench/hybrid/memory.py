@@ -16,8 +16,6 @@ from services.values.kv import GroupKind, KvGroup
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a workload's requests: tokens."""
-
     context: int  # shared by a group
     own: int  # of each: question and answer
     groups_at_once: int
@@ -30,8 +28,6 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Of the memory, on one side."""
-
     running: int  # requests that it is for
     num_pages: int
     num_slots: int | None
@@ -40,8 +36,6 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one carried group weighs beside attention."""
-
     group: KvGroup
     token_bytes: float  # of attention
     page_size: int
@@ -49,7 +43,6 @@ class Memory:
 
     @property
     def carried_tokens(self) -> int:
-        """What a request needs to go on by a token, wherever it is."""
         units = units_of_a_sequence(self.group, self.page_size)
         return round(units * self.group.unit_bytes / self.token_bytes)
 
@@ -70,7 +63,7 @@ class Memory:
         return self._division(shape.concurrency, num_pages)
 
     def shared(self, shape: Shape, held: int) -> Division:
-        """As many requests as fit, clients permitting; pages have the rest."""
+        """Divide the memory so that as many requests run as fit; pages have the rest."""
         total = self.total_tokens(shape, held)
         left = total - shape.groups_at_once * self._rounded(shape.context)
         counts = range(1, shape.concurrency + 1)
@@ -84,7 +77,6 @@ class Memory:
         return Division(running, num_pages, units if is_state else None, None if is_state else units)
 
     def _rounded(self, tokens: int) -> int:
-        """To whole pages, and the page that a request has more where its parts begin inside one."""
         return (-(-tokens // self.page_size) + 1) * self.page_size
 
 

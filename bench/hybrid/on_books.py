@@ -1,4 +1,4 @@
-"""What replays tell: decode's hits beside attention's alone, and what prefill computes with few points."""
+"""Replays tell decode's hits beside attention's alone, and what prefill computes with few points."""
 
 from bench.decode_cache.workload import Workload
 from bench.hybrid.models import Model
@@ -67,5 +67,4 @@ def _computed(
 
 
 def pages_for(workload: Workload, page_size: int) -> int:
-    """That keep every conversation to its end: what is short is something else."""
     return sum(-(-conversation.num_tokens // page_size) + 1 for conversation in workload.conversations)

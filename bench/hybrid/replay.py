@@ -1,4 +1,4 @@
-"""What a load of clients comes to on one rank's books: an engine core whose model computes nothing.
+"""A load of clients is replayed on one rank's books: an engine core whose model computes nothing.
 
 What is matched, computed and kept is the core's own doing. A step takes no time, and the same load is the
 same order each time, so that two ranks differ by their pools alone.
@@ -30,8 +30,6 @@ _STEPS_OF_AN_ANSWER = 8  # that a client of a prefill rank is away
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a rank has."""
-
     carried: tuple[KvGroup, ...]
     num_units: tuple[int, ...]  # of each of them
     num_pages: int

@@ -1,4 +1,4 @@
-"""What is made of runs and replays: figures of each side, their ratios, and whether goals were met. Pure."""
+"""This module turns runs and replays into figures of each side, their ratios, and verdicts. It is pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,6 @@ _LIGHT_TOKENS = 500  # a state that weighs less is to gain what the goals say
 
 
 def side_rows(measured: Measured) -> list[Row]:
-    """Of one case, a row a side."""
     return [
         {
             "model": measured.case.model.name,
@@ -62,7 +61,6 @@ def expected_bytes(admitted: Admitted, layout: KvLayout) -> int:
 
 
 def shortage_row(measured: Measured) -> Row:
-    """How much more there is with the rule per group than with the least of all."""
     least, per_group = (figures(measured.runs[rule]) for rule in (LEAST, PER_GROUP))
     compared = ratios(per_group, least)
     return {
@@ -81,7 +79,6 @@ def shortage_row(measured: Measured) -> Row:
 
 
 def _carried_tokens(measured: Measured) -> int:
-    """What is carried at the end of a long prompt, in tokens of attention."""
     layout = measured.layout
     longest = max(c.num_tokens for c in measured.runs[PER_GROUP][0].workload.conversations)
     return round(carried_bytes(layout, longest) * layout.page_size / layout.page_bytes)
@@ -90,7 +87,6 @@ def _carried_tokens(measured: Measured) -> int:
 def verdicts(
     sides: Sequence[Row], shortage: Sequence[Row], hits: Sequence[Row], computed: Sequence[Row]
 ) -> list[Row]:
-    """Of what was measured: what the goals are, and what came of them; the worst of each."""
     light = [row for row in shortage if _number(row["carried_tokens"]) < _LIGHT_TOKENS]
     enough = [row for row in computed if row["enough"]]
     goals = (

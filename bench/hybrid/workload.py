@@ -1,4 +1,4 @@
-"""What clients ask of models with states and windows. Pure."""
+"""This module makes the requests of clients of models with states and windows. It is pure."""
 
 import random
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""What the index costs: `python -m bench.index --json FILE`."""
+"""This benchmark measures what the index costs: `python -m bench.index --json FILE`."""

@@ -117,7 +117,8 @@ async def warm_restart_row(entries: int, num_ranks: int, log_deltas: int) -> Row
 
 
 async def _fill(etcd: Etcd, keys: ClusterKeys, number: int, held: list[int], log_deltas: int) -> None:
-    """What a rank's publisher leaves in etcd: a snapshot, and deltas of a twentieth of a second each."""
+    """Write what a rank's publisher leaves in etcd: a snapshot, and deltas of a twentieth of a second
+    each."""
     per_delta = int(BLOCKS_PER_S * 0.05)
     base = len(held) - per_delta * log_deltas
     writer = PrefixWriter(etcd, keys, life(number), LogLimits())
@@ -240,6 +241,5 @@ def _etcd_pid(server: EmbeddedEtcd) -> int:
 
 
 def _cpu_s(pids: list[int]) -> list[float]:
-    """What each process has used so far."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return [(int(one[11]) + int(one[12])) / _TICKS_PER_S for one in fields]

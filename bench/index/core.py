@@ -154,7 +154,6 @@ def _best_s(action: Callable[[], object], rounds: int) -> float:
 
 
 def apply_rows(rng: np.random.Generator) -> list[Row]:
-    """From the bytes that a watch delivers to the index: parsed, decoded, ordered, applied."""
     rows = [_delta_row(rng, half) for half in (30, 300, 3000)]
     return [*rows, _snapshot_row(rng)]
 

@@ -65,7 +65,8 @@ class Watched:
         }
 
     def seen(self) -> dict[str, float | None]:
-        """Since `begin`. Raises RuntimeError where nothing was told: that is no staleness of 0 ms."""
+        """Return the staleness since `begin`. Raises RuntimeError where nothing was told: that is no
+        staleness of 0 ms."""
         index = self._index
         counted = {
             "cpu_s": _cpu_s() - self._began_cpu_s,

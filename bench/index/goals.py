@@ -1,4 +1,4 @@
-"""What the index was to reach, and whether a run's tables say that it does."""
+"""The goals say what the index was to reach; a run's tables are judged by them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ from bench.report import Row, verdict
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Of a column of one table. Of several rows `of`, those with these values, the worst is judged."""
+    """A goal is about a column of one table. Of several rows `of`, those with these values, the worst is
+    judged."""
 
     name: str
     part: str

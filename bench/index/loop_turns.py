@@ -1,4 +1,4 @@
-"""How long an event loop does not look at sockets and timers, seen from between its turns."""
+"""This module measures how long an event loop does not look at sockets and timers."""
 
 import selectors
 import time

@@ -60,7 +60,8 @@ def parse() -> argparse.Namespace:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    """Until SIGTERM; then one line of JSON. A line "ready" once every rank is registered."""
+    """Publish until SIGTERM, then print one line of JSON. A line "ready" comes once every rank is
+    registered."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     num_clients = -(-arguments.ranks // _RANKS_PER_CLIENT)

@@ -1,4 +1,4 @@
-"""What one simulated rank stores and evicts, drawn when it is asked for.
+"""A simulated rank's stores and evictions are drawn when they are asked for.
 
 A thousand radix trees and ledgers do not fit on two cores; in a cluster each rank has cores of its own.
 So here they cost next to nothing, and what etcd and the mirror see is the same.
@@ -62,7 +62,8 @@ class SimulatedLedger(HashLedger):
         raise AssertionError("nothing is recorded: it is drawn")
 
     def forget_told(self) -> None:
-        """What a failed write was to tell is still untold, so the next one is as old."""
+        """The changes that a failed write was to tell are untold is still untold, so the next one is as
+        old."""
         if self._taken_s is not None:
             self._drawn_s = self._taken_s
         super().forget_told()

@@ -26,7 +26,6 @@ class TimedIndex(PrefixIndex):
         self._drafted: list[int] = []
 
     def begin(self) -> None:
-        """What came before does not count."""
         self._timing, self._began_s, self._num_new = True, time.monotonic(), 0
         self.delta_ages_s.clear()
         self.snapshot_ages_s.clear()

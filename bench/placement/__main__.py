@@ -1,4 +1,4 @@
-"""What placement is worth on a trace of real conversations, beside what others do.
+"""This benchmark measures what placement is worth on a trace of real conversations, beside other policies.
 
     python -m bench.placement --trace FILE --json FILE
 

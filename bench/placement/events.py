@@ -24,7 +24,6 @@ class Events:
         self.at(self.now + delay_s, action, *arguments)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
         while self._heap:
             self.now, _, action, arguments = heappop(self._heap)
             action(*arguments)

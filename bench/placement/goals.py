@@ -25,7 +25,6 @@ class _Measured:
 
 
 def goals(rows: Sequence[Row], pooled_hits: PooledHits) -> list[Row]:
-    """Of those rows that are there, one of a policy and setting each."""
     settings: dict[str, dict[str, Row]] = {}
     for row in rows:
         settings.setdefault("/".join(str(row[name]) for name in _SETTING), {})[str(row["policy"])] = row
@@ -96,7 +95,7 @@ def _aggregated(by_policy: dict[str, Row]) -> Iterator[_Measured]:
 
 
 def _speed(ours: Row) -> Iterator[_Measured]:
-    """By CPU time, which one thread uses: several simulations run at once, and they share the cores."""
+    """The speed is by CPU time of one thread: several simulations run at once, and they share the cores."""
     ranks, cpu_s_per_s = sum(_ranks(ours)), _number(ours, "cpu_s") / _number(ours, "simulated_s")
     if ranks == 8:
         yield _Measured("CPU s to simulate an hour", 3_600 * cpu_s_per_s, 60.0, ceiling=True)
@@ -117,7 +116,6 @@ def _times(by_policy: dict[str, Row]) -> Iterator[_Measured]:
 
 
 def _ranks(row: Row) -> tuple[int, int]:
-    """Of a layout: prefill ranks, and decode ranks or such that do both."""
     layout = str(row["layout"])
     prefill, _, decode = layout.removesuffix(" aggregated").rpartition("+")
     return int(prefill or 0), int(decode)

@@ -38,7 +38,7 @@ class Ours:
     """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
 
     def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins, tells: bool = True) -> None:
-        """With `tells` False where ranks can go on is taken to be wherever they hold."""
+        """Ranks are taken to go on wherever they hold unless `tells` is set."""
         timing = fleet.timing
         self.index = PrefixIndex()
         self._balance = Balance(

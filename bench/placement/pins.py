@@ -30,7 +30,6 @@ class Pins:
         self._pins: dict[str, list[_Pin]] = {}  # the last two of a conversation
 
     def of(self, conversation: str, router: int) -> RankKey | None:
-        """As this router sees it now."""
         pin = self._seen(conversation, router)
         return None if pin is None else pin.rank
 

@@ -1,4 +1,4 @@
-"""Who decides: the placement under test, one that sees everything, and what others do.
+"""The policies are the placement under test, one that sees everything, and those of other routers.
 
 Each router has a policy of its own. The others choose the two ranks one after the other and know only the
 requests that they sent themselves.
@@ -91,8 +91,9 @@ class PrefixHash:
 
 
 class CacheAware:
-    """As sglang's router: the rank to which the router itself has sent the longest part of the prompt, if
-    that is more than half of it and request counts are in balance; else the least loaded.
+    """This policy is that of sglang's router: it chooses the rank to which the router itself has sent the
+    longest part of the prompt, if that is more than half of it and request counts are in balance; else the
+    least loaded.
 
     Its memory of each rank is an LRU of 2**26 characters, as theirs by default, at four to a token.
     """

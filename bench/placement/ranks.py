@@ -67,7 +67,7 @@ class Job:
 
 
 class Rank(ABC):
-    """What both roles have: a pool, a queue of prompts to compute, reports, cache events."""
+    """Both roles have a pool, a queue of prompts to compute, reports, cache events."""
 
     def __init__(
         self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
@@ -108,7 +108,6 @@ class Rank(ABC):
         return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS
 
     def reused_tokens(self, request: TraceRequest) -> int:
-        """That it would not compute; the last one it does."""
         found, num_blocks = self.cache.look_up(request.blocks, ""), len(request.blocks)
         first = self.resuming.would_begin(found.deepest, found.cached_pages, num_blocks)
         return min(first * BLOCK_TOKENS, request.prompt_tokens - 1)
@@ -176,8 +175,7 @@ class Rank(ABC):
         """Its prompt has been computed."""
 
     @abstractmethod
-    def _num_pages(self, job: Job) -> int:
-        """That it takes here, prefix included."""
+    def _num_pages(self, job: Job) -> int: ...
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
         pages = self.cache.open(job.request.blocks, "", max_blocks)
@@ -261,7 +259,7 @@ class PrefillRank(Rank):
 
 
 class DecodeRank(Rank):
-    """Also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
+    """It is also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
 
     def __init__(
         self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
@@ -315,7 +313,6 @@ class DecodeRank(Rank):
     # -- steps ------------------------------------------------------------------------------------
 
     def batch_step_s(self) -> float:
-        """Of the sequences that are decoding, without a chunk beside them."""
         return self.timing.step_s + self.timing.step_s_per_sequence * len(self._ends)
 
     def _chunk_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Where a simulated rank goes on computing: the real resume points, of a state each, in a pool of so many.
+"""A simulated rank goes on computing at the real checkpoints, of a state each, in a pool of so many.
 
 A rank keeps them at the borders that ours are kept at, but cuts no chunk for it. Of an answer the trace does
 not say which blocks it becomes: its end is stood in for by the prompt's last border, where it passed one.
@@ -17,7 +17,7 @@ _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a blo
 
 
 class Resuming:
-    """Over one rank's cache, in blocks. With no states it goes on wherever it holds."""
+    """It works over one rank's cache, in blocks. With no states it goes on wherever it holds."""
 
     def __init__(self, num_states: int) -> None:
         self.num_states = num_states
@@ -32,14 +32,12 @@ class Resuming:
         return point.position if point is not None else 0
 
     def begin(self, pages: SequencePages, num_blocks: int) -> int:
-        """The same, and it counts as a use."""
         if not self.num_states:
             return pages.prefix_len
         point = self._points.use(_before_the_end(pages.node, num_blocks))
         return point.position if point is not None else 0
 
     def borders(self, resumed: int, matched: int, num_blocks: int) -> Sequence[int]:
-        """Where it will keep a state, ascending."""
         return borders_to_keep(resumed, matched, num_blocks, 1, _STRIDE_BLOCKS) if self.num_states else ()
 
     def keep(self, cache: PrefixCache, pages: SequencePages, border: int) -> None:

@@ -1,4 +1,4 @@
-"""Which settings are replayed: the base of each layout, and one thing changed at a time.
+"""The settings that are replayed are the base of each layout, and one thing changed at a time.
 
 All variations of every layout, but for those of 200 + 800, where a run takes minutes, that have little to
 change there: the clocks of its 25 copies of the trace tick 8 times a second anyway ("spread"), and 8 requests
@@ -37,7 +37,6 @@ class Setting:
 
     @property
     def without_index(self) -> "Setting":
-        """What is left of it for a policy that reads no index: how far that is behind is nothing to it."""
         return replace(self, staleness_s=0.0)
 
     def columns(self) -> dict[str, object]:
@@ -88,7 +87,7 @@ _BY_NAME = frozenset({"hybrid-64", "hybrid-256"})
 def settings(
     layouts: Sequence[str], variations: Sequence[str], *, duration_s: float | None = None
 ) -> Iterator[Setting]:
-    """With no `variations` those that a layout has by default."""
+    """Return the settings; with no `variations` those that a layout has by default."""
     for layout in layouts:
         base = _base(layout, duration_s)
         for name in variations or _default(base):

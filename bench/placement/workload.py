@@ -1,4 +1,4 @@
-"""What is replayed: requests of index blocks, from a trace or made up."""
+"""The workloads are requests of index blocks, from a trace or made up."""
 
 import json
 from collections import OrderedDict

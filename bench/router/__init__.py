@@ -1,1 +1,2 @@
-"""What the router costs: one placement decision, and a request's whole way through its process."""
+"""This benchmark measures what the router costs: one placement decision, and a request's whole way through
+its process."""

@@ -1,4 +1,4 @@
-"""What the router costs.
+"""This benchmark measures what the router costs.
 
     python -m bench.router --json FILE [--seconds 14] [--only decisions,served]
     python -m bench.router --only saturated [--peer sglang-router] [--streams 1 32 256 1000]

@@ -63,8 +63,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Told:
-    """Of answers that ended; times in seconds. `found`: tokens of prompts that decode ranks held, where gRPC
-    is asked."""
+    """These figures are of answers that ended, times in seconds. `found` are tokens of prompts that decode
+    ranks held, where gRPC is asked."""
 
     requests: int = 0
     found: int = 0
@@ -91,7 +91,6 @@ class Prompts:
         self._warms, self._num_given = asked.warms, 0
 
     def goes_on(self, until_s: float) -> bool:
-        """Whether another is to be asked."""
         return self._num_given < len(self._known) if self._warms else time.monotonic() < until_s
 
     def _ids(self, count: int) -> "array[int]":
@@ -202,7 +201,6 @@ async def _http(asked: Asked, told: Told, until_s: float) -> None:
 async def _http_turn(
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], asked: Asked, prompts: Prompts, told: Told
 ) -> bool:
-    """Whether the connection can be used again."""
     reader, writer = connection
     path, body = _body(asked, prompts)
     head = f"POST {path} HTTP/1.1\r\nhost: {asked.address}\r\ncontent-type: application/json\r\n"

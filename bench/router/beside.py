@@ -121,7 +121,7 @@ class _Quiet:
         self._stub = generation_pb2_grpc.GenerationStub(cluster.open_channel())
 
     async def ask(self) -> float:
-        """How long it took; the time that it waited in vain where it was given up."""
+        """Return how long it took, or the time that it waited in vain where it was given up."""
         ids = [secrets.randbelow(200) + 3 for _ in range(12)]
         sampling = common_pb2.SamplingParams(max_tokens=2, ignore_eos=True)
         request = generation_pb2.GenerateRequest(

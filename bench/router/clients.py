@@ -1,4 +1,4 @@
-"""How a request comes to the router: token ids over gRPC, text over HTTP. Both stream."""
+"""A request comes to the router as token ids over gRPC, or as text over HTTP. Both stream."""
 
 import json
 import random

@@ -1,4 +1,5 @@
-"""What one placement decision costs: the router's placer in this process, with an index and loads around it.
+"""This part measures what one placement decision costs: the router's placer in this process, with an index
+and loads around it.
 
 A prompt is a turn of one of many conversations (its first nine tenths are cached on one decode rank, eight
 tenths on one prefill rank, and a system prompt on all) or, one in four, a new one. What was sent is admitted
@@ -167,7 +168,6 @@ class _Router:
         return _Prompt(ids, decode.id.key)
 
     def _fill_index(self) -> None:
-        """With the system prompt, and with blocks of prompts that are not asked for."""
         ranks = [*self._decodes, *self._prefills]
         system = sequence_hashes(self._system, _INDEX_BLOCK, _SEED)
         for rank in ranks:
@@ -266,7 +266,6 @@ def _registration(role: Role, number: int) -> Registration:
 
 
 def _admitted(decision: Decision, asked: Asked) -> Admitted:
-    """What was foretold came true."""
     chosen, tokens = decision.chosen, asked.prompt_tokens
     decode_hit = min(chosen.decode.hit_tokens, tokens - 1)
     prefill_hit = 0 if chosen.prefill is None else min(chosen.prefill.hit_tokens, tokens - 1)
@@ -287,7 +286,6 @@ def _admitted(decision: Decision, asked: Asked) -> Admitted:
 
 
 def goals(rows: Sequence[Row]) -> list[Row]:
-    """Of a decision but for the hashes, which a prompt costs wherever it goes."""
     return [
         verdict(
             f"us to place {row['prompt tokens']:,} tokens on {row['ranks']:,} ranks, p99",

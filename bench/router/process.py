@@ -1,4 +1,4 @@
-"""What the kernel says of processes."""
+"""This module reads what the kernel says of processes."""
 
 import os
 from pathlib import Path
@@ -32,5 +32,5 @@ def _tree(pid: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    """From the state on: state, parent, ..."""
+    """Return the fields from the state on: state, parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

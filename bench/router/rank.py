@@ -14,7 +14,7 @@ from services.rank.main import main
 
 
 class LargeRunner(fake.FakeRunner):
-    """Of itself it has 4,096 tokens and 512 ids."""
+    """FakeRunner alone has 4,096 tokens and 512 ids."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": VOCAB_SIZE})

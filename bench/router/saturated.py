@@ -1,4 +1,5 @@
-"""What a request and a token cost when as much is asked as can be answered: a closed loop.
+"""This part measures what a request and a token cost in a closed loop, in which as much is asked as can be
+answered.
 
     clients (a process) -> router -> decode ranks, engine fake      the CPU of each process, apart
     client -> decode rank, without a router                         what a router adds, one request at a time
@@ -135,7 +136,6 @@ def _spent(cluster: LocalCluster) -> Spent:
 
 
 def _with_router(spent: Spent, pid: int) -> Spent:
-    """In place of ours."""
     return lambda: {**spent(), "router": tree_cpu_s(pid)}
 
 
@@ -150,7 +150,6 @@ async def row(asked: Asked, spent: Spent) -> Row:
 
 
 async def ask(asked: Asked) -> Told:
-    """In a process of its own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -196,7 +195,6 @@ def row_of(asked: Asked, told: Told, took: Mapping[str, float]) -> Row:
 
 
 def parts(rows: Sequence[Row], processes: Sequence[str] = ("router",)) -> list[Row]:
-    """Of each kind of load, a request's cost and a token's, by process."""
     kinds: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row["front"], row["streams"], row["prompt"]), []).append(row)
@@ -215,7 +213,6 @@ def _part(kind: tuple[object, ...], rows: Sequence[Row], processes: Sequence[str
 
 
 def added(rows: Sequence[Row]) -> list[Row]:
-    """What the router adds to one request at a time, ms: of each front over asking the rank."""
     alone = [row for row in rows if row["streams"] == 1]
     direct = {(row["prompt"], row["answer"]): row for row in alone if row["front"] == "decode"}
     return [

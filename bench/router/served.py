@@ -1,4 +1,5 @@
-"""What a request costs the router's process: real services, one machine, an open loop at a modest rate.
+"""This part measures what a request costs the router's process: real services, one machine, an open loop at a
+modest rate.
 
 etcd, one prefill rank, two decode ranks and the router are processes of their own; the ranks' engine is the
 fake one, with a step of 10 ms. Nine tenths of a prompt are a conversation's, which the ranks hold, and the
@@ -68,8 +69,6 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What is asked of one front."""
-
     front_name: str
     prompt_tokens: int
     max_tokens: int
@@ -190,7 +189,6 @@ def _parts(kind: tuple[object, object], rows: Sequence[Row]) -> Row:
 
 
 def goals(parts: Sequence[Row]) -> list[Row]:
-    """Of prompts of 100,000 ids, by each length of answer."""
     [long] = [row for row in parts if row["front"] == "gRPC, ids" and row["prompt tokens"] == 100_000]
     names = [name for name in long if "tokens" in name and name != "prompt tokens"]
     return [

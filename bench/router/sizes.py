@@ -1,4 +1,4 @@
-"""Of the model that is served in name."""
+"""These are the sizes of the model that is served in name."""
 
 VOCAB_SIZE = 16_384
 MAX_CONTEXT_TOKENS = 131_072

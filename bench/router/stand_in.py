@@ -61,7 +61,7 @@ class StandIn(decode_pb2_grpc.DecodeServicer):
 
 
 class _Session:
-    """Of one router. `_left`: by their numbers, how many tokens its requests are to have yet."""
+    """A session is one router's. `_left` says by request number how many tokens are still to come."""
 
     def __init__(self) -> None:
         self._come: list[decode_pb2.Start] = []
@@ -71,7 +71,6 @@ class _Session:
         self._has_come = asyncio.Event()
 
     async def wait(self, step_s: float) -> None:
-        """For a step; with one of no time for anything to do, while there is nothing."""
         if step_s or self._has_work():
             await asyncio.sleep(step_s)
             return
@@ -83,7 +82,6 @@ class _Session:
         return bool(self._come or self._left)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a message is: a rank's load is told now and then."""
         is_due = self._has_work() or now_s - self._told_s >= IDLE_REPORT_S
         self._told_s = now_s if is_due else self._told_s
         return is_due

@@ -1,4 +1,4 @@
-"""What bench.soak asks of a cluster, and what it hears."""
+"""This module makes the load of bench.soak and counts its answers."""
 
 import asyncio
 import random
@@ -84,10 +84,8 @@ class Outcomes:
 
 
 def late_share(outcomes: Iterable[Outcomes]) -> float | None:
-    """Of those that were let in, and waited for by their clients, the ones that their deadline ended.
-
-    None: nobody was let in.
-    """
+    """Return the share that deadlines ended of the requests that were let in and waited for, or None where
+    none was."""
     counts = sum((one.counts for one in outcomes), Counter[str]())
     late = counts["deadline_exceeded"]
     let_in = counts["answered"] + late
@@ -156,7 +154,7 @@ class Soak:
             self._kept[place] = asked, tokens
 
     async def ask_again(self, outcomes: Outcomes) -> int:
-        """How many of the answers that were kept come out otherwise when nothing else runs."""
+        """Return how many of the kept answers come out otherwise when nothing else runs."""
         otherwise = 0
         for asked, tokens in self._kept:
             call = self.stub.Generate(asked.request, timeout=DEADLINE_S)

@@ -85,7 +85,7 @@ class Ranks:
         return all(sum(m[f"isthmus_kv_pages {state}"] for state in states) == NUM_PAGES for m in books)
 
     async def unbalanced(self) -> dict[str, str]:
-        """By rank, what it has where it should have nothing but pages that are free or cached."""
+        """Return by rank what it has beside pages that are free or cached."""
         books = {rank: await self.metrics(rank) for rank in self.metrics_ports}
         return {rank: text for rank, metrics in books.items() if (text := _more_than_pages(metrics))}
 

@@ -102,7 +102,6 @@ def local(engine: DecodeEngine) -> Generate:
 async def compare(
     case: Case, checkpoints: Checkpoints, talk: Talk, arguments: argparse.Namespace
 ) -> list[Row]:
-    """Of one case, all its modes and batches."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         engines: dict[Mode, DecodeEngine] = {}

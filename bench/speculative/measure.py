@@ -14,8 +14,6 @@ Generate = Callable[[GenerationRequest], AsyncIterator[Output]]
 
 @dataclass(slots=True)
 class Answer:
-    """Of one turn; seconds of the monotonic clock."""
-
     ids: list[int] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
@@ -41,7 +39,6 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all together, from each answer's first token on."""
         decode_s = sum(answer.decode_s for answer in self.answers)
         return self.batch * sum(len(answer.ids) - 1 for answer in self.answers) / decode_s
 

@@ -52,7 +52,7 @@ def successors(seed: int) -> dict[int, int]:
 
 
 def gain_for(share: float, hidden: int) -> float:
-    """At which the successor is chosen with that probability, at temperature 1."""
+    """Return the gain at which the successor is chosen with that probability, at temperature 1."""
     low, high = 0.0, 100.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""What is made of the runs: each side against decoding without drafts, in the same round. Pure."""
+"""This module compares each side with decoding without drafts in the same round. It is pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,6 @@ NEVER_RIGHT = {"never", "noise"}
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a side's engine, over some runs."""
-
     drafted: int = 0
     accepted: int = 0
 

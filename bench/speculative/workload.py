@@ -1,4 +1,4 @@
-"""Whose text is guessed by whom. Made up: no trace that is at hand has token ids.
+"""The workloads say whose text is guessed by whom. They are made up: no trace that is at hand has token ids.
 
 repeats     the prompt has shown every circle: the sequence's own n-grams know what follows
 resembles   short prompts; what others of the salt were answered has shown the circles
@@ -80,7 +80,6 @@ def _first_prompt(case: Case, chance: random.Random) -> TokenIds:
 
 
 def text(share: float, num_tokens: int, chance: random.Random) -> TokenIds:
-    """As the target would go on, from any id."""
     follows = successors(TEXT_SEED)
     ids = [chance.randrange(FIRST_ID, VOCAB_SIZE)]
     while len(ids) < num_tokens:

@@ -1,1 +1,1 @@
-"""What a router is measured beside: SGLang's, and one that does nothing."""
+"""The peers of the router are SGLang's, and one that does nothing."""

@@ -66,7 +66,6 @@ class Bare(generation_pb2_grpc.GenerationServicer):
             await context.write(response)
 
     async def attach(self, address: str) -> None:
-        """For ever."""
         async with channels.open_channel(address) as channel, asyncio.TaskGroup() as tasks:
             attached = decode_pb2_grpc.DecodeStub(channel).Attach()
             tasks.create_task(self._write(attached))
