@@ -1,1 +1,1 @@
-"""The torch runner: Hugging Face model definitions over our page pool."""
+"""The torch runner computes Hugging Face model definitions over our page pool."""

@@ -1,4 +1,4 @@
-"""A checkpoint directory on the local disk: what is in it, its fingerprint, and the model made from it."""
+"""A checkpoint directory on the local disk is opened here, told apart by a fingerprint, and made a model."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Their angles depend on the longest position of the call, so they would depend on who else is in the batch.
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
-# Say nothing about what the model computes, or are said by the weights' headers.
+# These keys say nothing about what the model computes, or the weights' headers say it.
 _IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLE_BYTES = 4096
 _TELLING_EVERY_S = 2.0
@@ -48,8 +48,6 @@ LOADING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that we can run."""
-
     directory: Path
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -57,7 +55,7 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int:
-        """Raises ConfigError where it is not stated."""
+        """Return the context in tokens. Raises ConfigError where it is not stated."""
         try:
             return context_tokens(self.config.get_text_config().to_dict())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -70,7 +68,7 @@ class Checkpoint:
         return int(self.config.get_text_config().vocab_size)
 
     def tokenizer(self) -> dict[str, Any]:
-        """Its tokenizer.json; empty where there is none. Raises ConfigError where that is damaged."""
+        """Return its tokenizer.json, empty where there is none. Raises ConfigError where that is damaged."""
         path = self.directory / "tokenizer.json"
         return _read_json(path) if path.exists() else {}
 
@@ -93,7 +91,7 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
     _require_supported(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers' checks of a config share no class but this
+    except Exception as error:  # transformers' checks of a config share no other class
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_causal(directory, config)
     name = dtype or _own_dtype(directory, raw)
@@ -103,7 +101,7 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
-    """The model with our attention, in evaluation mode on `device`.
+    """Make the model with our attention, in evaluation mode on `device`.
 
     Raises:
         ConfigError: a weight is missing or has the wrong shape.
@@ -128,17 +126,18 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
         loaded: PreTrainedModel = model.to(device).eval()
     except ConfigError:
         raise
-    except Exception as error:  # of files, safetensors and memory: as above
+    except Exception as error:  # files, safetensors and memory raise any class, too
         raise start_fault(f"weights of {checkpoint.directory} cannot be loaded: {error}", error) from error
     return loaded
 
 
 def model_fingerprint(directory: Path) -> int:
-    """64-bit XXH3 of the model's identity; equal for equal copies of a checkpoint, wherever they lie.
+    """Return the 64-bit XXH3 of the model's identity; equal copies of a checkpoint have the same, wherever
+    they lie.
 
-    Covers config.json but for keys that compute nothing, and of every weight file its name, size,
-    header, and the first and middle 4 KiB of each tensor. Cheap for any size; tensors that differ
-    only elsewhere are not told apart.
+    It covers config.json but for keys that compute nothing, and of every weight file its name, size, header,
+    and the first and middle 4 KiB of each tensor. It is cheap for any size; tensors that differ only
+    elsewhere are not told apart.
 
     Raises:
         ConfigError: a file is missing or damaged.
@@ -186,7 +185,7 @@ def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def _model_types() -> dict[str, list[str]]:
-    """Of each architecture of transformers' that generates text."""
+    """Return the model types of each of transformers' architectures that generate text."""
     of_architecture: dict[str, list[str]] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -208,7 +207,6 @@ def _require_causal(directory: Path, config: PreTrainedConfig) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> list[Any]:
-    """Of all layers, or of each kind of them."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
 
@@ -225,7 +223,6 @@ def _own_dtype(directory: Path, raw: dict[str, Any]) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers loads, by name."""
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     if whole.exists() or not index.exists():
@@ -251,10 +248,12 @@ def _sampled_content(path: Path) -> Iterator[bytes]:
 
 
 def _read_header(file: BinaryIO) -> bytes:
-    """The JSON header; the file then stands at the tensors. Format: github.com/huggingface/safetensors."""
+    """Return the JSON header; the file then stands at the tensors. Format:
+    github.com/huggingface/safetensors.
+    """
     prefix = file.read(8)
     size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-    header = file.read(size) if 0 <= size <= 100_000_000 else b""  # the format's own limit
+    header = file.read(size) if 0 <= size <= 100_000_000 else b""  # the limit is the format's own
     if len(header) != size:
         raise ConfigError(f"{file.name} is not a safetensors file")
     return header
@@ -270,8 +269,11 @@ def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """`weights_loading done=120 of=290`, every two seconds, while transformers goes through them. One model
-    at a time: the hook is the process's."""
+    """Log `weights_loading done=120 of=290` every two seconds while transformers goes through a model's
+    weights.
+
+    One model at a time can be told of: the hook is the process's.
+    """
     before = set_tqdm_hook(
         lambda make, arguments, fields: _told(make(*arguments, **fields), arguments, clock)
     )
@@ -282,13 +284,13 @@ def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[No
 
 
 def _told(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> Any:
-    """The bar, which goes through its items; what is no loop over a known number of them is left alone."""
+    """Wrap a bar that goes through its items; what is no loop over a known number of them is left alone."""
     total = len(arguments[0]) if arguments and hasattr(arguments[0], "__len__") else 0
     return _Telling(bar, total, clock) if total else bar
 
 
 class _Telling:
-    """As the bar is used: it is gone through, or asked for what a bar has."""
+    """This is used as the bar is: transformers goes through it, or asks it for what a bar has."""
 
     def __init__(self, bar: Any, total: int, clock: Callable[[], float]) -> None:
         self._bar, self._total, self._clock = bar, total, clock

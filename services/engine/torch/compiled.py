@@ -1,11 +1,11 @@
-"""What numba compiles is kept on disk, so that the next process that starts reads it there.
+"""Machine code that numba compiles is kept on disk, so that the next process that starts reads it there.
 
     _compiled = compiled()        a kernel that Python calls; numba looks for its machine code first
     _inner = inner()              one that only kernels call: it is a part of their code
 
-numba knows what it kept by the function, the time of change of its file, the types and the processor, but
-not by the functions of other files that are compiled into it. So it lies in a folder named after the sources
-of all kernels, below NUMBA_CACHE_DIR or the user's cache. Where nothing can be written, or what is read is
+numba knows what it kept by the function, the time of change of its file, the types and the processor, but not
+by the functions of other files that are compiled into it. So it lies in a folder named after the sources of
+all kernels, below NUMBA_CACHE_DIR or the user's cache. Where nothing can be written, or what is read is
 broken, the code is compiled as if nothing had been kept. Of processes that start at once one compiles.
 """
 
@@ -26,12 +26,12 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 log = logging.getLogger(__name__)
 
 _ROOM = Path(__file__).parent
-_PATIENCE_S = 60.0  # with who compiles; a kernel takes a tenth of it
+_PATIENCE_S = 60.0  # We wait so long for whoever compiles; a kernel takes a tenth of it.
 _LOOK_S = 0.05
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`options` are njit's."""
+    """Return a decorator; `options` are njit's."""
     jit = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, **options)
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -44,12 +44,11 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def inner() -> Any:
-    """A decorator as `compiled` gives one."""
     return njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 
 
 def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
-    """Let numba's `dispatcher` of the function keep what it compiles in the folder."""
+    """Let numba's `dispatcher` of the function keep in the folder what it compiles."""
     before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
     try:
         dispatcher._cache = _Kept(function)
@@ -58,7 +57,9 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
 
 
 class CompileTurn:
-    """To compile, of one process at a time, as far as the disk can tell. Ends with the process."""
+    """One process at a time has the turn to compile, as far as the disk can tell; it ends with the
+    process.
+    """
 
     def __init__(self, path: Path, patience_s: float = _PATIENCE_S) -> None:
         self._path = path
@@ -66,7 +67,10 @@ class CompileTurn:
         self._file: IO[bytes] | None = None
 
     def take(self) -> bool:
-        """Whether another had it meanwhile. Who has it for too long is not waited for any more."""
+        """Wait for the turn, and return whether another process had it meanwhile.
+
+        A process that has it for too long is not waited for any more.
+        """
         if self._file is not None:
             return False
         began = time.monotonic()
@@ -77,7 +81,7 @@ class CompileTurn:
                     log.warning("kernels_turn_not_had path=%s waited_s=%.0f", self._path, self._patience_s)
                     break
                 time.sleep(_LOOK_S)
-        except OSError as error:  # no such folder any more, or a disk without locks
+        except OSError as error:  # the folder is gone, or the disk has no locks
             log.info("kernels_turn_not_had path=%s error=%s", self._path, error)
         return time.monotonic() - began >= _LOOK_S
 
@@ -95,7 +99,7 @@ class CompileTurn:
 
 
 class _Kept(FunctionCache):
-    """No file of it is worth a rank that does not start."""
+    """No file of this cache is worth a rank that does not start."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -104,7 +108,9 @@ class _Kept(FunctionCache):
         self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None: it is our turn to compile it, which ends when it is saved."""
+        """Return what was kept, or None where it is our turn to compile it; the turn ends when the code is
+        saved.
+        """
         found = self._load(sig, target_context)
         if found is None and self._turn.take():
             found = self._load(sig, target_context)
@@ -115,7 +121,7 @@ class _Kept(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
-        except Exception as error:  # it reads its index first, and that may be broken
+        except Exception as error:  # numba reads its index first, and that may be broken
             log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
         finally:
             self._turn.end()
@@ -123,7 +129,7 @@ class _Kept(FunctionCache):
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception as error:  # whatever unpickling what is broken may raise
+        except Exception as error:  # unpickling what is broken may raise anything
             log.warning("kernel_not_read path=%s error=%r", self.cache_path, error)
             with suppress(OSError):
                 self.flush()
@@ -131,8 +137,11 @@ class _Kept(FunctionCache):
 
 
 class _Files(IndexDataCacheFile):
-    """numba numbers its files: two processes that compile for other types at once would give both the same
-    number, and the next one take code for the wrong types. Here a file is named after what is in it."""
+    """A file is named after what is in it.
+
+    numba numbers its files: two processes that compile for other types at once would give both the same
+    number, and the next process would take code for the wrong types.
+    """
 
     def save(self, key: Any, data: Any) -> None:
         base = self._index_name.removesuffix(".nbi")
@@ -143,7 +152,7 @@ class _Files(IndexDataCacheFile):
 
 @cache
 def kernels_folder() -> Path | None:
-    """None: nothing can be kept."""
+    """Return the folder, or None where nothing can be kept."""
     try:
         base = os.environ.get("NUMBA_CACHE_DIR") or Path(_user_cache(), "isthmus", "kernels")
         folder = Path(base, digest(kernel_sources()))
@@ -155,7 +164,7 @@ def kernels_folder() -> Path | None:
 
 
 def kernel_sources() -> list[Path]:
-    """All that is compiled into kernels, and this."""
+    """Return all files that are compiled into kernels, and this one."""
     return sorted([Path(__file__), _ROOM / "vector_lanes.py", *_ROOM.rglob("*_kernel.py")])
 
 

@@ -1,4 +1,4 @@
-"""The device that a runner computes on: how it is opened, and waited for."""
+"""A runner's device is opened, and waited for, here."""
 
 import logging
 import os
@@ -11,7 +11,9 @@ log = logging.getLogger(__name__)
 
 
 def open_device(name: str) -> torch.device:
-    """`name` is cpu, cuda or cuda:N. Raises ConfigError where it is none of these, or not there."""
+    """Open a device by its name: cpu, cuda or cuda:N. Raises ConfigError where it is none of these, or not
+    there.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -32,8 +34,10 @@ def open_device(name: str) -> torch.device:
 
 
 def tell_slow(device: torch.device, dtype: torch.dtype) -> None:
-    """Of half precision on a processor that has no instructions for it: it takes longer than float32, and so
-    does the start, in which the model is tried in both."""
+    """Log that half precision is slow on a processor that has no instructions for it.
+
+    It takes longer than float32 there, and so does the start, in which the model is tried in both.
+    """
     if device.type == "cpu" and dtype != torch.float32 and not _computes_in(dtype):
         name = str(dtype).removeprefix("torch.")
         log.warning(
@@ -51,7 +55,7 @@ def _computes_in(dtype: torch.dtype) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of memory that nobody holds now."""
+    """Return the bytes of memory that nobody holds now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

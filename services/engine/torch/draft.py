@@ -1,4 +1,4 @@
-"""A small checkpoint beside the runner's own, which drafts: DraftModel of services/engine/paged/runner.py.
+"""A small checkpoint beside the runner's own drafts: it is a DraftModel of services/engine/paged/runner.py.
 
     prompt chunk: the target computes it --> so does this, where it has what comes before
     propose:      what it lacks of each sequence ---> a token each ---> ... as many times as there are drafts
@@ -36,38 +36,40 @@ from services.values.request import SamplingParams
 _GREEDY = SamplingParams(temperature=0)
 # So many tokens of a sequence are computed one by one: a longer chunk reads its pages into one piece first.
 _ONE_BY_ONE = 8
-# The last rounds tell by their median what one takes: the first compiles kernels, for 0.8 s instead of 1 ms.
+# The median of the last rounds tells what one takes: the first compiles kernels, for 0.8 s instead of 1 ms.
 _TIMED_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSettings:
     directory: Path
-    every_chunk: bool = False  # also those of one token: on a prefill rank, where nobody decodes
-    catch_up_tokens: int = 512  # computed at most, beside prompt chunks, before a step's drafts
-    scratch_pages: int = 64  # for drafts that reach past a sequence's pages
+    every_chunk: bool = False  # Chunks of one token are computed, too: on a prefill rank nobody decodes.
+    # So many tokens are computed at most, beside prompt chunks, before a step's drafts.
+    catch_up_tokens: int = 512
+    scratch_pages: int = 64  # They hold drafts that reach past a sequence's pages.
     self_check: bool = True
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """One sequence, while its drafts are made."""
+    """This is one sequence while its drafts are made."""
 
     chunk: Chunk
     count: int
-    pages: Sequence[PageId]  # with scratch behind
+    pages: Sequence[PageId]  # scratch pages lie behind
     sampling: SamplingParams
     ids: list[int] = field(default_factory=list)
 
     @property
     def next_token(self) -> Chunk:
-        """The newest draft, to be computed."""
         position = self.chunk.end + len(self.ids) - 1
         return Chunk(self.ids[-1:], position, self.pages, False, _GREEDY)
 
     @property
     def choosing(self) -> Chunk:
-        """As the target will choose after what is drafted so far."""
+        """Return the chunk by which the next draft is chosen, as the target will choose after what is drafted
+        so far.
+        """
         return replace(
             self.chunk,
             sampling=self.sampling,
@@ -77,7 +79,7 @@ class _Drafting:
 
 
 class TorchDraft:
-    """Implements DraftModel. Made, called and closed on the runner's thread."""
+    """This implements DraftModel. It is made, called and closed on the runner's thread."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class TorchDraft:
         return self._pools.read(pages, 0)
 
     def compute_with(self, chunks: Sequence[Chunk]) -> None:
-        """The target computes them."""
+        """Compute the prompts' chunks, which the target computes, too."""
         lacking = [(chunk, self._lacking(chunk)) for chunk in chunks]
         own = [
             _part(chunk, span, chunk.token_ids[span.start - chunk.start : span.stop - chunk.start])
@@ -166,7 +168,6 @@ class TorchDraft:
         return [tuple(each.ids) for each in drafting]
 
     def close(self) -> None:
-        """Free the pool and end the threads."""
         self._pools.close()
         self._model.close()
 
@@ -178,7 +179,6 @@ class TorchDraft:
         return self.validity.lacking(chunk.pages, chunk.start, end) if chunk.start < end else range(0)
 
     def _drafting(self, nth: int, of: int, chunk: Chunk, count: int) -> _Drafting:
-        """Its share of the scratch pages lies behind its own."""
         share = len(self._scratch) // of
         pages = [*chunk.pages, *self._scratch[nth * share : (nth + 1) * share]]
         room = min(len(pages) * self._pools.layout.page_size, self._max_context_tokens) - chunk.end
@@ -199,7 +199,9 @@ class TorchDraft:
                 logits = self._compute([each.next_token for each in going], range(len(going)))
 
     def _note_round(self, began: float, catches_up: bool) -> float:
-        """Of the next one the beginning. One that catches up tells nothing of the others."""
+        """Note how long a round took, and return when the next one begins. A round that catches up is not
+        noted.
+        """
         ended = time.perf_counter()
         if not catches_up:
             self._rounds_s.append(ended - began)
@@ -208,7 +210,9 @@ class TorchDraft:
     def _catch_up(
         self, drafting: Sequence[_Drafting], spans: Sequence[range]
     ) -> tuple[list[_Drafting], Tensor]:
-        """Who has all that it lacked, and the logits after the newest token of each."""
+        """Return the sequences that have all that they lacked, and the logits after the newest token of
+        each.
+        """
         ready, rows, parts, end = list[_Drafting](), list[int](), list[Chunk](), 0
         for each, span in zip(drafting, spans, strict=True):
             if span:
@@ -227,7 +231,7 @@ class TorchDraft:
 
 
 def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:
-    """Raises ConfigError unless an id is the same token to both, as far as their files tell."""
+    """Raise ConfigError unless an id is the same token to both, as far as their files tell."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"{draft.directory} cannot draft: its vocabulary has {draft.vocab_size} ids, the model's "
@@ -240,5 +244,5 @@ def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:
 
 def _part(chunk: Chunk, span: range, ids: Sequence[int]) -> Chunk:
     few = 1 < len(span) <= _ONE_BY_ONE
-    num_drafts = len(span) - 1 if few else 0  # which has them computed one by one
+    num_drafts = len(span) - 1 if few else 0  # such a span has its drafts computed one by one
     return Chunk(ids, span.start, chunk.pages, False, _GREEDY, num_drafts=num_drafts)

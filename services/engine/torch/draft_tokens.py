@@ -1,4 +1,4 @@
-"""A chunk with drafts as the single tokens that plain decoding would compute if they are right."""
+"""A chunk with drafts is taken for the single tokens that plain decoding would compute if they are right."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,9 @@ from services.engine.paged.runner import Chunk
 
 @dataclass(frozen=True, slots=True)
 class DraftedHistory(Sequence[int]):
-    """Ids, and drafts behind them. Each token of a chunk has one: a history is long, and not copied."""
+    """A history has ids, and drafts behind them. Each token of a chunk has one: it is long, and not
+    copied.
+    """
 
     ids: Sequence[int]
     drafts: Sequence[int]
@@ -34,7 +36,7 @@ class DraftedHistory(Sequence[int]):
 
 
 def single_tokens(chunk: Chunk) -> tuple[Chunk, ...]:
-    """Each with the drafts before it in its history. A chunk without drafts stays whole."""
+    """Return each token with the drafts before it in its history. A chunk without drafts stays whole."""
     if chunk.num_drafts == 0:
         return (chunk,)
     return tuple(_single_token(chunk, nth) for nth in range(len(chunk.token_ids)))

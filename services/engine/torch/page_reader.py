@@ -1,4 +1,4 @@
-"""The bytes of a pool's pages in the host's memory, for digests.
+"""The bytes of a pool's pages are read into the host's memory, for digests.
 
 A pool in host memory is read where it lies. One on a GPU comes through a piece of pinned memory that each
 reading thread has and keeps: as many pages at a time as fit, a copy for each run of neighbours, one wait for
@@ -16,12 +16,14 @@ from services.values.kv import PageId
 
 PageReader = Callable[[Sequence[PageId]], Iterator[memoryview]]
 
-# What a thread keeps, or a page where that is more.
+# A thread keeps so many bytes, or a page where that is more.
 _STAGING_BYTES = 8 << 20
 
 
 def page_reader(pages: Tensor) -> PageReader:
-    """`pages` is the pool, uint8 [num_pages, page_bytes] and contiguous. See ModelRunner.read_pages."""
+    """Return a reader of the pool `pages`, uint8 [num_pages, page_bytes] and contiguous. See
+    ModelRunner.read_pages.
+    """
     if pages.device.type == "cuda":
         return StagedPages(pages, torch.cuda.Stream(pages.device), pinned=True).read
     whole, page_bytes = memoryview(pages.view(-1).numpy()), pages.shape[1]
@@ -29,7 +31,7 @@ def page_reader(pages: Tensor) -> PageReader:
 
 
 class StagedPages:
-    """Any thread may read; of one thread one reading at a time."""
+    """Any thread may read, and each has one reading at a time."""
 
     def __init__(
         self, pages: Tensor, stream: torch.cuda.Stream, *, pinned: bool, staging_bytes: int = _STAGING_BYTES
@@ -41,7 +43,7 @@ class StagedPages:
         self._of_thread = threading.local()
 
     def read(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
-        """The bytes of each, valid until the next is taken."""
+        """Yield the bytes of each page, valid until the next is taken."""
         staging = self._staging()
         staged, page_bytes = memoryview(staging.view(-1).numpy()), self._pages.shape[1]
         for first in range(0, len(pages), self._num_staged):
@@ -50,7 +52,6 @@ class StagedPages:
             yield from _slices(staged, range(len(wanted)), page_bytes)
 
     def _staging(self) -> Tensor:
-        """[num_staged, page_bytes], of this thread."""
         if not hasattr(self._of_thread, "staging"):
             shape = (self._num_staged, self._pages.shape[1])
             self._of_thread.staging = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned)

@@ -1,4 +1,4 @@
-"""A group's KV pool: one allocation, page-major, so that a page is one run of bytes over all its layers."""
+"""A group's KV pool is one allocation, page-major, so that a page is one run of bytes over all its layers."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from services.values.kv import KvGroup, PageId, PoolMemory
 
 
 class KvPool:
-    """Owns the memory of a group of attention layers, full or windowed; `kv` is what is in it.
+    """This owns the memory of a group of attention layers, full or windowed; `kv` is what is in it.
 
     Where K and V are alike, the bytes are those of [num_pages, num_layers, 2, num_kv_heads, page_size,
     head_dim]. The group's own unit_bytes are not read: they come of its shape.
@@ -43,7 +43,6 @@ class KvPool:
         return pool_memory(self.kv.numbers, self.kv.num_pages)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """See PagedKv.layer; `index` counts the group's layers."""
         return self.kv.layer(index)
 
     def close(self) -> None:
@@ -68,9 +67,9 @@ def closed_pool(pages: Sequence[PageId]) -> Iterator[memoryview]:
 
 
 def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> torch.Tensor:
-    """Zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool."""
+    """Return zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool does."""
     try:
-        if device.type == "cpu":  # zero as the kernel gives it, which it does where a page is first written
+        if device.type == "cpu":  # the kernel gives zeros, which it does where a page is first written
             return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8)
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -81,7 +80,6 @@ def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> 
 
 
 def _total_bytes(device: torch.device) -> int:
-    """Whoever holds them."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)

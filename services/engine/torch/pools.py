@@ -1,4 +1,4 @@
-"""All pools of a runner: one for each group of its layout."""
+"""A runner has a pool for each group of its layout."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +17,10 @@ from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
 
 
 class Pools:
-    """Owns the memory of what a model remembers. `layers` is how its attention finds it, `slots` are for its
-    recurrent layers; None where it has none."""
+    """This owns the memory of what a model remembers.
+
+    Its attention finds it by `layers`. `slots` are for recurrent layers, and None where the model has none.
+    """
 
     def __init__(
         self,
@@ -32,9 +34,10 @@ class Pools:
         by_kernels: bool = True,
         groups: Sequence[KvGroup] = (),
     ) -> None:
-        """Allocate and zero them. `num_pages`: of full attention. Without `by_kernels` single tokens gather.
+        """Allocate and zero the pools: full attention's has `num_pages`. Without `by_kernels` single tokens
+        gather.
 
-        `groups` are of attention, where they are not to be those of `attention_groups`.
+        `groups` are those of attention, where they are not to be those of `attention_groups`.
 
         Raises:
             ConfigError: one is empty, or larger than all the memory that the device has.
@@ -62,12 +65,10 @@ class Pools:
 
     @property
     def memory(self) -> tuple[PoolMemory, ...]:
-        """In the layout's order."""
         states = () if self.slots is None else (self.slots.memory,)
         return (*(pool.memory for pool in self._paged), *states)
 
     def read(self, units: Sequence[PageId], group: int) -> Iterator[memoryview]:
-        """See ModelRunner.read_pages."""
         if not 0 <= group < len(self.layout.groups):
             raise ProtocolError(f"{self.layout} has no group {group}")
         return self._reader(group)(units)
@@ -89,7 +90,7 @@ class Pools:
 
 
 def _num_heads(remembered: Remembered, group: KvGroup) -> frozenset[int]:
-    """Of queries: layers whose K and V are alike may differ in them."""
+    """Return the numbers of query heads: layers whose K and V are alike may differ in them."""
     return frozenset(call.num_heads for call in remembered.calls if call.layer_idx in group.layer_ids)
 
 

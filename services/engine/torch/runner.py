@@ -1,4 +1,4 @@
-"""The torch model runner: one packed forward pass per engine step over the paged KV pool."""
+"""The torch model runner makes one packed forward pass per engine step over the paged KV pool."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,12 +25,12 @@ from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 
-# They need no memory but for a moment.
+# These steps need no memory but for a moment.
 _MAX_STEP_DRAFTS = 1 << 20
 
 
 class TorchRunner:
-    """A ModelRunner. Made, called and closed on one thread."""
+    """This is a ModelRunner. It is made, called and closed on one thread."""
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class TorchRunner:
         return self._masks.counts
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        """See ModelRunner.run. Raises ProtocolError for a chunk that is empty or lacks pages."""
+        """Compute a step as ModelRunner.run says. Raises ProtocolError for a chunk that is empty or lacks
+        pages.
+        """
         if not chunks:
             return []
         for chunk in chunks:
@@ -197,7 +199,7 @@ def _keep_accepted(chunk: Chunk, sampled: Iterator[Sampled]) -> tuple[Sampled, .
 
 
 def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:
-    """Where in the step the last token of each chunk that samples is."""
+    """Return where in the step the last token of each chunk that samples is."""
     offsets, end = [], 0
     for chunk in chunks:
         end += len(chunk.token_ids)

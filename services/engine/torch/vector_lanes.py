@@ -1,4 +1,4 @@
-"""Vectors of float32 for code that numba compiles: one instruction on all lanes, in a register.
+"""Code that numba compiles gets vectors of float32 here: one instruction on all lanes, in a register.
 
 Left to itself LLVM makes vectors of the innermost loop only, and stores what it has added up in every round.
 A product of small matrices keeps its sums in registers through its inner loop: that is what these are for.
@@ -30,7 +30,8 @@ HAS_FLOAT16: bool = platform.machine() == "aarch64" or bool(get_host_cpu_feature
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
-# exp as in Cephes' expf: 2**n * e**r, where r is at most half of log 2, log 2 taken off in two parts.
+# The formula is that of Cephes' expf: 2**n * e**r, where r is at most half of log 2, log 2 taken off in two
+# parts.
 _LOWEST = -87.0  # e to that is the smallest normal number there is
 _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 _EXP_COEFFICIENTS = (
@@ -47,8 +48,6 @@ _TANH_IS_ONE = 20.0
 
 
 class Lanes(types.Type):
-    """numba's name for a vector of `width` float32."""
-
     def __init__(self, width: int) -> None:
         self.width = width
         super().__init__(name=f"Lanes({width})")
@@ -80,7 +79,7 @@ def _splat(builder: Any, number: Any, width: int) -> Any:
 
 
 def _fused(builder: Any, x: Any, y: Any, addend: Any) -> Any:
-    """x * y + addend; LLVM makes one instruction of it where there is one."""
+    """Return x * y + addend; LLVM makes one instruction of it where there is one."""
     product = builder.fmul(x, y, flags=("contract",))
     return builder.fadd(product, addend, flags=("contract",))
 
@@ -92,7 +91,7 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic(prefer_literal=True)
 def zeros(_context: Any, width: Any) -> Any:
-    """As many lanes as the literal `width` says."""
+    """Return as many lanes as the literal `width` says."""
 
     def build(_context: Any, _builder: Any, signature: Any, _arguments: Any) -> Any:
         return _all(signature.return_type.width, 0.0)
@@ -102,8 +101,6 @@ def zeros(_context: Any, width: Any) -> Any:
 
 @intrinsic
 def width_of(_context: Any, lanes: Any) -> Any:
-    """How many lanes: a constant to the compiler."""
-
     def build(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
         return _INT64(lanes.width)
 
@@ -260,7 +257,7 @@ def _float_at(builder: Any, element: Any, is_half: bool) -> Any:
     number = builder.load(element)
     if is_half:
         return builder.fpext(builder.bitcast(number, ir.HalfType()), _FLOAT)
-    if isinstance(number.type, ir.IntType):  # bfloat16: the upper half of a float32
+    if isinstance(number.type, ir.IntType):  # bfloat16 is the upper half of a float32
         return builder.bitcast(builder.shl(builder.zext(number, _INT32), _INT32(16)), _FLOAT)
     return number
 
@@ -269,7 +266,7 @@ def _prefetch(builder: Any, element: Any) -> None:
     address_type = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [address_type, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-    # Into the second cache: the first one is full of what is being read now.
+    # It goes into the second cache: the first one is full of what is being read now.
     is_read, locality, is_data = _INT32(0), _INT32(2), _INT32(1)
     builder.call(function, [builder.bitcast(element, address_type), is_read, locality, is_data])
 
@@ -291,7 +288,7 @@ add, subtract, multiply = _of_two("fadd"), _of_two("fsub"), _of_two("fmul")
 
 @intrinsic
 def greater(_context: Any, left: Any, right: Any) -> Any:
-    """The greater one of each lane; where `left` is NaN, `right`."""
+    """Return the greater one of each lane; where `left` is NaN, `right`."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
@@ -301,7 +298,7 @@ def greater(_context: Any, left: Any, right: Any) -> Any:
 
 @intrinsic
 def exp(_context: Any, lanes: Any) -> Any:
-    """To within 2e-7 of e**x for x of at most 88; below -87 that of -87 (1e-38). NaN stays NaN."""
+    """Return e**x to within 2e-7 for x of at most 88; below -87 it is that of -87 (1e-38). NaN stays NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return _exp(builder, arguments[0], lanes.width)
@@ -311,10 +308,10 @@ def exp(_context: Any, lanes: Any) -> Any:
 
 @intrinsic
 def tanh(_context: Any, lanes: Any) -> Any:
-    """To within 2e-7. NaN stays NaN."""
+    """Return the tangens hyperbolicus to within 2e-7. NaN stays NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        # (e**2x - 1) / (e**2x + 1), of an x that is as good as infinite where it is more.
+        # It is (e**2x - 1) / (e**2x + 1), of an x that is as good as infinite where it is more.
         width, one, most = lanes.width, _all(lanes.width, 1.0), _all(lanes.width, _TANH_IS_ONE)
         x = builder.select(builder.fcmp_ordered(">", arguments[0], most), most, arguments[0])
         power = _exp(builder, builder.fadd(x, x), width)

@@ -1,1 +1,1 @@
-"""Linear layers for few rows, on a CPU."""
+"""Linear layers for few rows are computed here, on a CPU."""

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix on the CPU, in float32: compiled by numba.
+"""A few rows are multiplied with a large matrix on the CPU, in float32, by what numba compiles.
 
     pack(weight)   once: the matrix as panels, each a stretch of memory that is read from end to end
     multiply(...)  for each panel, for each tile of up to 12 rows: all of their products with the panel's
@@ -6,10 +6,10 @@
 
 For the few rows of a decode step the matrix is read from memory once and multiplied by several rows at a
 time. oneDNN and BLAS do one after the other: here it is done at once, so that a larger batch is free until
-the processor has as much to multiply as the memory to read (8 layers of hidden size 512, one thread of a
-Zen 4 with others at work: 1 row 3.8 ms where oneDNN takes 8.2, 9 rows 6.1 and 8.6, 24 rows 11.9 and 15).
-A row's products do not depend on how many rows there are. It is one thread's work: with more of them
-oneDNN, which shares torch's, is faster at prompts (of 512 rows it does 110 GFLOP/s with one, this 101).
+the processor has as much to multiply as the memory to read (8 layers of hidden size 512, one thread of a Zen
+4 with others at work: 1 row 3.8 ms where oneDNN takes 8.2, 9 rows 6.1 and 8.6, 24 rows 11.9 and 15). A row's
+products do not depend on how many rows there are. It is one thread's work: with more of them oneDNN, which
+shares torch's, is faster at prompts (of 512 rows it does 110 GFLOP/s with one, this 101).
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from services.engine.torch.vector_lanes import multiply_tile, zeros
 
 Floats = NDArray[np.float32]
 
-# Lanes of a vector, and rows of a tile: two vectors of sums a row must find place in the registers.
+# A vector has so many lanes, a tile so many rows: two vectors of sums a row must find place in the registers.
 _LANES, _TILE_ROWS = (16, 12) if get_host_cpu_features().get("avx512f") else (8, 6)
-_COLUMNS = 2 * _LANES  # of a panel
+_COLUMNS = 2 * _LANES  # a panel has two vectors
 # A single tile waits for memory. By itself the processor fetches up to the end of a memory page of 4 KiB, and
 # begins anew in the next one: asked for two such pages ahead, 75 MB are read in 6.1 ms instead of 7.6.
 _NUMBERS_AHEAD = 2048
@@ -37,7 +37,9 @@ _inner = inner()
 
 
 class Panels(NamedTuple):
-    """A weight [num_columns, depth] and what is added to each product, both filled up with zeros."""
+    """The panels hold a weight [num_columns, depth] and what is added to each product, both filled up with
+    zeros.
+    """
 
     numbers: Floats  # [num_panels, depth, columns of a panel], flat
     bias: Floats  # [num_panels * columns of a panel]
@@ -46,7 +48,7 @@ class Panels(NamedTuple):
 
 
 def pack(weight: Floats, bias: Floats | None) -> Panels:
-    """As nn.Linear has them: `weight` [num_columns, depth], `bias` [num_columns]."""
+    """Pack what an nn.Linear has: `weight` [num_columns, depth], `bias` [num_columns]."""
     num_columns, depth = weight.shape
     num_panels = -(-num_columns // _COLUMNS)
     numbers = np.zeros((num_panels * _COLUMNS, depth), np.float32)
@@ -59,9 +61,9 @@ def pack(weight: Floats, bias: Floats | None) -> Panels:
 
 
 def multiply(rows: Floats, panels: Panels) -> Floats:
-    """Each of the `rows` [.., depth] times the weight, plus the bias: [.., num_columns]."""
+    """Return each of `rows` [.., depth] times the weight, plus the bias: [.., num_columns]."""
     product = np.empty((*rows.shape[:-1], len(panels.bias)), np.float32)
-    # Contiguous, whatever `rows` is a view of: for another order the kernel would be compiled anew.
+    # Rows are made contiguous: for views in another order the kernel would be compiled anew.
     flat = np.ascontiguousarray(rows).reshape(-1)
     _multiply(flat, panels.numbers, panels.bias, product.reshape(-1), panels.depth)
     return product if product.shape[-1] == panels.num_columns else product[..., : panels.num_columns]
@@ -97,9 +99,9 @@ def _multiply(rows: Any, numbers: Any, bias: Any, product: Any, depth: Any) -> N
 
 @_inner
 def _ahead(panel: Any, tile: Any, num_panels: Any, num_tiles: Any, depth: Any) -> Any:
-    """What to fetch while a panel is read: its first number, and how far on in each step."""
+    """Return what to fetch while a panel is read: its first number, and how far on in each step."""
     here = panel * depth * _COLUMNS
-    if num_tiles == 1:  # past the last panel too: nothing is read there
+    if num_tiles == 1:  # nothing is read past the last panel, though it is asked for
         return here + _NUMBERS_AHEAD, _COLUMNS
     if tile > 1 or panel + 1 == num_panels:
         return here, 0
@@ -108,7 +110,10 @@ def _ahead(panel: Any, tile: Any, num_panels: Any, num_tiles: Any, depth: Any) -
 
 @_inner
 def _tiled(rows: Any, depth: Any, first_row: Any, end_row: Any, tile_rows: Any) -> Any:
-    """Tile by tile: for each number of a row, those of all rows of the tile. The last row fills it up."""
+    """Return the rows tile by tile: for each number of a row, those of all rows of the tile.
+
+    The last row fills the last tile up.
+    """
     num_tiles = -(-(end_row - first_row) // tile_rows)
     tiles = np.empty(num_tiles * depth * tile_rows, np.float32)
     for tile in range(num_tiles):
@@ -135,7 +140,7 @@ def _multiply_tile(
     kept: Any,
     ahead: Any,
 ) -> None:
-    """multiply_tile for any number of rows up to a tile's."""
+    """Call multiply_tile for any number of rows up to a tile's."""
     zero = zeros(_LANES)
     if num_rows == 1:
         multiply_tile(1, tiles, tile, depth, numbers, panel, bias, added, product, to, kept, zero, ahead)

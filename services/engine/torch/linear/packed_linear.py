@@ -1,8 +1,9 @@
-"""Linear layers for the CPU, with their weights in the order in which they are read.
+"""Linear layers for the CPU keep their weights in the order in which they are read.
 
-One thread and float32: panels (linear_kernel.py). Else oneDNN's order, for it shares the work among torch's
-threads and knows what the processor can do with bfloat16. A plain weight goes to a BLAS that packs it anew in
-every call: for the few rows of a decode step that takes twice as long as reading the weight once.
+With one thread and float32 that are panels (linear_kernel.py). Else it is oneDNN's order, for it shares the
+work among torch's threads and knows what the processor can do with bfloat16. A plain weight goes to a BLAS
+that packs it anew in every call: for the few rows of a decode step that takes twice as long as reading the
+weight once.
 """
 
 from collections.abc import Collection
@@ -15,23 +16,26 @@ from torch.nn.functional import pad
 from services.engine.torch.linear.linear_kernel import multiply, pack
 from services.engine.torch.linear.shared_weights import SharedWeights
 
-# How many rows to expect when oneDNN chooses the order. For one row it would be another, and wrong for all
+# So many rows are expected when oneDNN chooses the order. For one row it would be another, and wrong for all
 # others.
 _TYPICAL_ROWS = 16
 # oneDNN compiles code for every number of rows and keeps that of the last 1,024 shapes: with prompts of all
-# lengths 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up to a
-# multiple of the second; less coarsely for batches, where every row is felt.
+# lengths it takes 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up
+# to a multiple of the second; less coarsely for batches, where every row is felt.
 _ROW_STEPS = ((64, 16), (16, 4))
-# Numbers that torch's activations compute at once. Rows of other widths have gaps between: as one stretch of
-# memory they would end in numbers that are computed by another formula, and how many there are decides which.
+# torch's activations compute so many numbers at once. Rows of other widths have gaps between: as one stretch
+# of memory they would end in numbers that are computed by another formula, and how many there are decides
+# which.
 _COLUMN_STEP = 64
 # In an order made for many rows fewer take longer than these (8 layers of hidden size 512, two threads: one
-# row 6.1 ms, four 5.1).
+# row takes 6.1 ms, four take 5.1).
 _FEWEST_ROWS = 4
 
 
 class PanelLinear(nn.Module):
-    """Computes what the float32 nn.Linear it is made of does; keeps no weight in the usual order."""
+    """This computes what the float32 nn.Linear does that it is made of, and keeps no weight in the usual
+    order.
+    """
 
     def __init__(self, linear: nn.Linear, weights: SharedWeights | None = None) -> None:
         super().__init__()
@@ -44,11 +48,11 @@ class PanelLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(multiply(rows.numpy(), self._panels))
 
-    __call__ = forward  # nobody hooks it; a module's own takes as long as the rest of the call
+    __call__ = forward  # nobody hooks it, and a module's own takes as long as the rest of the call
 
 
 class PackedLinear(nn.Module):
-    """The same in oneDNN's order, also for bfloat16."""
+    """This keeps the weight in oneDNN's order, and takes bfloat16, too."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights in files that are mapped, so that ranks of one machine hold them once.
+"""Weights lie in files that are mapped, so that ranks of one machine hold them once.
 
 A file is named after what is in it, and compared with it byte by byte before it is used: whoever made it, and
 whatever became of it since, a rank computes with its own checkpoint's numbers. Where there is no room on the
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 
-_KEPT_S = 7 * 24 * 3600.0  # after which nobody has asked for a file
-_UNFINISHED = "unfinished-"  # a file that is being written; whoever writes it may be killed
-_WRITTEN_S = 3600.0  # after which nobody writes any more
-_LEFT_FREE_BYTES = 2 << 30  # of the disk
-_FEWEST_BYTES = 1 << 20  # of a tensor that is no linear layer's: less is copied
+_KEPT_S = 7 * 24 * 3600.0  # A file that nobody has asked for so long is removed.
+_UNFINISHED = "unfinished-"  # a file is being written; whoever writes it may be killed
+_WRITTEN_S = 3600.0  # after this nobody writes any more
+_LEFT_FREE_BYTES = 2 << 30  # so much of the disk is left free
+_FEWEST_BYTES = 1 << 20  # a tensor that is no linear layer's and smaller is copied
 
 
 class SharedWeights:
-    """A folder of such files."""
-
     def __init__(self, folder: Path | None = None) -> None:
-        """Files that nobody has asked for in a week are removed, and those that nobody finished in an hour.
-        None: below the user's cache."""
+        """Use `folder`, or one below the user's cache where it is None.
+
+        Files that nobody has asked for in a week are removed, and those that nobody finished in an hour.
+        """
         self._usable = True
         try:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -54,7 +54,7 @@ class SharedWeights:
             self._give_up(error)
 
     def shared(self, content: Bytes) -> Bytes:
-        """The same bytes, from a file if that can be."""
+        """Return the same bytes, from a file if that can be."""
         if not self._usable or not content.size:
             return content
         path = self._folder / f"{xxhash.xxh3_128(content.data).hexdigest()}-{content.size}"
@@ -66,7 +66,7 @@ class SharedWeights:
             return content
 
     def _found(self, path: Path, content: Bytes) -> Bytes | None:
-        """A file that is not what its name says is removed."""
+        """Return the file's bytes; a file that is not what its name says is removed."""
         with suppress(FileNotFoundError):
             os.utime(path)
             if path.stat().st_size == content.size and np.array_equal(mapped := _mapped(path), content):
@@ -81,7 +81,7 @@ class SharedWeights:
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_UNFINISHED) as file:
             content.tofile(file)
             file.flush()
-            with suppress(FileExistsError):  # of ranks that start at once the first one's is everybody's
+            with suppress(FileExistsError):  # of ranks that start at once the first one's file is everybody's
                 os.link(file.name, path)
         found = self._found(path, content)
         return content if found is None else found
@@ -92,8 +92,10 @@ class SharedWeights:
 
 
 def share_parameters(module: nn.Module, weights: SharedWeights) -> None:
-    """Have what is left of its weights in such files, too, and nothing in the checkpoint's own: that stays
-    mapped, whole, for as long as a single tensor lies there."""
+    """Put what is left of the module's weights into such files, too, and nothing into the checkpoint's own.
+
+    The checkpoint's file stays mapped, whole, for as long as a single tensor lies there.
+    """
     with torch.no_grad():
         for parameter in (*module.parameters(), *module.buffers()):
             if parameter.device.type != "cpu" or not parameter.numel():
