@@ -1,1 +1,1 @@
-"""What a layer sees of the pages, and attention over them: chunks by torch, single tokens by kernels."""
+"""Layers attend to pages here: chunks by torch, single tokens by kernels."""

@@ -1,4 +1,4 @@
-"""Whether what attends on a device is right, tried on random pages of the pool's own layout at the start.
+"""The ways to attend on a device are tried on random pages of the pool's own layout when the runner starts.
 
     a plain softmax, on the host  <--require_causal-->  the gather path  <--require_agreement-->  a kernel
 
@@ -24,12 +24,12 @@ from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
 from services.values.request import SamplingParams
 
-# How far two ways to compute the same may differ: relative, and absolute for numbers below 1.
+# Two ways to compute the same may differ by so much: relative, and absolute for numbers below 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.004}
-# What a token too many or too few changes is ten times that; no rounding comes near it.
+# A token too many or too few changes ten times that; no rounding comes near it.
 _CAUSAL_TOLERANCE = 0.1
 _NUM_LAYERS, _LAYER = 2, 1
-# Chunks (start, length) that end within, at and one past what kernels take at a time, and short ones far on.
+# The chunks (start, length) end within, at and one past what kernels take at a time; short ones lie far on.
 _SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1), (177, 3), (100, 21), (90, 5))
 
 
@@ -42,14 +42,12 @@ class KernelWrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What layers differ in beside their pool."""
-
     reach: Reach = _ALL
     softcap: float | None = None
     has_sinks: bool = False
 
 
-# Windows that begin within pages, and cut both what is shared and what is not. Scores are about 4 and more.
+# Windows begin within pages, and cut both what is shared and what is not. Scores are about 4 and more.
 _WAYS = (
     _Way(),
     _Way(Reach(0, GroupKind.SLIDING_WINDOW, 77)),
@@ -61,7 +59,7 @@ _WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A step over a pool of random pages, in which slots that nobody reads hold NaN."""
+    """This is a step over a pool of random pages, in which slots that nobody reads hold NaN."""
 
     pool: PagedKv
     chunks: Sequence[Chunk]
@@ -79,7 +77,7 @@ class _OneLayer:
 
 
 def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
-    """Compile for the layout of `kv`, compare with the gather path; `kv` is not touched.
+    """Compile for the layout of `kv` and compare with the gather path; `kv` is not touched.
 
     Raises KernelWrong, and whatever compiling and running raises.
     """
@@ -87,7 +85,7 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
         example = _example(kv, on_device.num_heads, _tree_of_readers(kv.shape.page_size), way)
         expected = _attend(example, None)
         excess = _excess(_attend(example, on_device), expected)
-        if not excess <= _TOLERANCE[kv.numbers.dtype]:  # nor for NaN
+        if not excess <= _TOLERANCE[kv.numbers.dtype]:  # NaN fails, too
             allowed = _TOLERANCE[kv.numbers.dtype]
             raise KernelWrong(f"differs from the gather path by {excess:.2g} of {allowed:.2g}, with {way}")
 
@@ -108,7 +106,7 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
         except RuntimeError as error:
             raise start_fault(f"this torch cannot attend on {kv.numbers.device}: {error}", error) from error
         excess = _excess(got, _attend_plainly(example))
-        if not excess <= _CAUSAL_TOLERANCE:  # nor for NaN
+        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too
             raise ConfigError(
                 f"this torch does not attend as it should on {kv.numbers.device}: prompts differ from a "
                 f"plain softmax by {excess:.2g}, with {way}"
@@ -116,7 +114,6 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
 
 
 def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) -> _Example:
-    """For the layout of `kv`."""
     shape = kv.shape._replace(num_layers=_NUM_LAYERS)
     device = kv.numbers.device
     generator = torch.Generator(device).manual_seed(0)
@@ -133,7 +130,7 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
         for numbers in pool.layer(index):
             numbers.masked_fill_(is_unread[:, None, :, None].to(device), torch.nan)
     total = sum(len(chunk.token_ids) for chunk in chunks)
-    # Scores of some size, so that few tokens decide: one that is left out is seen.
+    # The scores are large, so that few tokens decide: one that is left out is seen.
     query = 4 * random(1, num_heads, total, shape.head_dim)
     key = random(1, shape.num_kv_heads, total, shape.head_dim)
     value = random(1, shape.num_kv_heads, total, shape.v_head_dim)
@@ -142,7 +139,9 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
 
 
 def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
-    """Float32 [total, num_heads, v_head_dim]. Stores the step's keys and values in the example's pool."""
+    """Return float32 [total, num_heads, v_head_dim], and store the step's keys and values in the example's
+    pool.
+    """
     layers = PagedLayers((example.pool,), (in_place,), {_LAYER: LayerPlace(example.reach, _LAYER)})
     output, _ = paged_attention(
         SimpleNamespace(),
@@ -159,7 +158,7 @@ def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
 
 
 def _attend_plainly(example: _Example) -> Tensor:
-    """As `_attend`, once that has stored the keys and values; on the host."""
+    """Return the same as `_attend`, once that has stored the keys and values; it is computed on the host."""
     outputs: list[Tensor] = []
     offset = 0
     for chunk in example.chunks:
@@ -171,7 +170,7 @@ def _attend_plainly(example: _Example) -> Tensor:
         )
         queries = example.query[0, :, rows].cpu().float().unflatten(0, (len(keys), -1))
         weights = _plain_weights(torch.einsum("hgqd,hkd->hgqk", queries, keys), chunk, example)
-        # Weight 0 times the NaN of what nobody reads is not 0.
+        # A weight of 0 times the NaN of what nobody reads is not 0.
         outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, values.nan_to_num()).flatten(1, 2))
     return torch.cat(outputs)
 
@@ -200,7 +199,6 @@ def _excess(got: Tensor, expected: Tensor) -> float:
 
 
 def _prompts(page_size: int, spans: Sequence[tuple[int, int]]) -> list[Chunk]:
-    """Each on pages of its own, against the token order."""
     chunks, next_page = [], 0
     for start, length in spans:
         end_page = next_page - (-(start + length) // page_size)
@@ -210,7 +208,6 @@ def _prompts(page_size: int, spans: Sequence[tuple[int, int]]) -> list[Chunk]:
 
 
 def _tree_of_readers(page_size: int) -> list[Chunk]:
-    """Twenty readers of a prefix, three of them of a longer one, odd tails, and who reads alone."""
     outer, inner = (list(range(-(-num_tokens // page_size))) for num_tokens in (300, 40))
     next_page = len(outer) + len(inner)
     inner = [len(outer) + page for page in inner]
@@ -224,7 +221,7 @@ def _tree_of_readers(page_size: int) -> list[Chunk]:
 
     for i in range(17):
         add(outer, 1 + 7 * i % (2 * page_size))
-    add([], page_size + 3, length=3)  # a prompt's
+    add([], page_size + 3, length=3)  # this chunk is a prompt's
     for i in range(3):
         add(outer + inner, 1 + i % page_size)
     for num_tokens in (1, page_size, page_size + 1, 333):

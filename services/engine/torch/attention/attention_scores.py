@@ -1,4 +1,4 @@
-"""How a layer makes weights of products of queries and keys."""
+"""A layer makes weights of products of queries and keys."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Attention of one chunk over K and V that were copied together: what needs nothing but torch.
+"""One chunk attends to K and V that were copied together; this needs nothing but torch.
 
 torch's own attention knows neither soft caps nor sinks; where a layer has one, scores are made one by one.
 
@@ -19,34 +19,36 @@ from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.step_view import ChunkView, seen_by
 from services.values.kv import GroupKind
 
-# Of scores that are held at once, float32: so many rows of a chunk are computed together. On a CPU as many as
-# its caches hold, for they are gone over six times; on a GPU enough for all its processors.
+# So many bytes of scores are held at once, float32: so many rows of a chunk are computed together. On a CPU
+# they are as many as its caches hold, for they are gone over six times; on a GPU enough for all its
+# processors.
 _SCORE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# What torch's flash attention takes.
+# torch's flash attention takes these.
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_FLASH_DIM, _FLASH_DIM_STEP = 256, 8
-# Newer versions of torch want to be told that K and V have fewer heads.
+# Newer versions of torch must be told that K and V have fewer heads.
 _FEWER_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
-    """What the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
-    # By heads, then pages: so it is copied once, not a second time to put the heads first. Selected from the
-    # transposed pool instead, torch would copy all of that.
+    """Return what the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
+    # The pages are selected by heads first: so they are copied once, not a second time to put the heads
+    # first. Selected from the transposed pool instead, torch would copy all of that.
     own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
     torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
     return own.flatten(1, 2)[:, chunk.skip : chunk.skip + chunk.num_seen]
 
 
 def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
-    """`query` is [length, num_heads, head_dim], `keys` and `values` [num_kv_heads, end - first, ..].
+    """Attend with `query` [length, num_heads, head_dim] to `keys` and `values` [num_kv_heads, end - first,
+    ..].
 
     Returns [length, num_heads, head dimension of the values].
     """
     cut_on_gpu = chunk.in_windows and query.is_cuda
     if cut_on_gpu and scores.are_plain and _flash_takes(keys, values, chunk):
         return _attend_in_windows(query, keys, values, chunk, scores)
-    # KV heads as the batch, the query heads of a group as its heads: nothing is repeated for GQA.
+    # KV heads are the batch, the query heads of a group its heads: nothing is repeated for GQA.
     grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
     attend = _attend if scores.are_plain and not cut_on_gpu else _attend_by_scores
     return attend(grouped, keys, values, chunk, scores).flatten(0, 1).transpose(0, 1)
@@ -83,7 +85,6 @@ def _attend_in_windows(
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
-    """`query` and the result are [num_kv_heads, group, length, ..]."""
     group = query.shape[1]
     return scaled_dot_product_attention(
         query,
@@ -98,7 +99,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, score
 def _attend_by_scores(
     query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
 ) -> Tensor:
-    """As _attend, in float32, some rows of the chunk after others: each with what it sees."""
+    """Compute what `_attend` does in float32, some rows of the chunk after others: each with what it sees."""
     num_kv_heads, group = query.shape[:2]
     keys, values = keys.float().transpose(1, 2), values.float()
     score_bytes = 4 * num_kv_heads * group * chunk.num_seen
@@ -111,7 +112,7 @@ def _attend_by_scores(
         first = max(chunk.first, chunk.reach.first_seen(start))
         of_rows = slice(first - chunk.first, end - chunk.first)
         seen = seen_by(torch.arange(start, end, device=rows.device), chunk.reach, first, end)
-        # A group's heads as more rows: K and V are not repeated for them.
+        # A group's heads are taken as more rows: K and V are not repeated for them.
         products = (rows.flatten(1, 2) @ keys[:, :, of_rows]).unflatten(1, (group, -1))
         weights = _weights(products, seen, scores).flatten(1, 2)
         outputs.append((weights @ values[:, of_rows]).unflatten(1, (group, -1)))
@@ -119,7 +120,9 @@ def _attend_by_scores(
 
 
 def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Of each token for those it sees: the softmax of [num_kv_heads, group, length, num_seen] products."""
+    """Return each token's weights of those it sees: the softmax of [num_kv_heads, group, length, num_seen]
+    products.
+    """
     if scores.softcap is None:
         capped = products.mul_(scores.scaling)
     else:

@@ -1,4 +1,4 @@
-"""What attends to pages where they lie, chosen once, when the runner starts.
+"""The kernel that attends to pages where they lie is chosen once, when the runner starts.
 
 On a CPU that is numba_kernel.py, for all tokens; on a GPU triton_kernel.py, for single ones, if it compiles
 there and agrees with the gather path, which copies each sequence's K and V and needs nothing but torch. If
@@ -27,11 +27,10 @@ _PROGRAMS_OF_A_PROCESSOR = 2
 def choose_in_place(
     pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
 ) -> tuple[InPlace | OnDevice | None, ...]:
-    """For each pool, by its layers' numbers of query heads; None where its single tokens must gather.
+    """Choose for each pool, by its layers' numbers of query heads; None where its single tokens must gather.
 
-    Takes some seconds a pool on a GPU.
-
-    Raises ConfigError where not even those that gather attend as they should.
+    It takes some seconds a pool on a GPU. Raises ConfigError where not even those that gather attend as they
+    should.
     """
     on_cpu = _on_cpu() if any(_is_read_by_numba(kv) for kv in pools) else None
     return tuple(_choose(kv, heads, on_cpu) for kv, heads in zip(pools, num_heads, strict=True))
@@ -71,13 +70,13 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
     (heads,) = num_heads
     properties = torch.cuda.get_device_properties(kv.numbers.device)
     try:
-        # Only torch for CUDA brings Triton along, and it takes a second to import.
+        # torch for CUDA alone brings Triton along, and it takes a second to import.
         from services.engine.torch.attention.kernels.triton_kernel import attend_parts
 
         num_programs = _PROGRAMS_OF_A_PROCESSOR * properties.multi_processor_count
         on_device = OnDevice(attend_parts, heads, num_programs)
         require_agreement(on_device, kv)
-    except Exception as error:  # Triton's, a compiler's, torch's: whatever it is, we can do without
+    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
         logger.warning("attention_kernel_unusable error=%r", error)
         return None
     logger.info("attention_kernel_ready kernel=triton")

@@ -1,4 +1,4 @@
-"""Latents (DeepSeek-V3): what is kept of a token is what its keys and values are computed of.
+"""Latents (DeepSeek-V3) are kept of a token: its keys and values are computed of them.
 
 The model hands its latents to the cache, expands what it gets back, and attends to that: so the cache gives
 it the latents of all sequences of the step, one after the other. A latent is a group with one KV head and no
@@ -19,7 +19,7 @@ from services.engine.torch.attention.stores import store
 
 
 def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[Tensor, ...]:
-    """Keep the step's latents, each [1, 1, total, its width]; give those of all contexts, in order.
+    """Keep the step's latents, each [1, 1, total, its width], and return those of all contexts, in order.
 
     Each comes back as [1, 1, the contexts' tokens, its width].
     """
@@ -32,7 +32,7 @@ def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[
 
 
 def contexts(of_reach: ReachView) -> Iterator[tuple[ChunkView, slice]]:
-    """Each chunk of the step, and where what it sees is in what store_and_gather gave."""
+    """Yield each chunk of the step, and where what it sees is in what store_and_gather gave."""
     end = 0
     for chunk in of_reach.chunks:
         start, end = end, end + chunk.num_seen

@@ -1,4 +1,5 @@
-"""Which layer keeps its K and V where, and how far back it sees: a table, made once when the runner starts.
+"""A table, made once when the runner starts, says which layer keeps its K and V where, and how far back it
+sees.
 
     pools      0 is of full attention, the others of the windowed groups: pool i has the pages of tails[i - 1]
     reach      a pool, and what its tokens see: a step is worked out once for each (step_view.py)
@@ -25,20 +26,19 @@ Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 
 
 class StoredLayers(Protocol):
-    """What the model takes for its cache, as attention asks it."""
+    """The model takes this for its cache; attention asks it."""
 
     def take(self) -> tuple[int, bool]:
-        """Which layer's K and V the attention that now runs is to read, and whether it stores its own there.
+        """Tell which layer's K and V the attention that now runs is to read, and whether it stores its own
+        there.
 
-        (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the layer
-        whose K and V the running one shares, False).
+        It returns (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the
+        layer whose K and V the running one shares, False).
         """
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """That tokens are to read pages where they are, on the CPU, and by how many threads at most."""
-
     num_threads: int = 1
     executor: Executor | None = None  # of num_threads - 1
 
@@ -52,7 +52,9 @@ class Reach:
     window: int = 0  # tokens, with itself; 0: all
 
     def first_seen(self, position: Position) -> Position:
-        """Negative where the window goes back beyond the sequence's start."""
+        """Return the first position that a token sees, negative where the window goes back beyond the
+        sequence's start.
+        """
         if self.kind is GroupKind.SLIDING_WINDOW:
             return position - self.window + 1
         if self.kind is GroupKind.CHUNKED_WINDOW:
@@ -68,7 +70,9 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """Of a runner; `in_place` says for each pool how tokens attend, None where they gather."""
+    """These are a runner's layers; `in_place` says for each pool how tokens attend, None where they
+    gather.
+    """
 
     pools: Sequence[PagedKv]
     in_place: Sequence[InPlace | OnDevice | None]

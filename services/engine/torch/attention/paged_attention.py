@@ -1,4 +1,4 @@
-"""Attention over paged KV pools, for Hugging Face model definitions.
+"""Hugging Face model definitions attend over paged KV pools here.
 
     view_step(layers, chunks, cache)   once a step (step_view.py): where K and V go, who reads which pages
     model(..., paged=view)             transformers hands our keyword to the attention function of each layer
@@ -11,8 +11,8 @@
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
 
-Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them.
-On a CPU what a token gets is the same to the bit, whoever else is in the step and however its prompt is cut
+Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them. On
+a CPU what a token gets is the same to the bit, whoever else is in the step and however its prompt is cut
 (numba_kernel.py). On a GPU what a sequence reads alone and what it shares is joined by the log-sum-exps
 (Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys carry their positions
 already (rotary embedding), so pages may be taken in any order.
@@ -38,8 +38,8 @@ from services.values.kv import GroupKind
 
 IMPLEMENTATION = "isthmus_paged"
 
-# What transformers and its models may hand to an attention function without a say in what it computes: of
-# training, of what else the model returns, and what the view knows better.
+# transformers and its models may hand these to an attention function without a say in what it computes: they
+# are of training, of what else the model returns, and what the view knows better.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -70,11 +70,11 @@ def paged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, as transformers calls it.
+    """Compute one layer's attention, as transformers calls it, and write the pool.
 
     `query` is [1, num_heads, total, head_dim], `key` and `value` [1, num_kv_heads, total, ..]; of a latent,
     they are of all contexts, as store_and_gather gave them. Returns [1, total, num_heads, head dimension of
-    the values]. Writes the pool.
+    the values].
 
     Raises ConfigError where the model asks for what is not computed here.
     """
@@ -105,7 +105,7 @@ def paged_attention(
 def _require_known(
     module: torch.nn.Module, mask: Tensor | None, is_causal: bool | None, others: dict[str, Any]
 ) -> None:
-    """What is not known must not be ignored: the model would compute something else."""
+    """Raise ConfigError for what is not known: were it ignored, the model would compute something else."""
     unknown = {name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None}
     if mask is not None:
         unknown.add("attention_mask")
@@ -126,7 +126,6 @@ def _require_window(reach: Reach, sliding_window: int | None) -> None:
 def _attend_to_contexts(
     query: Tensor, keys: Tensor, values: Tensor, view: ReachView, scores: Scores
 ) -> Tensor:
-    """`keys` and `values` are [num_heads, the contexts' tokens, ..]."""
     output = query.new_empty(*query.shape[:2], values.shape[2])
     for chunk, context in contexts(view):
         rows = slice(chunk.offset, chunk.offset + chunk.length)
@@ -135,10 +134,12 @@ def _attend_to_contexts(
 
 
 def _attend_on_cpu(query: Tensor, view: ReachView, layer: int, scores: Scores) -> Tensor:
-    """All tokens in place; by numpy, each of whose calls takes a fourth of what one of torch's does."""
+    """Attend with all tokens in place; numpy does it, each of whose calls takes a fourth of what one of
+    torch's does.
+    """
     queries: Floats = query.float().numpy()[0].transpose(1, 0, 2)
     parts = view.in_place
-    if len(parts) == 1:  # it has all rows
+    if len(parts) == 1:  # the one part has all rows
         output = attend_in_place(queries, parts[0], view, layer, scores)
     else:
         output = np.empty((*queries.shape[:2], view.kv.shape.v_head_dim), np.float32)
@@ -150,7 +151,7 @@ def _attend_on_cpu(query: Tensor, view: ReachView, layer: int, scores: Scores) -
 def attend_in_place(
     queries: Floats, rows: InPlaceView, view: ReachView, layer: int, scores: Scores
 ) -> Floats:
-    """`queries` are [num_queries, num_heads, head_dim]; the result has the values' head dimension."""
+    """Attend with `queries` [num_queries, num_heads, head_dim]; the result has the values' head dimension."""
     assert view.numbers is not None
     return attend_pages(
         queries,

@@ -1,4 +1,4 @@
-"""A pool's numbers, as attention reads and writes them."""
+"""Attention reads and writes a pool's numbers so."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class PageShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """Pages one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous."""
+    """Pages lie one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous."""
 
     numbers: Tensor
     shape: PageShape
@@ -43,7 +43,7 @@ class PagedKv:
         return self.shape.v_head_dim == 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer: views [num_pages, num_kv_heads, page_size, head_dim or v_head_dim]."""
+        """Return K and V of a layer: views [num_pages, num_kv_heads, page_size, head_dim or v_head_dim]."""
         _, num_kv_heads, page_size, head_dim, v_head_dim = self.shape
         keys_at = self.numbers.storage_offset() + index * self.shape.layer_numbers
         values_at = keys_at + num_kv_heads * page_size * head_dim

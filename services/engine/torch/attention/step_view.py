@@ -1,4 +1,4 @@
-"""What attention must know of a step, worked out once for all layers of a reach: see layers.py."""
+"""Attention must know this of a step; it is worked out once for all layers of a reach (layers.py)."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -23,13 +23,13 @@ from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.vector_lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
 
-# What one more thread must find to read, to be worth waking: torch's own still spin on their cores.
+# One more thread must find so many bytes to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
 # To read a page takes as long as to multiply it for so many readers.
 _READERS_OF_A_READ = 8
 
 
-# What kernels for the CPU read, and what they take its numbers for.
+# Kernels for the CPU read these, and take their numbers for the types beside them.
 _NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 if HAS_FLOAT16:
     _NUMPY_VIEWS[torch.float16] = torch.int16
@@ -37,7 +37,7 @@ IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
 
 
 def as_numpy(numbers: Tensor) -> NDArray[Any]:
-    """The same memory, for those kernels; of one of IN_PLACE_DTYPES."""
+    """Return the same memory for the CPU's kernels; the type is one of IN_PLACE_DTYPES."""
     seen_as = _NUMPY_VIEWS[numbers.dtype]
     array: NDArray[Any] = (numbers if seen_as is numbers.dtype else numbers.view(seen_as)).numpy()
     return array
@@ -45,10 +45,11 @@ def as_numpy(numbers: Tensor) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class ChunkView:
-    """Tokens [offset, offset + length) of the step, the last ones of a sequence, and what they see of it.
+    """These are tokens [offset, offset + length) of the step, the last ones of a sequence, and what they see
+    of it.
 
-    That are positions [first, end): they begin `skip` slots into the first of `pages`. With `in_windows` the
-    last of the tokens see no more of its beginning.
+    They see positions [first, end), which begin `skip` slots into the first of `pages`. With `in_windows` the
+    last of the tokens see no more of the beginning.
     """
 
     offset: int
@@ -67,12 +68,14 @@ class ChunkView:
 
     @property
     def is_causal(self) -> bool:
-        """That is all, and `mask` need not say it."""
+        """Tell whether each token sees all up to itself, so that `mask` need not say it."""
         return self.length == self.num_seen and self.mask is None
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Where its tokens begin and end, and what they see: int32 [2] each, as varlen_attn takes them."""
+        """Return where its tokens begin and end, and what they see: int32 [2] each, as varlen_attn takes
+        them.
+        """
         device = self.pages.device
         rows, seen = (
             torch.tensor([0, n], dtype=torch.int32, device=device) for n in (self.length, self.num_seen)
@@ -82,7 +85,7 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceView:
-    """Tokens of the step that read pages where they are, on the CPU: query i is the i-th of `rows`."""
+    """These tokens of the step read pages where they are, on the CPU: query i is the i-th of `rows`."""
 
     rows: NDArray[np.int64] | slice
     reads: PagePieces | Span
@@ -92,8 +95,6 @@ class InPlaceView:
 
 @dataclass(frozen=True)
 class ReachView:
-    """The same for all layers of a reach."""
-
     kv: PagedKv
     slots: Slots  # of the step's tokens that are stored
     chunks: tuple[ChunkView, ...]  # those that gather
@@ -103,12 +104,10 @@ class ReachView:
 
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:
-        """Together they have all rows, on the CPU."""
         return (*self.spans, self.decode) if isinstance(self.decode, InPlaceView) else self.spans
 
     @cached_property
     def slot_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `slots`, on the pool's device."""
         rows, pages, slots = (torch.from_numpy(ids).to(self.kv.numbers.device) for ids in self.slots)
         return rows, pages, slots
 
@@ -120,7 +119,7 @@ class StepView:
     by_reach: dict[Reach, ReachView]
 
     def of_layer(self, layer_idx: int) -> tuple[ReachView, int]:
-        """What the step is to a layer, and which of its pool's layers it is."""
+        """Return what the step is to a layer, and which of its pool's layers it is."""
         place = self.layers.places[layer_idx]
         return self.by_reach[place.reach], place.index
 
@@ -153,7 +152,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 
 
 def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
-    """Which tokens of the step are stored, and in which slots of which pages."""
+    """Return which tokens of the step are stored, and in which slots of which pages."""
     pages: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
@@ -180,12 +179,10 @@ def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: r
 
 
 def _offsets(chunks: Sequence[Chunk]) -> list[int]:
-    """Where in the step each chunk begins."""
     return [0, *accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
 
 
 def _held(chunk: Chunk, pool: int) -> TailPages:
-    """The pages that a chunk has of a pool."""
     return chunk.tails[pool - 1] if pool else TailPages(0, chunk.pages)
 
 
@@ -198,7 +195,6 @@ def _require(held: TailPages, first_page: int, last_page: int) -> None:
 
 
 def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
-    """All that the chunk's tokens see."""
     first = max(0, reach.first_seen(chunk.start))
     first_page, last_page = first // page_size, (chunk.end - 1) // page_size
     held = _held(chunk, reach.pool)
@@ -225,10 +221,10 @@ def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkVi
 
 
 def _mask(chunk: Chunk, reach: Reach, first: int, in_windows: bool, device: torch.device) -> Tensor | None:
-    """[length, end - first]: which of the positions that are read each token sees.
+    """Return which of the positions that are read each token sees: [length, end - first].
 
-    None where that is all, where it is all up to itself of as many (is_causal), and of windows on a GPU,
-    where a mask is of no use (gathered.py).
+    None is returned where that is all, where it is all up to itself of as many (is_causal), and of windows on
+    a GPU, where a mask is of no use (gathered.py).
     """
     if in_windows:
         if device.type == "cuda":
@@ -239,16 +235,16 @@ def _mask(chunk: Chunk, reach: Reach, first: int, in_windows: bool, device: torc
 
 
 def seen_by(positions: Tensor, reach: Reach, first: int, end: int) -> Tensor:
-    """Bool [len(positions), end - first]: which of [first, end) the tokens at `positions` see."""
+    """Return bool [len(positions), end - first]: which of [first, end) the tokens at `positions` see."""
     others = torch.arange(first, end, device=positions.device)
     return (others <= positions[:, None]) & (others >= reach.first_seen(positions)[:, None])
 
 
 def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
-    """For the last `length` of `num_seen` tokens: each sees all up to itself."""
+    """Return the mask of the last `length` of `num_seen` tokens: each sees all up to itself."""
     if device.type == "cuda":
-        # Only told, not made: so flash attention, which takes no mask, serves these chunks too. One that is
-        # made is for a kernel that is slower, and wrong at times (gathered.py).
+        # The mask is only told of, not made: so flash attention, which takes no mask, serves these chunks,
+        # too. One that is made is for a kernel that is slower, and wrong at times (gathered.py).
         bias: Tensor = causal_lower_right(length, num_seen)
         return bias
     return torch.ones(length, num_seen, dtype=torch.bool, device=device).tril(num_seen - length)
@@ -271,7 +267,7 @@ def _view_decodes(
 
 
 def _piece_shares(pieces: PagePieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
-    # To read a page for all, and to multiply it for each.
+    # A page is read for all, and multiplied for each.
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     of_reader = np.repeat(num_pages * (_READERS_OF_A_READ / num_readers + 1), num_readers)
     work = np.bincount(pieces.readers, of_reader)
@@ -296,7 +292,7 @@ def _view_span(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv, in_place: I
 
 
 def _shares(work: NDArray[Any], num_slots: int, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
-    """Items of attend_pages, cut where there is about as much work on either side.
+    """Cut the items of attend_pages where there is about as much work on either side.
 
     `work` is that of each query. All of it takes as long as to read `num_slots`.
     """

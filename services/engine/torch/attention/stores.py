@@ -1,4 +1,4 @@
-"""K and V of a step into their pages."""
+"""K and V of a step are stored in their pages."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from services.engine.torch.attention.step_view import ReachView, as_numpy
 
 
 def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None:
-    """Both are the step's, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
+    """Store the step's `key` and `value`, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
     if view.numbers is not None:
         keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
         store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)
@@ -17,7 +17,7 @@ def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None
 
 
 def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
-    """`numbers` are the step's, [1, num_kv_heads, total, head_dim]; `pages` a layer's K or V."""
+    """Store the step's `numbers`, [1, num_kv_heads, total, head_dim]; `pages` are a layer's K or V."""
     rows, token_pages, token_slots = view.slot_tensors
     of_tokens = numbers[0].transpose(0, 1)
     if len(rows) < len(of_tokens):

@@ -1,1 +1,3 @@
-"""From logits to tokens: constraints and biases on them, the choice, and what is told of it."""
+"""Tokens come of logits here: constraints and biases are laid on, a token is chosen, and what is asked of it
+is told.
+"""

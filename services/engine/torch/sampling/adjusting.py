@@ -1,8 +1,8 @@
-"""What becomes of logits before chance has a word.
+"""Logits are adjusted before chance has a word.
 
-In this order: biases; repetition penalty over the whole history; frequency and presence penalty over the
-generated ids; min_tokens; ids that would end a banned sequence. Each is done for all rows at once: on a GPU
-a call for each row takes longer than what it computes.
+This is the order: biases; repetition penalty over the whole history; frequency and presence penalty over the
+generated ids; min_tokens; ids that would end a banned sequence. Each is done for all rows at once: on a GPU a
+call for each row takes longer than what it computes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ def is_adjusted(chunk: Chunk) -> bool:
 
 
 def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """In place; `logits` are [len(chunks), vocab_size], contiguous."""
+    """Adjust `logits` [len(chunks), vocab_size], contiguous, in place."""
     _bias(logits, chunks)
     _penalize_repetition(logits, chunks)
     _penalize_frequency(logits, chunks)
@@ -54,12 +54,11 @@ def _penalize_repetition(logits: Tensor, chunks: Sequence[Chunk]) -> None:
     counts = [len(ids) for _, ids in seen]
     penalties = _like(logits, np.repeat([chunks[row].sampling.repetition_penalty for row, _ in seen], counts))
     values = logits.view(-1)[at]
-    # What occurs twice is written twice, the same.
+    # An id that occurs twice is written twice, the same.
     logits.view(-1)[at] = torch.where(values > 0, values / penalties, values * penalties)
 
 
 def _penalize_frequency(logits: Tensor, chunks: Sequence[Chunk]) -> None:
-    """And presence."""
     generated: list[tuple[int, _Ids]] = []
     penalties: list[NDArray[Any]] = []
     for row, chunk in enumerate(chunks):
@@ -83,11 +82,13 @@ def _forbid(logits: Tensor, chunks: Sequence[Chunk]) -> None:
 
 
 def _ids(ids: Iterable[int], count: int) -> _Ids:
-    return np.fromiter(ids, np.int64, count)  # in half of np.array's time
+    return np.fromiter(ids, np.int64, count)  # it takes half of np.array's time
 
 
 def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
-    """Where these are in all of `logits`, on its device. Raises IndexError for an id that no row has."""
+    """Return where these are in all of `logits`, on its device. Raises IndexError for an id that no row
+    has.
+    """
     vocab_size = logits.shape[1]
     ids = np.concatenate([ids for _, ids in per_row])
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
@@ -105,7 +106,7 @@ def _must_go_on(chunk: Chunk) -> bool:
 
 
 def _ending(chunk: Chunk, vocab_size: int) -> Iterable[int]:
-    """The ids that would end it too early; none where one of them must be chosen."""
+    """Return the ids that would end it too early; none where one of them must be chosen."""
     params = chunk.sampling
     if not _must_go_on(chunk):
         return ()

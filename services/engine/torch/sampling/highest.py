@@ -1,4 +1,6 @@
-"""The few highest of rows of values, and their ids: only what may be among them comes to the host."""
+"""The few highest of rows of values are found, and their ids: only what may be among them comes to the
+host.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +16,7 @@ _STRIPES = 64  # see floors
 
 
 def floors(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each row a value that at least counts[row] are not below, and few more: [num_rows, 1].
+    """Return for each row a value that at least counts[row] are not below, and few more: [num_rows, 1].
 
     So many of the stripes that a row is cut into have a highest value at least as high.
     """
@@ -27,7 +29,7 @@ def floors(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def at_least(floors: Tensor, values: Tensor) -> list[tuple[Ids, Floats]]:
-    """For each row the ids, ascending, whose value is not below the floor, and these values."""
+    """Return for each row the ids, ascending, whose value is not below the floor, and these values."""
     num_rows, vocab_size = values.shape
     if values.device.type == "cpu":  # numpy takes a fourth of torch's time
         hits = np.flatnonzero(values.numpy() >= floors.numpy())
@@ -41,7 +43,7 @@ def at_least(floors: Tensor, values: Tensor) -> list[tuple[Ids, Floats]]:
 
 
 def highest(values: Floats, count: int) -> Ids:
-    """Indices of the `count` highest values, highest first, the lower one first among equals."""
+    """Return the indices of the `count` highest values, highest first, the lower one first among equals."""
     count = min(count, len(values))
     if count == 0:
         return np.empty(0, np.int64)

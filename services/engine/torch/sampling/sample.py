@@ -1,10 +1,10 @@
-"""Choosing tokens from logits.
+"""Tokens are chosen from logits here.
 
-In this order: logprobs of the raw logits; what adjusting.py does to them; the constraint's mask; temperature;
-top_k; top_p; min_p; choice.
+This is the order: logprobs of the raw logits; what adjusting.py does to them; the constraint's mask;
+temperature; top_k; top_p; min_p; choice.
 
-Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or
-replayed goes on with the same tokens, whoever shares its batch.
+Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or replayed goes on
+with the same tokens, whoever shares its batch.
 
 What goes over the whole vocabulary is done by torch where the logits are, for a block of rows at once. Of
 rows with top_k or top_p, and for logprobs, only the few ids that may be among the highest come to the host.
@@ -30,8 +30,9 @@ _Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks 
 _MASK64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
-# Logits of a block. The CPU's fit into its cache: 16 rows of 151,936 at once took half as long again as one
-# by one. The device's are as many as make its calls worth while and need little memory beside the pool.
+# A block has so many logits. The CPU's fit into its cache: 16 rows of 151,936 at once took half as long again
+# as one by one. The device's are as many as make its calls worth while and need little memory beside the
+# pool.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
 _SORTED = 256  # weights, see _nucleus
@@ -40,8 +41,8 @@ _SORTED = 256  # weights, see _nucleus
 def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) -> list[Sampled]:
     """Choose one token for each row of `logits` ([len(chunks), vocab_size], any dtype and device).
 
-    Each result depends on its own row, chunk and mask only. Equal logits: the lowest id comes first. Where a
-    mask and bans leave nothing, NO_TOKEN is chosen.
+    Each result depends on its own row, chunk and mask only. Of equal logits the lowest id comes first. Where
+    a mask and bans leave nothing, NO_TOKEN is chosen.
     """
     plain = [_takes_the_highest(chunk) for chunk in chunks]
     most_probable = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
@@ -72,7 +73,9 @@ def _sample_block(
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a stream for each seed."""
+    """Return a number in [0, 1) by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a stream for each
+    seed.
+    """
     return (_mix(_mix(seed) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
 
 
@@ -91,7 +94,6 @@ def _takes_the_highest(chunk: Chunk) -> bool:
 def _sample_rows(
     logits: Tensor, chunks: Sequence[Chunk], masked: Callable[[Tensor], Tensor]
 ) -> list[Sampled]:
-    """`logits` are float64, contiguous, and changed."""
     adjusted = logits
     if any(map(is_adjusted, chunks)):
         tells = any(chunk.sampling.logprobs is not None for chunk in chunks)
@@ -99,7 +101,7 @@ def _sample_rows(
     adjusted = masked(adjusted)
     peaks = adjusted.amax(1)
     highest: list[float] = peaks.tolist()
-    # Where the model has overflowed there is no distribution to draw from.
+    # The model has overflowed: there is no distribution to draw from.
     drawn = [row for row, c in enumerate(chunks) if math.isfinite(highest[row]) and not c.sampling.greedy]
     token_ids = dict(zip(drawn, _draw(adjusted, peaks, drawn, chunks), strict=True))
     others = [row for row in range(len(chunks)) if row not in token_ids]
@@ -112,7 +114,7 @@ def _sample_rows(
 
 
 def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows, not copied where they are all, or one."""
+    """Return these rows, not copied where they are all, or one."""
     if len(rows) == len(values):
         return values
     return values[rows[0]][None] if len(rows) == 1 else values[list(rows)]
@@ -120,7 +122,7 @@ def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
 
 def _argmax(values: Tensor) -> list[int]:
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        ids: list[int] = values.numpy().argmax(1).tolist()  # in a sixth of torch's time
+        ids: list[int] = values.numpy().argmax(1).tolist()  # it takes a sixth of torch's time
     else:
         ids = values.argmax(1).tolist()
     return ids
@@ -131,7 +133,9 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _sums(weights: Tensor) -> Tensor:
-    """[num_rows, 1]. Added in the order of the ids, unlike by `sum`, whatever rows and threads there are."""
+    """Return [num_rows, 1], added in the order of the ids, unlike by `sum`, whatever rows and threads there
+    are.
+    """
     return weights.cumsum(1)[:, -1:]
 
 
@@ -154,7 +158,7 @@ def _way_to_draw(params: SamplingParams) -> _Draw:
 
 
 def _weights(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """The highest has weight 1."""
+    """Return weights of which the highest is 1."""
     temperatures = _column([chunk.sampling.temperature for chunk in chunks], logits)
     return (logits - peaks).div_(temperatures).exp_()
 
@@ -171,7 +175,6 @@ def _draw_from_all(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> li
 
 
 def _draw_from_highest(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Those with top_k, be there top_p or not."""
     candidates = at_least(floors(logits, [chunk.sampling.top_k for chunk in chunks]), logits)
     token_ids = []
     for chunk, peak, (ids, high) in zip(chunks, peaks[:, 0].tolist(), candidates, strict=True):
@@ -182,7 +185,6 @@ def _draw_from_highest(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -
 
 
 def _draw_from_nucleus(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    """Those with top_p or min_p, or both."""
     weights = _weights(logits, peaks, chunks)
     totals = _sums(weights)
     # Weights below this hold together less than 1 - top_p, so none of them is needed.
@@ -212,11 +214,12 @@ def _uniform(chunk: Chunk) -> float:
 
 
 def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
-    """Which are the fewest highest weights that hold `wanted`, at least one; the first ones among equals.
+    """Tell which are the fewest highest weights that hold `wanted`, at least one; the first ones among
+    equals.
 
-    All of them where they hold less. The least one is found as by quickselect: only a few are sorted.
+    All of them are where they hold less. The least one is found as by quickselect: only a few are sorted.
     """
-    left, num_higher, held = weights, 0, 0.0  # of the higher ones all are wanted
+    left, num_higher, held = weights, 0, 0.0  # all of the higher ones are wanted
     while len(left) > _SORTED:
         is_higher = left > left[len(left) // 2]
         if not is_higher.any():
@@ -229,7 +232,7 @@ def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
         else:
             left, num_higher, held = left[~is_higher], num_higher + len(higher), held + sum_of_higher
     ranked = np.sort(left)[::-1]
-    last = int(np.searchsorted(held + ranked.cumsum()[:-1], wanted))  # before those after it `wanted` is held
+    last = int(np.searchsorted(held + ranked.cumsum()[:-1], wanted))  # `wanted` is held before those after it
     kept: NDArray[np.bool] = weights > ranked[last]
     equal = np.flatnonzero(weights == ranked[last])
     kept[equal[: num_higher + last + 1 - np.count_nonzero(kept)]] = True
@@ -237,13 +240,11 @@ def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
 
 
 def log_sums_of(logits: Tensor) -> Tensor:
-    """[num_rows, 1]: what makes log-probabilities of float64 logits."""
     peaks = logits.amax(1, keepdim=True)
     return peaks + _sums((logits - peaks).exp_()).log_()
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
-    """By row, of those who want them."""
     counts = {row: c.sampling.logprobs for row, c in enumerate(chunks) if c.sampling.logprobs is not None}
     if not counts:
         return {}

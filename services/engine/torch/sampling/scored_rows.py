@@ -1,4 +1,4 @@
-"""What a step's rows tell of the prompt tokens that follow them: their log-probabilities, from raw logits.
+"""A step's rows tell of the prompt tokens that follow them: their log-probabilities, from raw logits.
 
     rows that chunks ask -> logits, a piece at a time -> float64, a block at a time -> PromptLogprobs
 
@@ -18,16 +18,15 @@ from services.engine.torch.sampling.highest import at_least, floors, highest
 from services.engine.torch.sampling.sample import log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs
 
-LogitsOf = Callable[[Sequence[int]], Tensor]  # of rows of the step: [len(rows), vocab_size]
+LogitsOf = Callable[[Sequence[int]], Tensor]  # it gives [len(rows), vocab_size] of rows of the step
 
-# Logits of a piece: so many rows that reading the output weights for them is worth while. Of a block: see
-# sampling.py.
+# A piece has so many logits that reading the output weights for its rows is worth while. A block's are as in
+# sample.py.
 _PIECE = 1 << 24
 _CPU_BLOCK = 1 << 18
 
 
 def tell_scores(chunks: Sequence[Chunk], logits_of: LogitsOf, vocab_size: int) -> None:
-    """To each chunk that asks."""
     num_rows = max(1, _PIECE // vocab_size)
     ends = accumulate(len(chunk.token_ids) for chunk in chunks)
     for chunk, end in zip(chunks, ends, strict=True):
@@ -42,7 +41,9 @@ def tell_scores(chunks: Sequence[Chunk], logits_of: LogitsOf, vocab_size: int) -
 
 
 def told_by(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Of the token that follows each row of `logits` ([len(token_ids), vocab_size], any dtype and device)."""
+    """Score the token that follows each row of `logits` ([len(token_ids), vocab_size], any dtype and
+    device).
+    """
     num_rows = max(1, _CPU_BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     blocks = [
         _of_block(logits[at : at + num_rows].double(), token_ids[at : at + num_rows], num_top)
@@ -69,7 +70,9 @@ def _of_block(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptL
 
 
 def _top(logits: Tensor, log_sums: Sequence[float], num_top: int) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable ids and their log-probabilities, [num_rows, num_top]; NaN where there are fewer."""
+    """Return the most probable ids and their log-probabilities, [num_rows, num_top]; NaN where there are
+    fewer.
+    """
     ids = np.zeros((len(logits), num_top), "<u4")
     logprobs = np.full((len(logits), num_top), math.nan, "<f4")
     if num_top:

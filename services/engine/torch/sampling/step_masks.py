@@ -1,7 +1,7 @@
-"""Masks of a step, made by a thread of their own while the model computes.
+r"""Masks of a step are made by a thread of their own while the model computes.
 
 begin ---- the model computes ----> end: RowMasks, for sample()
-   \\___ llguidance, without the GIL ___/
+   \___ llguidance, without the GIL ___/
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,20 @@ from services.grammar.masks import MaskCounts, MaskMaker, Masks
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """What the rows of a step's logits may become; those that are not in `rows`, anything."""
+    """The rows of a step's logits may become what these allow; those that are not in `rows` may become
+    anything.
+    """
 
     masks: Masks | None = None
-    rows: Mapping[int, int] = field(default_factory=dict)  # of the logits -> of the masks
+    rows: Mapping[int, int] = field(default_factory=dict)  # it maps rows of the logits to rows of the masks
 
     def allows(self, row: int, token_id: int) -> bool:
         return self.masks is None or row not in self.rows or self.masks.allows(self.rows[row], token_id)
 
     def applied(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """`values` of these rows, -inf where they are not allowed; they themselves stay as they are."""
+        """Return `values` of these rows, -inf where they are not allowed; they themselves stay as they
+        are.
+        """
         own = [index for index, row in enumerate(rows) if row in self.rows]
         if not own:
             return values
@@ -39,12 +43,11 @@ class RowMasks:
         return masked
 
     def _allowed(self, rows: Sequence[int], like: Tensor) -> Tensor:
-        """[len(rows), vocab_size]"""
         assert self.masks is not None
         chosen = Masks(np.ascontiguousarray(self.masks.words[rows]), self.masks.vocab_size)
         if like.device.type == "cpu":
             return torch.from_numpy(chosen.expanded())
-        words = torch.from_numpy(chosen.words).to(like.device)  # 32 times fewer bytes to move
+        words = torch.from_numpy(chosen.words).to(like.device)  # so 32 times fewer bytes move
         bits = words[:, :, None] >> torch.arange(32, device=like.device) & 1
         return bits.flatten(1)[:, : chosen.vocab_size].bool()
 
@@ -62,8 +65,6 @@ class MasksToCome:
 
 
 class StepMasks:
-    """Of one runner."""
-
     def __init__(self, vocab_size: int) -> None:
         self._maker = MaskMaker(vocab_size)
         self._thread = ThreadPoolExecutor(1, "masks")
@@ -73,7 +74,7 @@ class StepMasks:
         return self._maker.counts
 
     def begin(self, chunks: Sequence[Chunk]) -> MasksToCome | None:
-        """None: no chunk samples under a constraint."""
+        """Begin to make the masks, or return None where no chunk samples under a constraint."""
         asked = masks_asked(chunks)
         if not asked:
             return None

@@ -1,1 +1,1 @@
-"""Single tokens over pages, where they lie: by numba on a CPU, by Triton on a GPU."""
+"""Single tokens attend to pages where they lie: numba's code does it on a CPU, Triton's on a GPU."""

@@ -1,4 +1,4 @@
-"""Attention over pages, where they lie: one pass over K and V, compiled by numba.
+"""Tokens attend to pages where they lie, in one pass over K and V that numba compiles.
 
     attend_pages   for each KV head, for some of its query heads at once: page after page of what they see
 
@@ -45,12 +45,12 @@ from services.engine.torch.vector_lanes import (
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-# Query heads that are computed at once. Eight sums of 16 fit into the registers of AVX-512, not into those of
-# AVX2 (what 32 queries share takes 28 ms there instead of 25). With 32 it would be 10 % faster, and take a
+# So many query heads are computed at once. Eight sums of 16 fit into the registers of AVX-512, not into those
+# of AVX2 (what 32 queries share takes 28 ms there instead of 25). With 32 it would be 10 % faster, and take a
 # second more to compile.
 _FEW_LANES, _MAX_LANES = 8, 16 if get_host_cpu_features().get("avx512f") else 8
 
-# Below every score there is, and finite: less itself it is 0.
+# It is below every score there is, and finite: less itself it is 0.
 _LOWEST = np.float32(-3.0e38)
 
 _compiled = compiled()
@@ -74,7 +74,8 @@ class PagePieces(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens of a sequence, one after the other: query i sees [firsts[i], ends[i]) of the slots of `pages`.
+    """A span is tokens of a sequence, one after the other: query i sees [firsts[i], ends[i]) of the slots of
+    `pages`.
 
     Slots are counted through all pages. `firsts` and `ends` ascend.
     """
@@ -85,8 +86,6 @@ class Span(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """Of each query and head so far."""
-
     weighted: Floats  # [num_queries, num_heads, v_head_dim]: the sum of V by exponentials over the greatest's
     totals: Floats  # [num_queries, num_heads]: the sum of these exponentials
     greatest: Floats  # [num_queries, num_heads]: score
@@ -105,7 +104,7 @@ def attend_pages(
     shares: Sequence[range] = (),
     executor: Executor | None = None,
 ) -> Floats:
-    """Each query's attention over all that it reads, [num_queries, num_heads, v_head_dim].
+    """Return each query's attention over all that it reads, [num_queries, num_heads, v_head_dim].
 
     `query` is [num_queries, num_heads, head_dim]; `numbers` are the pool's, in pages of `shape`: float32,
     bfloat16 as uint16, or float16 as int16. `softcap` and `sinks` [num_heads] are as in Scores. `shares` cut
@@ -113,7 +112,8 @@ def attend_pages(
     there is a single share.
     """
     num_queries, num_heads = query.shape[:2]
-    # In the usual order, whatever `query` is a view of: for another one the kernel would be compiled anew.
+    # The query is put in the usual order, whatever it is a view of: for another one the kernel would be
+    # compiled anew.
     query = np.ascontiguousarray(query)
     softmax = _Softmax(
         np.empty((num_queries, num_heads, shape.v_head_dim), np.float32),
@@ -152,7 +152,7 @@ def _attend_pieces(
     first: Any,
     end: Any,
 ) -> None:
-    """Item k * num_queries + i of [first, end): query i, its heads that share KV head k."""
+    """Item k * num_queries + i of [first, end) is query i, its heads that share KV head k."""
     num_queries, group = len(query), query.shape[1] // shape.num_kv_heads
     of_step = (query, numbers, shape, layer, factors, _scratch(shape), softmax)
     nobody = pieces.readers[:0]
@@ -189,7 +189,7 @@ def _attend_span(
     first: Any,
     end: Any,
 ) -> None:
-    """As _attend_pieces: the rows of neighbouring tokens read what all of them see together."""
+    """Attend as _attend_pieces does: the rows of neighbouring tokens read what all of them see together."""
     num_queries, group = len(query), query.shape[1] // shape.num_kv_heads
     of_step = (query, numbers, shape, layer, factors, _scratch(shape), softmax)
     queries, page_size = np.arange(num_queries), shape.page_size
@@ -220,7 +220,8 @@ def _scratch(shape: Any) -> Any:
 
 @_inner
 def _attend_some(rows: Any, table: Any, of_step: Any) -> None:
-    """`rows` are (readers, at, kv_head, first_row, num_rows), at most _MAX_LANES of them: see _row_of.
+    """Attend with `rows`, which are (readers, at, kv_head, first_row, num_rows), at most _MAX_LANES of them:
+    see _row_of.
 
     `table` is (pages, firsts, ends, (start, end), (seen_firsts, seen_ends)): slots [firsts[j], ends[j]) of
     pages[j] for each j from start to end, of which each reader sees what a Span's does, or all if these are
@@ -240,12 +241,13 @@ def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
     kv_head, num_rows = rows[2], rows[4]
     num_layers, num_kv_heads, page_size, head_dim, v_head_dim = shape
     group, width = query.shape[1] // num_kv_heads, width_of(zero)
-    # Of the numbers: where in a page this head's K and V are.
+    # These numbers say where in a page this head's K and V are.
     keys_size, values_size = page_size * head_dim, page_size * v_head_dim
     of_layer = num_kv_heads * (keys_size + values_size)
     own_keys = layer * of_layer + kv_head * keys_size
     own_values = layer * of_layer + num_kv_heads * keys_size + kv_head * values_size
-    # In scratch, each with a row of lanes for each index: [head_dim, width], [v_head_dim, width], ...
+    # These lie in scratch, each with a row of lanes for each index: [head_dim, width], [v_head_dim, width],
+    # ...
     weighted, scores = head_dim * width, (head_dim + v_head_dim) * width
     sums = scores + page_size * width
     caps = sums + 2 * width
@@ -302,7 +304,6 @@ def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
 
 @_inner
 def _row_of(rows: Any, lane: Any, group: Any) -> Any:
-    """Which query, and which of its heads."""
     readers, at, kv_head, first_row, _ = rows
     row = first_row + lane
     return readers[at + row // group], kv_head * group + row % group
@@ -312,7 +313,9 @@ def _row_of(rows: Any, lane: Any, group: Any) -> Any:
 def _hide(
     rows: Any, group: Any, seen: Any, slots: Any, scratch: Any, scores: Any, width: Any, value: Any
 ) -> Any:
-    """Put `value` for the scores that a row's token does not see, of `slots` (first, count); say if any."""
+    """Put `value` for the scores of `slots` (first, count) that a row's token does not see, and say if there
+    are any.
+    """
     (seen_firsts, seen_ends), (first, num_slots), is_hiding = seen, slots, False
     if len(seen_firsts) == 0:
         return False
@@ -361,7 +364,9 @@ def _multiply(
     kept: Any,
     ahead: Any,
 ) -> None:
-    """multiply_rows for any number of rows; `shape` is the matrix's. Fetches as many numbers as it reads."""
+    """Call multiply_rows for any number of rows; `shape` is the matrix's. It fetches as many numbers as it
+    reads.
+    """
     num_rows, num_columns = shape
     i = 0
     while i < num_rows:

@@ -1,4 +1,5 @@
-"""PagePieces (pieces.py) cut into parts: what one program of a device computes, and how queries join them.
+"""PagePieces (pieces.py) are cut into parts, each of which one program of a device computes, and which
+queries join.
 
     piece   pages x their readers            who reads what
     part    some of the pages x some of the readers, for one KV head at a time
@@ -20,7 +21,7 @@ from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.numba_kernel import Ids, PagePieces
 from services.engine.torch.attention.paged_kv import PagedKv
 
-# Rows that a program multiplies at once: a row is one query head of one reader. Tensor cores take 16 at
+# A program multiplies so many rows at once: a row is one query head of one reader. Tensor cores take 16 at
 # least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
 # as wide as registers and shared memory allow.
 _NARROW_ROWS, _WIDE_ROW_BYTES = 16, 128
@@ -30,8 +31,6 @@ _LEAST_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """That `attend` is to read pages where they are, on a device that runs `num_programs` at once."""
-
     attend: "AttendParts"
     num_heads: int
     num_programs: int
@@ -39,7 +38,7 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class PartsView:
-    """The step's single tokens, on the device; tables are int32.
+    """The view has the step's single tokens, on the device; tables are int32.
 
     Query i is the one at offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
     end_reader, first_output): slots [firsts[k], ends[k]) of pages[k], for each k from first_page to end_page,
@@ -62,7 +61,7 @@ class PartsView:
     attend: "AttendParts"
 
 
-# See triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
+# The arguments are those of triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
 AttendParts = Callable[[PartsView, Tensor, PagedKv, int, Scores, Tensor], None]
 
 
@@ -81,7 +80,7 @@ class PieceParts:
 
 
 def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
-    """Rows of a narrow and of a wide part: powers of two, and enough for one reader."""
+    """Return the rows of a narrow and of a wide part: powers of two, and enough for one reader."""
     whole = 1 << (num_heads // kv.shape.num_kv_heads - 1).bit_length()
     return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.numbers.itemsize, whole)
 
@@ -120,7 +119,9 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
 
 
 def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
-    """About `num_programs` parts for all KV heads together, or fewer where that would make them too small."""
+    """Cut about `num_programs` parts for all KV heads together, or fewer where that would make them too
+    small.
+    """
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)
@@ -142,7 +143,6 @@ def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: in
 
 
 def _bounds(starts: Ids, cuts: Ids, piece: Ids, nth: Ids) -> tuple[Ids, Ids]:
-    """Of the `nth` of a piece's cuts, which are as even as can be."""
     start, length, count = starts[piece], np.diff(starts)[piece], cuts[piece]
     return start + length * nth // count, start + length * (nth + 1) // count
 

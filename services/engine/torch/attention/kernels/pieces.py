@@ -1,4 +1,4 @@
-"""Who reads which pages: single tokens that read the same ones at the same place read them together.
+"""Single tokens that read the same pages at the same place read them together.
 
 Neighbouring pages that the same queries read are a *piece*: a prefix that several sequences share, a longer
 prefix that fewer of them share, and what each has for itself. Where windows cut a page, it is shared by those
@@ -18,7 +18,7 @@ from services.values.kv import PageId
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What one query reads: slots [skip, skip + num_tokens) of its pages, counted from the first one on."""
+    """One query reads slots [skip, skip + num_tokens) of its pages, counted from the first one on."""
 
     pages: Sequence[PageId]
     first_page: int  # the place of pages[0] in the sequence
@@ -36,7 +36,8 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> PagePieces:
     by_name = np.argsort(names, kind="stable")
     starts = np.flatnonzero(np.diff(names[by_name], prepend=-1))
     counts = np.diff(starts, append=len(pages))
-    # By first reader, then by place: pages that are neighbours for the same readers are neighbours then.
+    # The order is by first reader, then by place: pages that are neighbours for the same readers are
+    # neighbours then.
     first_reads = by_name[starts]
     by_readers = np.lexsort((places[first_reads], queries[first_reads]))
     first_reads, counts = first_reads[by_readers], counts[by_readers]
@@ -58,7 +59,7 @@ def pieces_of(reads: Sequence[Read], page_size: int) -> PagePieces:
 
 
 def _alone(read: Read, page_size: int) -> PagePieces:
-    """Without the search: where there is one alone, every microsecond counts."""
+    """Make the pieces without a search: where there is one query alone, every microsecond counts."""
     pages = np.array(read.pages, np.int64)
     firsts, ends = np.zeros(len(pages), np.int64), np.full(len(pages), page_size, np.int64)
     firsts[0], ends[-1] = read.skip, (read.skip + read.num_tokens - 1) % page_size + 1
@@ -67,7 +68,7 @@ def _alone(read: Read, page_size: int) -> PagePieces:
 
 
 def _page_reads(reads: Sequence[Read], page_size: int) -> tuple[Ids, Ids, Ids, Ids, Ids]:
-    """For each page of each query, sorted by query: page, its place, first slot, end slot, query."""
+    """Return for each page of each query, sorted by query: page, its place, first slot, end slot, query."""
     counts = [len(read.pages) for read in reads]
     tables = [np.asarray(read.pages, np.int64) for read in reads]
     ends_at = np.cumsum(counts)
@@ -79,7 +80,9 @@ def _page_reads(reads: Sequence[Read], page_size: int) -> tuple[Ids, Ids, Ids, I
 
 
 def _are_first_of_a_piece(readers: Ids, starts: Ids, places: Ids) -> NDArray[np.bool]:
-    """Whether a page does not go on with the piece of the one before; it has readers from starts[i] on."""
+    """Tell whether a page does not go on with the piece of the one before; it has readers from starts[i]
+    on.
+    """
     counts = np.diff(starts)
     of_next = np.arange(len(readers)) + np.repeat(counts, counts)
     are_equal = readers == readers[np.minimum(of_next, len(readers) - 1)]
@@ -89,7 +92,6 @@ def _are_first_of_a_piece(readers: Ids, starts: Ids, places: Ids) -> NDArray[np.
 
 
 def _stretches(starts: Ids, lengths: Ids) -> Ids:
-    """[starts[i], starts[i] + lengths[i]), one after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
 

@@ -1,4 +1,4 @@
-"""K and V of a step's tokens into pages, where the CPU attends in place: compiled by numba."""
+"""K and V of a step's tokens are stored in pages by what numba compiles, where the CPU attends in place."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from services.engine.torch.compiled import compiled
 
 
 class Slots(NamedTuple):
-    """Of the step's token rows[i] K and V go into slot slots[i] of pages[i]."""
+    """K and V of the step's token rows[i] go into slot slots[i] of pages[i]."""
 
     rows: Ids
     pages: Ids
@@ -26,9 +26,11 @@ def store_tokens(
     layer: int,
     slots: Slots,
 ) -> None:
-    """`keys` and `values` are [total, num_kv_heads, ..], `numbers` the pool's in pages of `shape`: all of one
-    type."""
-    # In the usual order, as attend_pages has its query.
+    """Store `keys` and `values` [total, num_kv_heads, ..] in the pool's `numbers`, in pages of `shape`.
+
+    All are of one type.
+    """
+    # They are put in the usual order, as attend_pages has its query.
     _store(np.ascontiguousarray(keys), np.ascontiguousarray(values), numbers, shape, layer, slots)
 
 

@@ -1,9 +1,9 @@
-"""Attention of single tokens over pages, where they lie, on a GPU: Triton kernels.
+"""Triton kernels let single tokens attend to pages where they lie, on a GPU.
 
     attend_parts   1. _attend_part, for each part and KV head: all heads of the part's readers, over its pages
                    2. _join_parts, for each query and head: what its parts say, by their log-sum-exps
 
-Online softmax as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
+Online softmax is as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
 rows of a product are query heads, those of several readers where they share pages, so one reading of K and V
 serves all of them. Tables are made once a step (piece_parts.py); nothing here waits for the device.
 Exponentials are of base 2, which is what a GPU computes.
@@ -11,7 +11,7 @@ Exponentials are of base 2, which is what a GPU computes.
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
 once: when the runner starts (in_place.py), and not in a step.
 
-Tested on a GPU by `make gpu`, without one in Triton's interpreter (make test-triton).
+It is tested on a GPU by `make gpu`, without one in Triton's interpreter (make test-triton).
 """
 
 import math
@@ -28,8 +28,8 @@ from services.engine.torch.attention.kernels.piece_parts import PartsView, rows_
 from services.engine.torch.attention.paged_kv import PagedKv
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# What a program holds of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared memory.
-# (By 1 KiB not in float32 with head_dim 256: where there are no more, that gathers.)
+# A program holds so many bytes of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared
+# memory. (By 1 KiB they do not in float32 with head_dim 256: where there are no more, that gathers.)
 _TILE_BYTES = 16 << 10
 _MAX_SLOTS = 64
 NUM_STAGES, NUM_WARPS = 2, 4
@@ -65,7 +65,7 @@ def _attend_part(
     SLOTS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Program (j, k): part first_part + j, the heads of its readers that share KV head k. See PartsView.
+    """Program (j, k) is part first_part + j, the heads of its readers that share KV head k. See PartsView.
 
     `softcap` 0 is none.
     """
@@ -82,7 +82,8 @@ def _attend_part(
     queries = tl.load(
         query + row_starts[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
     ).to(FACTOR)
-    # Of the softmax so far: the greatest score, the sum of all exponentials over that one's, of V by them.
+    # These are of the softmax so far: the greatest score, the sum of all exponentials over that one's, of V
+    # by them.
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, V_COLUMNS], tl.float32)
@@ -138,7 +139,7 @@ def _join_parts(
     V_HEAD_DIM: tl.constexpr,
     V_COLUMNS: tl.constexpr,
 ):
-    """Program (i, h): head h of query i. Its sink (-inf: none) is joined here, and so once."""
+    """Program (i, h) is head h of query i. Its sink (-inf: none) is joined here, and so once."""
     query, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     columns = tl.arange(0, V_COLUMNS)
     is_column = columns < V_HEAD_DIM
@@ -227,7 +228,6 @@ def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
 
 
 def part_constants(kv: PagedKv, num_heads: int, rows: int) -> dict[str, Any]:
-    """Of _attend_part for parts of `rows`."""
     _, num_kv_heads, page_size, head_dim, v_head_dim = kv.shape
     columns, v_columns = _columns(head_dim), _columns(v_head_dim)
     widest = max(columns, v_columns)
