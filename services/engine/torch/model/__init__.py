@@ -1,1 +1,3 @@
-"""Model definitions of transformers over pages and slots: probed, wrapped, checked; none by its name."""
+"""Model definitions of transformers run over pages and slots here: probed, wrapped, checked, and none by its
+name.
+"""

@@ -1,4 +1,4 @@
-"""What a mixer hands through, instead of states, to a function that computes tokens one by one."""
+"""Instead of states a mixer hands these through to a function that computes tokens one by one."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from services.engine.torch.model.token_runs import TokenRuns
 
-# Lets states that have waited take in the tokens that stay.
+# It lets states that have waited take in the tokens that stay.
 Take = Callable[[TokenRuns], object]
 Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """Where they are, and which tokens go on from which."""
-
     of_slots: Tensor  # [num_slots, ...]
     runs: TokenRuns
     waiting: list[Take]
 
     @property
     def numbers(self) -> NDArray[np.float32] | None:
-        """All of the memory in which they lie, for a kernel; None: not float32 in the host's memory."""
+        """Return all of the memory in which they lie, for a kernel; None if it is not float32 in the host's
+        memory.
+        """
         states = self.of_slots
         if states.dtype != torch.float32 or states.device.type != "cpu":
             return None
@@ -35,7 +35,10 @@ class RecurrentStates:
         return numbers
 
     def go_on(self, compute: Callable[[TokenRuns], Tensor]) -> Tensor:
-        """What `compute` makes of the tokens; once more when it is known which stay of those that wait."""
+        """Return what `compute` makes of the tokens.
+
+        It is called once more when it is known which stay of those that wait.
+        """
         if self.runs.some_wait:
             self.waiting.append(compute)
         return compute(self.runs)
@@ -43,19 +46,23 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class ConvStates:
-    """Of a convolution: its last inputs [num_slots, channels, size]. So those of drafts tell all states."""
+    """A convolution's states are its last inputs [num_slots, channels, size]; so the inputs of drafts tell
+    all states.
+    """
 
     of_slots: Tensor
     runs: TokenRuns
     waiting: list[Take]
 
     def before(self, inputs: Tensor) -> Tensor:
-        """What is before each token, [num_tokens, channels, size]; `inputs` are [num_tokens, channels, 1]."""
+        """Return what is before each token, [num_tokens, channels, size]; `inputs` are [num_tokens, channels,
+        1].
+        """
         states = self.of_slots[self.runs.slots]
         run, place = self.runs.of_tokens
         columns = states.new_zeros(*states.shape[:-1], int(self.runs.counts.max()))
         columns[run, :, place] = inputs[..., 0].to(states.dtype)
-        # [num_runs, channels, tokens + 1, size]: after so many of its tokens.
+        # The axes are [num_runs, channels, tokens + 1, size]: the state after so many of its tokens.
         windows = torch.cat([states, columns], dim=-1).unfold(-1, states.shape[-1], 1)
         self._store(self.runs.ended, windows, self.runs.lengths[self.runs.ended])
         if self.runs.some_wait:
@@ -72,7 +79,7 @@ def by_rounds(
     num_tokens: int,
     step: Callable[[dict[Name, Tensor], Tensor], Tensor],
 ) -> Tensor:
-    """What becomes of `num_tokens`, the runs' and others; of those nothing.
+    """Return what becomes of `num_tokens`, the runs' and others; of those nothing becomes.
 
     `step` computes one token each of some runs: it is given their states [m, ..], by name, which it writes or
     replaces, and which tokens they are; it gives what becomes of these.

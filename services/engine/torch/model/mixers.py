@@ -1,10 +1,10 @@
-"""Recurrent layers of a packed step: prompts sequence by sequence, and all single tokens together.
+"""Recurrent layers compute a packed step: prompts sequence by sequence, and all single tokens together.
 
 A mixer of transformers takes [batch, tokens, hidden] and one state a row of the batch; it knows nothing of
-packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several
-tokens goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (token_runs.py).
-On a CPU a chunk is cut into scans by where it lies in its sequence (services/kv/carried/borders.py), so that
-its bits follow from the sequence alone.
+packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several tokens
+goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (token_runs.py). On a CPU a
+chunk is cut into scans by where it lies in its sequence (services/kv/carried/borders.py), so that its bits
+follow from the sequence alone.
 
 States are
     gathered from their slots, and scattered again     where the state of each is one of the batch
@@ -55,8 +55,6 @@ def wrap(mixer: Mixer, in_place: Callable[..., Any] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Of a mixer, in a step."""
-
     mixer: Mixer
     original: Callable[..., Any]
     in_place: Callable[..., Any] | None
@@ -66,7 +64,6 @@ class _Call:
     kwargs: dict[str, Any]
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """`hidden` are [total, hidden]."""
         mixed = [(each.rows, self._sequence(hidden[each.rows], each.slot)) for each in self.cache.sequences]
         tokens = self.cache.tokens
         if tokens is not None:
@@ -84,7 +81,6 @@ class _Call:
         return mixed
 
     def _tokens(self, hidden: Tensor, runs: TokenRuns) -> Tensor:
-        """`hidden` are [num_tokens, 1, hidden]."""
         if self.in_place is None and not runs.are_plain:
             return self._by_rounds(hidden, runs)
         states = {name: self._of_tokens(name, runs) for name in self.mixer.states}
@@ -93,7 +89,7 @@ class _Call:
         return mixed
 
     def _of_tokens(self, name: StateName, runs: TokenRuns) -> Any:
-        """What the mixer is given: all states, or what it hands through."""
+        """Return what the mixer is given: all states, or what it hands through."""
         of_slots, is_conv = self.pool.of_state[name], name[1] == "conv"
         if self.in_place is None or (is_conv and runs.are_plain):
             return of_slots[runs.slots]
@@ -109,7 +105,7 @@ class _Call:
         return by_rounds(of_slots, runs, len(hidden), step)
 
     def _run(self, compute: Callable[..., Any], hidden: Tensor, states: dict[StateName, Any]) -> Tensor:
-        """`hidden` are [batch, tokens, hidden]; gives [batch * tokens, hidden], and renews the `states`."""
+        """Take `hidden` [batch, tokens, hidden], return [batch * tokens, hidden], and renew the `states`."""
         for name, each in states.items():
             layer_idx, kind, index = name
             self.cache.layers[layer_idx].of_kind(kind)[index] = each
@@ -124,10 +120,10 @@ class _Call:
 
 @contextmanager
 def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
-    """Meanwhile no number depends on how many tokens of a scan follow it.
+    """Let no number depend on how many tokens of a scan follow it.
 
-    Mamba-2 fills a scan up to its `chunk_size`, 128 or 256: now to no more than `scan_tokens`. None: as it
-    is.
+    Mamba-2 fills a scan up to its `chunk_size`, 128 or 256: now it is no more than `scan_tokens`. With None
+    it stays as it is.
     """
     if scan_tokens is None:
         yield
@@ -147,8 +143,10 @@ def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
 def place_rows(
     cache: StepCache, chunks: Sequence[Chunk], num_slots: int, scan_tokens: int | None = None
 ) -> None:
-    """Say how mixers compute the step's rows: what was generated, drafts and single tokens one by one, the
-    rest in scans of up to `scan_tokens`. None: each chunk in one.
+    """Say how mixers compute the step's rows.
+
+    What was generated, drafts and single tokens are computed one by one, the rest in scans of up to
+    `scan_tokens`. With None each chunk is one scan.
 
     Raises ProtocolError where a chunk has no slot, or two have one.
     """
@@ -170,7 +168,8 @@ def place_rows(
 
 
 def _parts(end: int, chunk: Chunk, scan_tokens: int | None) -> Iterator[tuple[range, Chunk, bool]]:
-    """Its rows, of which `end` follows the last, in order, and whether they are computed one by one.
+    """Yield the chunk's rows, of which `end` follows the last, in order, and whether they are computed one by
+    one.
 
     A last token that is left over is; its state is there by then, for scans come first. So a first one that
     stands alone before a border is scanned with what follows it.
@@ -202,7 +201,6 @@ def _ids(ids: Sequence[int | None], cache: StepCache) -> Tensor:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Hidden states, [1, total, hidden], and the other arguments but for ours."""
     kwargs = {name: value for name, value in kwargs.items() if name != "paged"}
     if "hidden_states" in kwargs:
         return kwargs.pop("hidden_states"), args, kwargs

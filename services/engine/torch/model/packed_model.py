@@ -1,4 +1,4 @@
-"""A model definition over a packed step: what the runner computes with, and checks at start."""
+"""A model definition computes packed steps here, for the runner and for checks at start."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +28,16 @@ from services.kv.carried.borders import scan_tokens
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's `logits` [num_rows, vocab_size], what makes others, and what of it waits for the choices."""
+    """A step's `logits` are [num_rows, vocab_size]; the rest makes others, and lets states take in what was
+    chosen.
+    """
 
     logits: Tensor
     _cache: StepCache
     _head: "_Head | None" = None
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """After other rows; where `compute` was told that they will be asked for."""
+        """Return the logits after other rows, where `compute` was told that they will be asked for."""
         assert self._head is not None, "nothing was kept to compute them from"
         return self._head.logits_of(rows)
 
@@ -52,7 +54,9 @@ class PackedModel:
     """`remembered` says what pools it needs."""
 
     def __init__(self, model: PreTrainedModel, num_threads: int = 1, index_block: int = 64) -> None:
-        """Probe it, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe."""
+        """Probe the model, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe
+        does.
+        """
         self.model = model
         # On a GPU nothing promises the same bits, and short scans leave it idle.
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
@@ -62,7 +66,7 @@ class PackedModel:
             even_activations(model)
             fuse_norms(model)
         self._workers = Workers(num_threads)
-        self.in_place = False  # that recurrences of single tokens are computed so
+        self.in_place = False  # it says whether recurrences of single tokens are computed so
         for mixer in self.remembered.mixers:
             kinds = {kind for _, kind, _ in mixer.states}
             is_on_cpu = self.device.type == "cpu"
@@ -71,10 +75,10 @@ class PackedModel:
             self.in_place |= forward is not None
 
     def pack(self, num_threads: int, weights: SharedWeights | None = None) -> None:
-        """Put the weights in the order in which they are read; `num_threads` is how many torch has. With
-        `weights` other processes share them.
+        """Put the weights in the order in which they are read.
 
-        Raises ConfigError where the model cannot compute so.
+        `num_threads` is how many torch has. With `weights` other processes share them. Raises ConfigError
+        where the model cannot compute so.
         """
         pack_linears(self.model, num_threads, self.remembered.read_linears, weights)
         if weights is not None:
@@ -89,7 +93,8 @@ class PackedModel:
     def compute(
         self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, asks_more: bool = False
     ) -> Computed:
-        """Compute a step, store what it keeps, and give the logits after some rows: [len(rows), vocab_size].
+        """Compute a step, store what it keeps, and return the logits after some rows: [len(rows),
+        vocab_size].
 
         Those of others can be had afterwards if it `asks_more`: a model's layers are then not computed again.
 
@@ -117,11 +122,9 @@ class PackedModel:
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
 
     def close(self) -> None:
-        """End the threads."""
         self._workers.close()
 
     def _place_mixers(self, cache: StepCache, slots: SlotPool, chunks: Sequence[Chunk]) -> None:
-        """The slots of sequences that begin are zeroed."""
         cache.slots, cache.in_place = slots, self.in_place
         place_rows(cache, chunks, slots.num_slots, self.scan_tokens)
         slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
@@ -131,16 +134,18 @@ class PackedModel:
 
 
 def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
-    """All of it but what makes logits."""
     layers: torch.nn.Module = model.base_model
-    if layers is model:  # some say no name for it
+    if layers is model:  # some definitions have no name for it
         layers = model.get_submodule("model")
     return layers
 
 
 class _Head:
-    """What makes logits of what a step's layers gave: a model's definition, whose layers are computed at the
-    first call and repeat what they gave at others. So scales and caps on logits are the definition's own."""
+    """The head makes logits of what a step's layers gave.
+
+    It is a model's definition, whose layers are computed at the first call and repeat what they gave at
+    others. So scales and caps on logits are the definition's own.
+    """
 
     def __init__(self, layers: torch.nn.Module, call: Callable[..., Any], device: torch.device) -> None:
         self._layers = layers
@@ -149,7 +154,6 @@ class _Head:
         self._given: Any = None
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), vocab_size]"""
         kept = torch.tensor(rows, dtype=torch.int64, device=self._device)
         with self._keeping() if self._given is None else self._repeating():
             return _kept(self._call(logits_to_keep=kept).logits[0], kept)
@@ -167,7 +171,7 @@ class _Head:
 
     @contextmanager
     def _repeating(self) -> Iterator[None]:
-        """A method of the instance's own stands before its class's."""
+        """Let the layers repeat what they gave: an instance's own method stands before its class's."""
         assert "forward" not in vars(self._layers), "somebody else has replaced it"
         self._layers.forward = lambda *_arguments, **_named: self._given
         try:
@@ -177,5 +181,5 @@ class _Head:
 
 
 def _kept(logits: Tensor, rows: Tensor) -> Tensor:
-    """Some definitions give all of them."""
+    """Return the logits of these rows; some definitions give those of all."""
     return logits if len(logits) == len(rows) else logits[rows]

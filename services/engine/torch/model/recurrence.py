@@ -1,4 +1,4 @@
-"""Single tokens through a recurrence in place of what a definition calls, on a CPU.
+"""Single tokens go through a recurrence in place of what a definition calls, on a CPU.
 
 A mixer calls a function of its module that takes states and gives them back: by the parameters of the
 packages whose place it takes (flash-linear-attention, mamba-ssm, causal-conv1d), so it is known by these, not
@@ -30,15 +30,13 @@ _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}
 _CONV = {"hidden_states", "conv_state", "weight", "bias", "activation"}
 _MAMBA2 = {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"}
 _ALL_KINDS: Collection[StateKind] = ("conv", "recurrent")
-# What one more thread must find to do, to be worth waking.
+# One more thread must find so much to do, to be worth waking.
 _SHARE_NUMBERS = 1 << 20
-_EPSILON = 1e-6  # of a vector's length, when it is made one
+_EPSILON = 1e-6  # it is added to a vector's length when that is made one
 _silu, _softplus = even(functional.silu), even(functional.softplus)
 
 
 class Workers:
-    """Threads beside the one that computes."""
-
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self.executor = ThreadPoolExecutor(num_threads - 1, "recurrence") if num_threads > 1 else None
@@ -51,7 +49,7 @@ class Workers:
         of_slots: Tensor,
         arrays: Sequence[Floats],
     ) -> Tensor:
-        """What a recurrence's kernel makes of the tokens; `arrays` are its inputs of all of them."""
+        """Return what a recurrence's kernel makes of the tokens; `arrays` are its inputs of all of them."""
         num_items = len(runs.firsts) * of_slots.shape[1]
         item_numbers = of_slots[0, 0].numel() * runs.num_tokens // max(1, len(runs.firsts))
         shares = self.shares(num_items, item_numbers)
@@ -73,11 +71,12 @@ class Workers:
 def forward_in_place(
     module: nn.Module, workers: Workers, kinds: Collection[StateKind] = _ALL_KINDS
 ) -> Callable[..., Any] | None:
-    """The module's forward for single tokens, which takes states of `kinds` as they are handed through.
+    """Return the module's forward for single tokens, which takes states of `kinds` as they are handed
+    through.
 
-    None: what takes those of one kind is not known.
+    None is returned where it is not known what takes those of one kind.
     """
-    plain = inspect.unwrap(type(module).forward)  # of what loads the weights of its convolution first
+    plain = inspect.unwrap(type(module).forward)  # it unwraps what loads the weights of its convolution first
     replaced = {
         name: known(function, workers)
         for name in plain.__code__.co_names
@@ -109,7 +108,7 @@ def _known(function: Any) -> _Known | None:
 
 
 class _Convolution:
-    """For causal_conv1d_update of causal-conv1d."""
+    """This takes the place of causal_conv1d_update of causal-conv1d."""
 
     kind: StateKind = "conv"
 
@@ -124,7 +123,7 @@ class _Convolution:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """`hidden_states` are [num_tokens, channels, 1]."""
+        """Compute `hidden_states` [num_tokens, channels, 1]."""
         if isinstance(conv_state, ConvStates):
             conv_state = conv_state.before(hidden_states)
         output: Tensor = self._fallback(hidden_states, conv_state, weight, bias)
@@ -132,7 +131,7 @@ class _Convolution:
 
 
 class _DeltaRule:
-    """For fused_recurrent_gated_delta_rule of flash-linear-attention."""
+    """This takes the place of fused_recurrent_gated_delta_rule of flash-linear-attention."""
 
     kind: StateKind = "recurrent"
 
@@ -151,8 +150,11 @@ class _DeltaRule:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Any]:
-        """Value is [num_tokens, 1, heads, ..], query and key have as many heads or a divisor of them, `g` and
-        `beta` are [num_tokens, 1, heads]."""
+        """Compute the rule for single tokens.
+
+        Value is [num_tokens, 1, heads, ..], query and key have as many heads or a divisor of them, `g` and
+        `beta` are [num_tokens, 1, heads].
+        """
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
         if not isinstance(initial_state, RecurrentStates):
             outputs: tuple[Tensor, Any] = self._fallback(
@@ -190,7 +192,9 @@ class _DeltaRule:
 
 
 class _Mamba2:
-    """For selective_state_update of mamba-ssm, with one decay and one time step a head."""
+    """This takes the place of selective_state_update of mamba-ssm, with one decay and one time step a
+    head.
+    """
 
     kind: StateKind = "recurrent"
 
@@ -211,7 +215,7 @@ class _Mamba2:
         z: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Inputs and `dt` are [num_tokens, heads, head_dim], `B` and `C` [num_tokens, groups, d_state]."""
+        """Take inputs and `dt` [num_tokens, heads, head_dim], `B` and `C` [num_tokens, groups, d_state]."""
         rest = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
         if not isinstance(state, RecurrentStates):
             return self._fallback(state, hidden_states, dt, A, B, C, z=z, **rest)

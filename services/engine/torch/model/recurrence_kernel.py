@@ -1,11 +1,11 @@
-"""Tokens of several sequences through a recurrence, on the states where they lie: compiled by numba.
+"""Tokens of several sequences go through a recurrence, on the states where they lie; numba compiles it.
 
     delta rule (Gated DeltaNet, arXiv 2412.06464)   S = d S;  S += k (b (v - k S));  o = q S
     Mamba-2 (arXiv 2405.21060)                      S = d S + x B;                   o = S C
 
-for each sequence and head, with a decay d. torch's own reference takes six passes over all states, and copies
-of them before and after. Here a head's state is read from memory once for all tokens of a sequence, and
-written once or not at all: what two products need lies in the processor's cache meanwhile.
+This is done for each sequence and head, with a decay d. torch's own reference takes six passes over all
+states, and copies of them before and after. Here a head's state is read from memory once for all tokens of a
+sequence, and written once or not at all: what two products need lies in the processor's cache meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Runs(NamedTuple):
     waits: NDArray[np.bool]  # its state stays as it is
 
 
-# Sums in any order: else a sum over a row is no vector's.
+# Sums may be taken in any order: else a sum over a row is no vector's.
 _compiled = compiled(fastmath={"reassoc", "contract"})
 
 
@@ -47,7 +47,7 @@ def delta_rule(
     shares: Sequence[range],
     executor: Executor | None = None,
 ) -> Floats:
-    """Gives [num_tokens, heads, d_v]; of tokens in no run nothing. States: [heads, d_k, d_v].
+    """Return [num_tokens, heads, d_v]; tokens in no run get nothing. States are [heads, d_k, d_v].
 
     `query` and `key` are [num_tokens, heads, d_k], `value` [num_tokens, heads, d_v], `decay` and `beta`
     [num_tokens, heads]. `shares` cut [0, num_runs * heads) into what the caller computes and, beside it, the
@@ -69,10 +69,11 @@ def mamba2(
     shares: Sequence[range],
     executor: Executor | None = None,
 ) -> Floats:
-    """Gives [num_tokens, heads, head_dim]; of tokens in no run nothing. States: [heads, head_dim, d_state].
+    """Return [num_tokens, heads, head_dim]; tokens in no run get nothing. States are [heads, head_dim,
+    d_state].
 
     `inputs` [num_tokens, heads, head_dim] are multiplied by their time step, `decay` is [num_tokens, heads],
-    `b` and `c` [num_tokens, groups, d_state]. `shares` as in delta_rule.
+    `b` and `c` are [num_tokens, groups, d_state]. `shares` are as in delta_rule.
     """
     output = np.empty_like(inputs)
     _run(partial(_mamba2, numbers, runs, inputs, decay, b, c, output), shares, executor)
@@ -101,7 +102,7 @@ def _delta_rule(
     first: Any,
     end: Any,
 ) -> None:
-    """Item i * heads + h of [first, end): run i, head h."""
+    """Item i * heads + h of [first, end) is run i, head h."""
     num_heads, d_k, d_v = query.shape[1], query.shape[2], value.shape[2]
     change, copied = np.empty(d_v, np.float32), np.empty(d_k * d_v, np.float32)
     for item in range(first, end):
@@ -141,7 +142,7 @@ def _mamba2(
     first: Any,
     end: Any,
 ) -> None:
-    """Item i * heads + h of [first, end): run i, head h."""
+    """Item i * heads + h of [first, end) is run i, head h."""
     num_heads, head_dim, d_state = inputs.shape[1], inputs.shape[2], b.shape[2]
     heads_of_group = num_heads // b.shape[1]
     copied = np.empty(head_dim * d_state, np.float32)

@@ -1,4 +1,4 @@
-"""What a model definition keeps of a sequence, as the probe has seen it, and its groups. Pure.
+"""The probe has seen what a model definition keeps of a sequence; it is grouped here. This module is pure.
 
     group 0        full attention, whose pages the radix tree knows; or a latent
     1, 2, ...      windows, one group for each shape and width
@@ -34,23 +34,23 @@ class AttentionShape:
 
     @property
     def page(self) -> tuple[object, ...]:
-        """What its pages look like, whatever a token sees of them."""
+        """Return what its pages look like, whatever a token sees of them."""
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One of the attentions that a forward pass runs, in their order."""
+    """A forward pass runs this attention, one of several, in their order."""
 
-    layer_idx: int  # by which the cache knows the layer whose K and V it reads
-    is_stored: bool  # these are its own; else another layer has stored them
+    layer_idx: int  # the cache knows by it the layer whose K and V it reads
+    is_stored: bool  # otherwise another layer has stored them
     shape: AttentionShape
     num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A convolution's last inputs, or what a scan goes on from; of one sequence."""
+    """A state is a convolution's last inputs, or what a scan goes on from; it is one sequence's."""
 
     name: StateName
     shape: tuple[int, ...]
@@ -63,8 +63,6 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """A module that reads and writes states."""
-
     module: torch.nn.Module
     states: tuple[StateName, ...]
 
@@ -74,16 +72,16 @@ class Remembered:
     calls: tuple[AttentionCall, ...]
     mixers: tuple[Mixer, ...]
     states: tuple[State, ...]  # by name
-    read_linears: frozenset[torch.nn.Module] = frozenset()  # never called: others read their weights
+    read_linears: frozenset[torch.nn.Module] = frozenset()  # they are never called: others read their weights
 
     @property
     def longest_window(self) -> int:
-        """In tokens; 0: there is none."""
+        """Return the longest window in tokens; 0 if there is none."""
         return max((call.shape.window for call in self.calls), default=0)
 
 
 def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
-    """Group 0, then the windowed ones; `unit_bytes` are left to the pools.
+    """Return group 0, then the windowed ones; `unit_bytes` are left to the pools.
 
     Raises ConfigError where there is no attention, or full attention of several shapes.
     """
@@ -98,12 +96,13 @@ def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
 
 
 def whole_group(calls: Sequence[AttentionCall]) -> KvGroup:
-    """Of all layers: what windows keep is kept whole. Raises ConfigError where pages are not alike."""
+    """Return one group of all layers: what windows keep is kept whole. Raises ConfigError where pages are not
+    alike.
+    """
     return _all_as_full(_by_shape(calls))
 
 
 def _by_shape(calls: Sequence[AttentionCall]) -> dict[AttentionShape, list[int]]:
-    """The layers that store their own."""
     by_shape: dict[AttentionShape, list[int]] = {}
     for call in calls:
         if call.is_stored:
@@ -133,7 +132,6 @@ def _group(shape: AttentionShape, layer_ids: Sequence[int]) -> KvGroup:
 
 
 def recurrent_group(states: Sequence[State], dtype: str) -> KvGroup:
-    """Of all states; `unit_bytes` are left to the pool."""
     layer_ids = tuple(sorted({state.name[0] for state in states}))
     return KvGroup(GroupKind.RECURRENT, layer_ids, 0, 0, dtype)
 

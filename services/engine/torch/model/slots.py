@@ -1,4 +1,4 @@
-"""The pool of states: a slot is one run of bytes, the states of all recurrent layers of one sequence."""
+"""A slot of the pool of states is one run of bytes, the states of all recurrent layers of one sequence."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from services.engine.torch.pool import allocate, closed_pool, pool_memory
 from services.values.errors import ConfigError
 from services.values.kv import PoolMemory
 
-_ALIGNMENT = 64  # bytes: no state shares a cache line with another
+_ALIGNMENT = 64  # in bytes: no state shares a cache line with another
 
 
 class SlotPool:
-    """Owns the memory; a state's numbers are in the model's own type, recurrent ones mostly float32."""
+    """This owns the memory; a state's numbers are in the model's own type, recurrent ones mostly float32."""
 
     def __init__(self, states: Sequence[State], *, num_slots: int, device: torch.device) -> None:
         """Allocate and zero the pool.
@@ -49,7 +49,7 @@ class SlotPool:
         self._slots[list(slots)] = 0
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """From the first slot of each move to the second, one after the other."""
+        """Copy from the first slot of each move to the second, one after the other."""
         for source, target in moves:
             self._slots[target] = self._slots[source]
 
@@ -61,7 +61,6 @@ class SlotPool:
 
 
 def _places(states: Sequence[State]) -> tuple[dict[State, slice], int]:
-    """Where in a slot each state is, and the slot's bytes."""
     places, end = {}, 0
     for state in states:
         places[state] = slice(end, end + state.size_bytes)

@@ -1,4 +1,4 @@
-"""What a model takes for its `Cache` in a step over pages and slots (cache_utils.py of transformers).
+"""A model takes this for its `Cache` in a step over pages and slots (cache_utils.py of transformers).
 
 Attention is told by it which layer it is, mixers find their states in it. What it lacks raises
 AttributeError, and so refuses the model when that is probed or checked.
@@ -23,13 +23,15 @@ from services.values.errors import ConfigError
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """This is the name by which its forward takes the cache: transformers 5.24 has renamed it."""
+    """Return the name by which the model's forward takes the cache: transformers 5.24 has renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @dataclass
 class LayerStates:
-    """`cache.layers[i]`: states [batch, ...] by their index, of the sequences that a mixer now computes."""
+    """`cache.layers[i]` has states [batch, ...] by their index, of the sequences that a mixer now
+    computes.
+    """
 
     conv_states: dict[int, Any] = field(default_factory=dict)  # or ConvStates
     recurrent_states: dict[int, Any] = field(default_factory=dict)  # or RecurrentStates
@@ -41,7 +43,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Rows of the step that a mixer computes as one sequence, [1, tokens, hidden]."""
+    """A mixer computes these rows of the step as one sequence, [1, tokens, hidden]."""
 
     rows: Tensor  # int64
     slot: Tensor  # int64 [1]
@@ -49,37 +51,38 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows that it computes token by token, [num_tokens, 1, hidden]."""
+    """A mixer computes these rows token by token, [num_tokens, 1, hidden]."""
 
     rows: Tensor  # int64
     runs: TokenRuns
 
 
 class StepCache:
-    """Of one step. The states of `layers` are put there before a mixer runs (mixers.py)."""
+    """The cache is of one step. The states of `layers` are put there before a mixer runs (mixers.py)."""
 
     is_compileable = False
 
-    slots: SlotPool | None = None  # with the rest of these, where there are mixers
+    slots: SlotPool | None = None  # the rest of these are there with it, where there are mixers
     in_place = False
-    scan_tokens: int | None = None  # None: a chunk is one scan
+    scan_tokens: int | None = None  # with None a chunk is one scan
     sequences: Sequence[SequenceRows] = ()
     tokens: TokenRows | None = None
 
     def __init__(self, calls: Sequence[AttentionCall], positions: Tensor) -> None:
-        """`positions` are int64 [total]."""
-        self.waiting: list[Take] = []  # of each mixer, where a run of its tokens waits
+        self.waiting: list[Take] = []  # each mixer has one, where a run of its tokens waits
         self.layers = _Layers()
-        self.view: StepView | None = None  # which knows this cache
+        self.view: StepView | None = None  # the view knows this cache
         self._calls = iter(calls)
         self._stored: int | None = None
         self.device = positions.device
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
 
-    # As attention asks
+    # Attention asks for these.
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Of a latent: what is kept of all tokens that the step sees."""
+        """Return what attention gets of a layer; of a latent, that is what is kept of all tokens that the
+        step sees.
+        """
         self._stored = layer_idx
         assert self.view is not None
         if self.view.of_layer(layer_idx)[0].kv.is_latent:
@@ -87,7 +90,6 @@ class StepCache:
         return key, value
 
     def take(self) -> tuple[int, bool]:
-        """See attention/layers.py: StoredLayers."""
         call, stored, self._stored = next(self._calls, None), self._stored, None
         if call is None or call.is_stored != (stored is not None):
             raise ConfigError("the model attends in another order than when it was probed")
@@ -96,7 +98,7 @@ class StepCache:
         return call.layer_idx, call.is_stored
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Int64 [total]: what a row's place in the step lacks of its position.
+        """Return int64 [total]: what a row's place in the step lacks of its position.
 
         Who asks adds an arange over the rows, and has the positions (Llama 4's temperature, whoever makes
         position_ids itself).
@@ -105,10 +107,10 @@ class StepCache:
 
     get_query_offset = get_seq_length
 
-    # As mixers ask
+    # Mixers ask for these.
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Always: the state of a sequence that begins is zeros, which gives what none gives."""
+        """Return True: the state of a sequence that begins is zeros, which gives what none gives."""
         return True
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -123,7 +125,7 @@ class StepCache:
         return self.layers[layer_idx].recurrent_states[state_idx]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """`inputs` are [batch, channels, tokens]; gives what the state has before them, too."""
+        """Take `inputs` [batch, channels, tokens], and return what the state has before them, too."""
         state = self.layers[layer_idx].conv_states[state_idx]
         if isinstance(state, ConvStates):
             return torch.cat([state.before(inputs), inputs], dim=-1)

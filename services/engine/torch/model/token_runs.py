@@ -1,4 +1,4 @@
-"""Tokens that recurrent layers compute one by one: a sequence's newest, and the drafts behind it.
+"""Recurrent layers compute these tokens one by one: a sequence's newest, and the drafts behind it.
 
 plain      the state takes the token in
 drafted    every token is computed from the state that the one before it would leave, and the state stays as
@@ -33,7 +33,7 @@ class TokenRuns:
 
     @cached_property
     def are_plain(self) -> bool:
-        """One token of each sequence."""
+        """Tell whether there is one token of each sequence."""
         return len(self.firsts) == self.num_tokens and not self.some_wait
 
     @cached_property
@@ -46,14 +46,15 @@ class TokenRuns:
 
     @cached_property
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """Of each token its run, and its place in that. Not of what is kept, where tokens lie between."""
+        """Return of each token its run, and its place in that. It is not for what is kept, where tokens lie
+        between.
+        """
         runs = np.repeat(np.arange(len(self.counts)), self.counts)
         places = np.arange(len(runs)) - np.repeat(self.firsts, self.counts)
         return self._ids(runs), self._ids(places)
 
     @cached_property
     def ended(self) -> Tensor:
-        """The runs whose states take their tokens in."""
         return self._ids(np.flatnonzero(~self.waits))
 
     @cached_property
@@ -61,13 +62,15 @@ class TokenRuns:
         return self._ids(np.flatnonzero(self.waits))
 
     def rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each run its first token, then of those that have one the second: the runs, and the tokens."""
+        """Yield of each run its first token, then of those that have one the second: the runs, and the
+        tokens.
+        """
         for nth in range(self.counts.max(initial=0)):
             runs = np.flatnonzero(self.counts > nth)
             yield self._ids(runs), self._ids(self.firsts[runs] + nth)
 
     def kept(self, counts: Sequence[int]) -> "TokenRuns":
-        """Of those that wait the first tokens, as many as `counts` says: these are taken in."""
+        """Keep of those that wait the first tokens, as many as `counts` says: these are taken in."""
         runs = np.flatnonzero(self.waits)
         return TokenRuns(
             slots=self.slots[self.waiting],
@@ -77,7 +80,7 @@ class TokenRuns:
         )
 
     def of_numbers(self, of_slots: Tensor) -> Runs:
-        """For a kernel over the numbers in which states [num_slots, ..] lie."""
+        """Make runs for a kernel over the numbers in which states [num_slots, ..] lie."""
         starts = self.slots.numpy() * of_slots.stride(0) + of_slots.storage_offset()
         return Runs(starts, self.firsts, self.firsts + self.counts, self.waits)
 

@@ -1,1 +1,1 @@
-"""Whether a model computes through pages and slots what its definition says; told by trying it."""
+"""A model is tried: it must compute through pages and slots what its definition says."""

@@ -1,18 +1,19 @@
-"""What the self-check finds, and whether the model may be served. Pure."""
+"""The self-check's findings say whether the model may be served. This module is pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-# How far the logits after a token may be off: root mean square, as a share of theirs. A definition's formulas
-# for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt in one).
+# The logits after a token may be off by so much: root mean square, as a share of theirs. A definition's
+# formulas for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt
+# in one).
 _TOLERANCE, _TOLERANCE_AFTER_SINGLES = 1e-4, 5e-3
-# In half precision: where nothing else is tried, and where float32 has passed.
+# In half precision these hold where nothing else is tried, and where float32 has passed.
 OF_HALF, OF_ALSO_HALF = 0.12, 0.4
 # A control is off by that many times what the right run is, or the check is blind. Then the right run may be
 # off by no more than rounding of any model: Jamba's state, with weights as they are made, hardly counts.
 _SEEN_BY, _SEEN_BY_HALF, _PLAIN_ROUNDING = 100, 2, 2e-5
-ROWS, _FEWEST_ROWS = 8, 3  # that are compared after a border
+ROWS, _FEWEST_ROWS = 8, 3  # so many are compared after a border
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,9 @@ class CheckedRow:
 
 @dataclass
 class Findings:
-    """How far packed steps are off: the largest median of the rows that follow a border of chunks."""
+    """They tell how far packed steps are off: the largest median of the rows that follow a border of
+    chunks.
+    """
 
     half_tolerance: float | None  # None: in float32
     error: float = 0.0
@@ -44,14 +47,13 @@ class Findings:
             self.error_after_singles = max(self.error_after_singles, error)
         else:
             self.error = max(self.error, error)
-        if not error <= tolerance and not self.fault:  # nor for NaN
+        if not error <= tolerance and not self.fault:  # NaN is a fault, too
             self.fault = (
                 f"computed in pieces it is another model: its logits are off by {error:.1e} of their size "
                 f"({where}), where rounding explains {tolerance:.0e}"
             )
 
     def lose(self, lost: str, rows: Sequence[CheckedRow]) -> None:
-        """A control: what was lost before these rows."""
         self.controls[lost] = error = max(error for _, error in _medians(rows))
         if lost in self.blind_to and self.error > _PLAIN_ROUNDING and not (self.half_tolerance or self.fault):
             self.fault = (
@@ -67,7 +69,9 @@ class Findings:
 
 
 def _medians(rows: Sequence[CheckedRow]) -> Iterator[tuple[CheckedRow, float]]:
-    """Of the rows from each border on; too few tell nothing: one of them may have met a tie."""
+    """Yield the median of the rows from each border on; too few tell nothing: one of them may have met a
+    tie.
+    """
     for i, row in enumerate(rows):
         following = [other.error for other in rows[i : i + ROWS]]
         if row.begins and len(following) >= _FEWEST_ROWS:

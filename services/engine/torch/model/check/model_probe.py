@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence, told by one tiny forward pass and not by names.
+"""One tiny forward pass tells what a model keeps of a sequence; its names do not.
 
     cache.update(key, value, layer)      a layer keeps K and V
     _attention_to_probe(query, key, ..)  ... and attends: to those; to what it has made of them (they are a
@@ -51,13 +51,13 @@ def probe(model: PreTrainedModel) -> Remembered:
         return seen.remembered()
     except ConfigError:
         raise
-    except Exception as error:  # of its definition: any
+    except Exception as error:  # a model's definition may raise any
         raise start_fault(f"{type(model).__name__} does not run here: {error!r}", error) from error
 
 
 @contextmanager
 def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """While it lasts, the model's attention is another of transformers' AttentionInterface."""
+    """Let the model's attention be another of transformers' AttentionInterface while it lasts."""
     own = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -68,8 +68,6 @@ def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 @dataclass
 class _KeptTensors:
-    """K and V as a layer gave them to the cache."""
-
     layer_idx: int
     key: Tensor
     value: Tensor
@@ -78,7 +76,7 @@ class _KeptTensors:
 
 @dataclass
 class _Probe:
-    """What the model takes for its cache, and what its attention tells."""
+    """The model takes this for its cache, and its attention tells it what it does."""
 
     config: PreTrainedConfig
     device: torch.device
@@ -117,7 +115,7 @@ class _Probe:
         return frozenset(linears - self._ran)
 
     def _mixers(self) -> tuple[Mixer, ...]:
-        """A module that runs within another mixer is a part of it."""
+        """Return the mixers. A module that runs within another mixer is a part of it."""
         modules = {module for _, module in self._states.values()}
         inner = {part for module in modules for part in module.modules() if part is not module}
         states_of: dict[nn.Module, list[StateName]] = {module: [] for module in modules - inner}
@@ -133,7 +131,7 @@ class _Probe:
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._running.pop()
 
-    # As attention asks its cache
+    # Attention asks its cache for these.
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self._pending is not None:
@@ -144,7 +142,7 @@ class _Probe:
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """As StepCache's: of the first tokens of a sequence."""
+        """Return zeros, as StepCache does for the first tokens of a sequence."""
         return torch.zeros(len(_TOKENS), dtype=torch.int64, device=self.device)
 
     get_query_offset = get_seq_length
@@ -173,7 +171,9 @@ class _Probe:
             raise ConfigError(f"a layer reads K and V of layer {kept.layer_idx}, and not as that does")
 
     def _reach(self, layer_idx: int, sliding_window: int | None) -> tuple[GroupKind, int]:
-        """How far back a layer sees. Chunks are told to no attention function, they are in the mask."""
+        """Return how far back a layer sees. Chunks are told to no attention function, they are in the
+        mask.
+        """
         layer_types = getattr(self.config, "layer_types", None) or ()
         named = layer_types[layer_idx] if 0 <= layer_idx < len(layer_types) else None
         if named == "chunked_attention":
@@ -182,7 +182,7 @@ class _Probe:
             sliding_window = self.config.sliding_window
         return (GroupKind.SLIDING_WINDOW, sliding_window) if sliding_window else (GroupKind.FULL_ATTENTION, 0)
 
-    # As mixers ask their cache
+    # Mixers ask their cache for these.
 
     @property
     def layers(self) -> "_NoStates":
@@ -207,13 +207,12 @@ class _Probe:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """`inputs` are [1, channels, tokens]."""
+        """Note a state of `inputs` [1, channels, tokens], and return them filled up to its size."""
         size = conv_kernel_size or inputs.shape[-1]
         self._found("conv", layer_idx, state_idx, (*inputs.shape[1:-1], size), inputs.dtype)
         return pad(inputs, (max(0, size - inputs.shape[-1]), 0))
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """`state` is [1, ...]."""
         self._found("recurrent", layer_idx, state_idx, tuple(state.shape[1:]), state.dtype)
         return state
 
@@ -225,7 +224,9 @@ class _Probe:
 
 
 class _NoStates:
-    """`cache.layers` of a cache without previous states: mixers ask if it records, and nothing else."""
+    """This is `cache.layers` of a cache without previous states: mixers ask if it records, and nothing
+    else.
+    """
 
     record_past = False
 
@@ -234,7 +235,7 @@ class _NoStates:
 
 
 def _kept_dims(kept: _KeptTensors, key: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """KV heads, head_dim, v_head_dim of what is kept; `key` and `value` are what is attended to."""
+    """Return KV heads, head_dim, v_head_dim of what is kept; `key` and `value` are what is attended to."""
     heads, head_dim, v_head_dim = kept.key.shape[1], kept.key.shape[3], kept.value.shape[3]
     if key is kept.key and value is kept.value:
         if kept.value.shape[1] != heads:

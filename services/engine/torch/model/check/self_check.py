@@ -1,4 +1,5 @@
-"""Whether packed steps compute what a model's own definition does in one plain pass; tried before it serves.
+"""Packed steps must compute what a model's own definition does in one plain pass; that is tried before it
+serves.
 
     plain     each sequence in one pass, with transformers' own attention and no cache
     packed    the same in chunks and single tokens, several sequences a step (trial.py); one is resumed from a
@@ -6,9 +7,9 @@
     control   as that one, but the state is lost, or the first page of what its attention sees: how much that
               changes tells whether the check would have seen it
 
-In float32 where memory allows, for there rounding is small: 1e-5 of the logits at most. Half precision shows
-coarse faults alone. Two right computations may choose another expert at a tie, so medians are compared, and
-other tokens are tried before a model is refused.
+It is done in float32 where memory allows, for there rounding is small: 1e-5 of the logits at most. Half
+precision shows coarse faults alone. Two right computations may choose another expert at a tie, so medians are
+compared, and other tokens are tried before a model is refused.
 """
 
 import logging
@@ -38,14 +39,15 @@ from services.values.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 _DRAWS = 3
-# Tokens of a sequence: what takes a second or two. On a CPU, models of so many parameters have fewer.
+# So many tokens of a sequence take a second or two. On a CPU, models of so many parameters have fewer.
 _MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def check(model: PackedModel, page_size: int, name: str) -> None:
-    """Log what is found, and leave the model as it was; but for a recurrence in place that is wrong, which
-    can be done without.
+    """Log what is found, and leave the model as it was.
+
+    But a recurrence in place that is wrong is left out, for it can be done without.
 
     Raises:
         ConfigError: it differs, or cannot compute; the message says by how much, or why.
@@ -73,7 +75,7 @@ def _check_as_it_is(model: PackedModel, page_size: int, name: str) -> None:
             _check(_Settings(model, page_size, tolerance, by_kernels=not half), name)
     except (ConfigError, Unavailable):
         raise
-    except Exception as error:  # of its definition: any
+    except Exception as error:  # a model's definition may raise any
         raise start_fault(f"{name} fails its check at start: {error!r}", error) from error
 
 
@@ -112,8 +114,6 @@ class _Sequence:
 
 
 class _Check:
-    """One draw of tokens."""
-
     def __init__(self, settings: _Settings, seed: int) -> None:
         self._model, self._page_size = settings.model, settings.page_size
         self._remembered = probe(self._model.model)
@@ -131,7 +131,7 @@ class _Check:
             device=self._model.device,
             by_kernels=settings.by_kernels,
         )
-        # Shuffled: neighbours in a sequence are none in the pool.
+        # Pages are shuffled: neighbours in a sequence are none in the pool.
         self._free_pages = self._chance.sample(range(num_pages), num_pages)
         self._free_slots = list(range(len(trial.together) + 2))
 
@@ -175,7 +175,7 @@ class _Check:
         return dict(zip(rows, logits.float(), strict=True))
 
     def _compute_together(self, sequences: Mapping[str, _Sequence]) -> None:
-        """Keeps a copy of a's state at the border in the last free slot."""
+        """Compute the sequences, and keep a copy of a's state at the border in the last free slot."""
         rows: dict[str, list[CheckedRow]] = {what: [] for what in sequences}
         for step in range(max(sequence.cut.last_step for sequence in sequences.values()) + 1):
             if step == self._trial.step_after_border and self._pools.slots is not None:
@@ -189,7 +189,7 @@ class _Check:
             self._findings.add(f"sequence {what!r}", of_sequence)
 
     def _resume(self, a: _Sequence) -> None:
-        """At a's border, once as it should be, then with something lost of what is needed there."""
+        """Go on at a's border, once as it should be, then with something lost of what is needed there."""
         border, cut = self._trial.border, self._trial.again
         kept = self._free_slots.pop(0)
         own = self._take(cut.end - border)
@@ -217,7 +217,7 @@ class _Check:
 
     @contextmanager
     def _lose(self, lost: str | None, sequence: _Sequence) -> Iterator[None]:
-        """While it lasts, the pages are not what they were."""
+        """Let the pages be other than they were while it lasts."""
         slots, border = self._pools.slots, sequence.cut.start
         if lost == _STATE and slots is not None:
             slots.zero([sequence.slot])
@@ -235,7 +235,9 @@ class _Check:
         page.copy_(before)
 
     def _step(self, parts: Sequence[tuple[_Sequence, range]]) -> list[list[float]]:
-        """Compute the parts' positions; how far the logits after the first ones of each are off."""
+        """Compute the parts' positions, and return how far the logits after the first ones of each are
+        off.
+        """
         chunks = [self._chunk(sequence, positions) for sequence, positions in parts]
         rows: list[int] = []
         end = 0
@@ -292,7 +294,7 @@ def _fit_in_float32(half: Sequence[Tensor], device: torch.device) -> bool:
 
 @contextmanager
 def _widened(half: Sequence[Tensor]) -> Iterator[None]:
-    """While it lasts, they are in float32; it loses nothing."""
+    """Let the tensors be in float32 while it lasts; it loses nothing."""
     dtypes = [tensor.dtype for tensor in half]
     try:
         for tensor in half:

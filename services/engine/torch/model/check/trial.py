@@ -1,4 +1,4 @@
-"""How the self-check cuts sequences of random tokens into steps. Pure.
+"""The self-check cuts sequences of random tokens into steps so. This module is pure.
 
 a        chunks alone, the first shorter than a scan's, none of its ends a multiple of 64 but `border`; it
          goes further than windows reach
@@ -20,7 +20,9 @@ _AFTER_A_WINDOW = 40
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sequence by the lengths of its chunks; they are computed in steps first_step, first_step + 1, ..."""
+    """A sequence is cut by the lengths of its chunks; they are computed in steps first_step, first_step + 1,
+    ...
+    """
 
     lengths: tuple[int, ...]
     start: int = 0  # tokens that another one has computed
@@ -35,12 +37,10 @@ class Cut:
         return self.first_step + len(self.lengths) - 1
 
     def at(self, step: int) -> range | None:
-        """The positions of the chunk of a step, if there is one."""
         chunks = list(self.chunks())
         return chunks[step - self.first_step] if self.first_step <= step <= self.last_step else None
 
     def chunks(self) -> Iterator[range]:
-        """The positions of each."""
         start = self.start
         for length in self.lengths:
             yield range(start, start + length)
@@ -59,7 +59,9 @@ class Trial:
 
 
 def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
-    """For the longest `window`; where that is longer than `most_tokens`, which takes time, a falls short."""
+    """Plan for the longest `window`; where that is longer than `most_tokens`, which takes time, a falls
+    short.
+    """
     border = -(-_LEAST_BORDER // page_size) * page_size
     before, after = (33, 5, border - 45, 7), (65, 4)
     rest = max(4, min(window + _AFTER_A_WINDOW, most_tokens) - border - sum(after))
