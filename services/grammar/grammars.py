@@ -80,7 +80,6 @@ class Grammars:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest where `matcher` would."""
         self._of(constraint)
 
     def matcher(
@@ -190,9 +189,7 @@ def _compile(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Raise InvalidRequest where the beginning of one text asks too much of the library, or needs what no
-    token writes.
-    """
+    """Raise InvalidRequest where a text's beginning asks too much of the library, or what no token writes."""
     is_forced = True
     for _ in range(_TRIED_TOKENS):
         allowed = _allowed(matcher)
@@ -214,7 +211,6 @@ def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> 
 
 
 def _allowed(matcher: LLMatcher) -> int:
-    """Return a bit for each token that may come; a dead end has none."""
     try:
         return int.from_bytes(matcher.compute_bitmask(), "little")
     except ValueError:

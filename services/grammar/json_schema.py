@@ -71,7 +71,6 @@ _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_fraction)
 
 
 def fitted(schema: Schema) -> Schema:
-    """Return the schema that means the same to llguidance. Raises Unsupported, RecursionError."""
     return _Fitting(schema).fitted(schema, "#")
 
 
@@ -179,8 +178,9 @@ def _with_keys_as_written(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Apart:
-    """This tells whether no value is valid in both of two schemas; it says no, too, where that is not found
-    out.
+    """This tells whether no value is valid in both of two schemas.
+
+    It says no, too, where that is not found out.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -280,7 +280,6 @@ class Apart:
 
 
 def _at(root: Schema, reference: str) -> Schema:
-    """Look up a reference into the schema itself (a JSON pointer, RFC 6901); others give True."""
     if reference != "#" and not reference.startswith("#/"):
         return True
     place = root

@@ -1,5 +1,4 @@
-"""A constraint is put into llguidance's own words here: JSON with a schema, or a grammar in its dialect of
-Lark.
+"""A constraint is put into llguidance's words: JSON with a schema, or a grammar in its dialect of Lark.
 
     json_object   the schema {"type": "object"}
     json_schema   the schema

@@ -81,7 +81,6 @@ class MaskMaker:
         return self._threads
 
     def make(self, asked: Sequence[MaskRequest]) -> Masks:
-        """Return the rows of each request in turn; their matchers stay where they are."""
         began = self._clock()
         num_rows = sum(each.num_rows for each in asked)
         masks = Masks(np.zeros((num_rows, self._vocab_size // _WORD_BITS + 1), np.int32), self._vocab_size)

@@ -65,8 +65,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(directory: Path, tokenizer: Mapping[str, Any], tokens: Mapping[int, str]) -> set[int]:
-    """Return the ids that tokenizer.json declares to be special, or tokenizer_config.json, as transformers
-    reads it.
+    """Return the ids that tokenizer.json declares to be special, or tokenizer_config.json.
+
+    The latter is read as transformers reads it.
     """
     special = {int(entry["id"]) for entry in tokenizer.get("added_tokens") or () if entry.get("special")}
     path = directory / "tokenizer_config.json"

@@ -26,8 +26,7 @@ MODEL_TYPES: Mapping[str, Collection[str]] = {
 def disagreement(
     config: Mapping[str, Any], model_types: Mapping[str, Collection[str]] = MODEL_TYPES
 ) -> str | None:
-    """Say in words for a sentence what of config.json contradicts itself, or None where nothing does that we
-    know of.
+    """Say what of config.json contradicts itself, or None where nothing does that we know of.
 
     `model_types` are those of each architecture. Of several architectures one that agrees is enough.
     """

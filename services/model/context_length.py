@@ -5,8 +5,9 @@ from typing import Any
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Return the context in tokens: max_position_embeddings, but where rotary angles are stretched and it is
-    the length before.
+    """Return the context in tokens.
+
+    It is max_position_embeddings, but where rotary angles are stretched and it is the length before that:
 
     yarn     factor x original_max_position_embeddings, as the angles are made for. Qwen3 states 40,960, room
              for an answer included, beside an original length of 32,768.

@@ -74,8 +74,9 @@ class _Type:
 
 
 def read_gguf(data: Any) -> Gguf:
-    """Read metadata and tensors' places of a whole file's bytes, or of a map of it; no tensor's values are
-    read.
+    """Read metadata and tensors' places of a whole file's bytes, or of a map of it.
+
+    No tensor's values are read.
 
     Raises:
         ConfigError: it is no GGUF file, of another version, cut short, or has a tensor of a type not read.
@@ -90,7 +91,6 @@ def read_gguf(data: Any) -> Gguf:
 
 
 def floats_of(data: Any, tensor: Tensor) -> Floats:
-    """Return a copy of the tensor's values, in its shape."""
     kind = _TYPES[tensor.type_id]
     items = np.frombuffer(data, kind.dtype, tensor.num_values // kind.values, tensor.start)
     return kind.floats(items).reshape(tensor.shape)

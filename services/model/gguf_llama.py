@@ -1,5 +1,4 @@
-"""A GGUF file of the llama family becomes a Hugging Face checkpoint: names, weights, tokenizer and
-configuration.
+"""A GGUF file of the llama family becomes a checkpoint: names, weights, tokenizer and configuration.
 
 Three things are otherwise in such a file:
 - rows of Q and K. The rotation pairs value i of a head with i + half in transformers; llama.cpp pairs 2i with
@@ -44,7 +43,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight is one tensor of the checkpoint; the rows of `num_heads` heads are put back, of 0 none."""
+    """A weight is one tensor of the checkpoint; the rows of `num_heads` heads (or none) are put back."""
 
     name: str
     tensor: Tensor

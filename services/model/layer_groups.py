@@ -1,5 +1,4 @@
-"""A checkpoint's layers are grouped by what they remember, and how many bytes that is, by its config.json.
-Pure.
+"""A checkpoint's layers are grouped by what they remember, by its config.json. This module is pure.
 
     full attention   page_size tokens a page, of every token
     window, chunk    pages of a pool of their own, of the last tokens
@@ -55,7 +54,6 @@ class AttentionGroup:
         return len(self.layer_ids) * heads * (self.head_dim + self.v_head_dim) * ITEM_BYTES[dtype]
 
     def in_layout(self, dtype: str, page_size: int) -> KvGroup:
-        """Return the group as ranks agree on it, whatever the parallelism."""
         width = None if self.v_head_dim == self.head_dim else self.v_head_dim
         size = self.token_bytes(dtype) * page_size
         return KvGroup(
@@ -82,7 +80,6 @@ class LayerGroups:
 
     @property
     def carries(self) -> bool:
-        """Tell whether anything beside full attention's pages crosses from rank to rank."""
         return bool(self.windows or self.recurrent)
 
     def whole_token_bytes(self, dtype: str, tp_size: int = 1) -> int:
@@ -97,8 +94,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
-    """Group the layers of a checkpoint's config.json. Raises ConfigError when it says too little, or what is
-    not known.
+    """Group the layers of a checkpoint's config.json.
+
+    Raises ConfigError when it says too little, or what is not known.
     """
     try:
         return _groups(text_config(config))
@@ -186,7 +184,6 @@ def _window(config: Mapping[str, Any], kind: GroupKind) -> int:
 
 
 def _own_of_layer(config: Mapping[str, Any], kind: GroupKind, layer: int) -> Mapping[str, Any]:
-    """Return what config.json says of one layer, or once for those that see all or for the others."""
     if per_layer := config.get("per_layer_config"):
         own: Mapping[str, Any] = per_layer.get(str(layer)) or per_layer.get(layer) or {}
         return own

@@ -61,9 +61,6 @@ def _of_word(name: str, word: Any) -> LayerKinds:
 
 
 def _recurrent_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerKinds] | None:
-    """Return the layers' kinds where config.json tells of recurrent layers and lists them in no list of
-    kinds.
-    """
     if config.get("model_type") == "falcon_h1":
         return [_BOTH] * num_layers
     if any(config.get(name) for name in _LINEAR_KEYS):

@@ -10,8 +10,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that is about text: all of it, where it names none. Raises
-    ConfigError.
+    """Return the part of a config.json that is about text: all of it, where it names none.
+
+    Raises ConfigError.
     """
     text = config.get("text_config")
     if text is not None and not isinstance(text, Mapping):
@@ -30,8 +31,9 @@ def kv_dtype(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The pool has the KV of one rank: a conversation of `context_tokens` takes whole pages of `page_size`
-    tokens.
+    """The pool has the KV of one rank.
+
+    A conversation of `context_tokens` takes whole pages of `page_size` tokens.
     """
 
     token_bytes: int

@@ -94,7 +94,6 @@ def _with_feed_forward(text: Mapping[str, Any], kinds: Sequence[LayerKinds]) -> 
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, layer: int) -> int:
-    """Count a layer's experts and its router, or the one feed-forward that a dense layer has."""
     # There are a matrix up, one down, and mostly one for a gate.
     matrices = 2 if text.get("mlp_hidden_act") == "relu2" else 3
     num_experts = _num_experts(text, layer)
@@ -128,8 +127,9 @@ def _shared_width(text: Mapping[str, Any], width: int) -> int:
 
 
 def _quantized_bytes(quantization: Any, item_bytes: float) -> float:
-    """Return the bytes of a linear layer's parameter, without its share of the scales (of 128 x 128: 1 in
-    4,000).
+    """Return the bytes of a linear layer's parameter.
+
+    Its share of the scales is left out (of 128 x 128: 1 in 4,000).
     """
     if not quantization:
         return item_bytes

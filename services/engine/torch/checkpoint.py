@@ -55,7 +55,6 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int:
-        """Return the context in tokens. Raises ConfigError where it is not stated."""
         try:
             return context_tokens(self.config.get_text_config().to_dict())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -132,8 +131,9 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
 
 
 def model_fingerprint(directory: Path) -> int:
-    """Return the 64-bit XXH3 of the model's identity; equal copies of a checkpoint have the same, wherever
-    they lie.
+    """Return the 64-bit XXH3 of the model's identity.
+
+    Equal copies of a checkpoint have the same, wherever they lie.
 
     It covers config.json but for keys that compute nothing, and of every weight file its name, size, header,
     and the first and middle 4 KiB of each tensor. It is cheap for any size; tensors that differ only
@@ -185,7 +185,6 @@ def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def _model_types() -> dict[str, list[str]]:
-    """Return the model types of each of transformers' architectures that generate text."""
     of_architecture: dict[str, list[str]] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -248,8 +247,9 @@ def _sampled_content(path: Path) -> Iterator[bytes]:
 
 
 def _read_header(file: BinaryIO) -> bytes:
-    """Return the JSON header; the file then stands at the tensors. Format:
-    github.com/huggingface/safetensors.
+    """Return the JSON header; the file then stands at the tensors.
+
+    The format is github.com/huggingface/safetensors.
     """
     prefix = file.read(8)
     size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
@@ -269,8 +269,7 @@ def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Log `weights_loading done=120 of=290` every two seconds while transformers goes through a model's
-    weights.
+    """Log `weights_loading done=120 of=290` every two seconds while transformers loads a model's weights.
 
     One model at a time can be told of: the hook is the process's.
     """
@@ -284,7 +283,6 @@ def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[No
 
 
 def _told(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> Any:
-    """Wrap a bar that goes through its items; what is no loop over a known number of them is left alone."""
     total = len(arguments[0]) if arguments and hasattr(arguments[0], "__len__") else 0
     return _Telling(bar, total, clock) if total else bar
 

@@ -31,7 +31,6 @@ _LOOK_S = 0.05
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator; `options` are njit's."""
     jit = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, **options)
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -48,7 +47,6 @@ def inner() -> Any:
 
 
 def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
-    """Let numba's `dispatcher` of the function keep in the folder what it compiles."""
     before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
     try:
         dispatcher._cache = _Kept(function)
@@ -57,8 +55,9 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
 
 
 class CompileTurn:
-    """One process at a time has the turn to compile, as far as the disk can tell; it ends with the
-    process.
+    """One process at a time has the turn to compile, as far as the disk can tell.
+
+    The turn ends with the process.
     """
 
     def __init__(self, path: Path, patience_s: float = _PATIENCE_S) -> None:
@@ -99,8 +98,6 @@ class CompileTurn:
 
 
 class _Kept(FunctionCache):
-    """No file of this cache is worth a rank that does not start."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
@@ -108,8 +105,9 @@ class _Kept(FunctionCache):
         self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was kept, or None where it is our turn to compile it; the turn ends when the code is
-        saved.
+        """Return what was kept, or None where it is our turn to compile it.
+
+        The turn ends when the code is saved.
         """
         found = self._load(sig, target_context)
         if found is None and self._turn.take():
@@ -164,7 +162,6 @@ def kernels_folder() -> Path | None:
 
 
 def kernel_sources() -> list[Path]:
-    """Return all files that are compiled into kernels, and this one."""
     return sorted([Path(__file__), _ROOM / "vector_lanes.py", *_ROOM.rglob("*_kernel.py")])
 
 

@@ -11,8 +11,9 @@ log = logging.getLogger(__name__)
 
 
 def open_device(name: str) -> torch.device:
-    """Open a device by its name: cpu, cuda or cuda:N. Raises ConfigError where it is none of these, or not
-    there.
+    """Open a device by its name: cpu, cuda or cuda:N.
+
+    Raises ConfigError where it is none of these, or not there.
     """
     try:
         device = torch.device(name)
@@ -55,7 +56,6 @@ def _computes_in(dtype: torch.dtype) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that nobody holds now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

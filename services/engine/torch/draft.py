@@ -52,8 +52,6 @@ class DraftModelSettings:
 
 @dataclass(slots=True)
 class _Drafting:
-    """This is one sequence while its drafts are made."""
-
     chunk: Chunk
     count: int
     pages: Sequence[PageId]  # scratch pages lie behind
@@ -67,9 +65,6 @@ class _Drafting:
 
     @property
     def choosing(self) -> Chunk:
-        """Return the chunk by which the next draft is chosen, as the target will choose after what is drafted
-        so far.
-        """
         return replace(
             self.chunk,
             sampling=self.sampling,
@@ -144,7 +139,6 @@ class TorchDraft:
         return self._pools.read(pages, 0)
 
     def compute_with(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the prompts' chunks, which the target computes, too."""
         lacking = [(chunk, self._lacking(chunk)) for chunk in chunks]
         own = [
             _part(chunk, span, chunk.token_ids[span.start - chunk.start : span.stop - chunk.start])
@@ -199,8 +193,9 @@ class TorchDraft:
                 logits = self._compute([each.next_token for each in going], range(len(going)))
 
     def _note_round(self, began: float, catches_up: bool) -> float:
-        """Note how long a round took, and return when the next one begins. A round that catches up is not
-        noted.
+        """Note how long a round took, and return when the next one begins.
+
+        A round that catches up is not noted.
         """
         ended = time.perf_counter()
         if not catches_up:
@@ -210,9 +205,7 @@ class TorchDraft:
     def _catch_up(
         self, drafting: Sequence[_Drafting], spans: Sequence[range]
     ) -> tuple[list[_Drafting], Tensor]:
-        """Return the sequences that have all that they lacked, and the logits after the newest token of
-        each.
-        """
+        """Return the sequences that lack nothing now, and the logits after the newest token of each."""
         ready, rows, parts, end = list[_Drafting](), list[int](), list[Chunk](), 0
         for each, span in zip(drafting, spans, strict=True):
             if span:

@@ -10,8 +10,9 @@ from services.engine.paged.runner import Chunk
 
 @dataclass(frozen=True, slots=True)
 class DraftedHistory(Sequence[int]):
-    """A history has ids, and drafts behind them. Each token of a chunk has one: it is long, and not
-    copied.
+    """A history has ids, and drafts behind them.
+
+    Each token of a chunk has one: it is long, and not copied.
     """
 
     ids: Sequence[int]

@@ -21,8 +21,9 @@ _STAGING_BYTES = 8 << 20
 
 
 def page_reader(pages: Tensor) -> PageReader:
-    """Return a reader of the pool `pages`, uint8 [num_pages, page_bytes] and contiguous. See
-    ModelRunner.read_pages.
+    """Return a reader of the pool `pages`, uint8 [num_pages, page_bytes] and contiguous.
+
+    See ModelRunner.read_pages.
     """
     if pages.device.type == "cuda":
         return StagedPages(pages, torch.cuda.Stream(pages.device), pinned=True).read
@@ -43,7 +44,6 @@ class StagedPages:
         self._of_thread = threading.local()
 
     def read(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
-        """Yield the bytes of each page, valid until the next is taken."""
         staging = self._staging()
         staged, page_bytes = memoryview(staging.view(-1).numpy()), self._pages.shape[1]
         for first in range(0, len(pages), self._num_staged):

@@ -46,7 +46,6 @@ class KvPool:
         return self.kv.layer(index)
 
     def close(self) -> None:
-        """Free the memory; there are no pages afterwards."""
         self.kv = PagedKv(self.kv.numbers.new_empty(0), self.kv.shape)
         self.read_pages = closed_pool
 

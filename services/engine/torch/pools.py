@@ -34,8 +34,9 @@ class Pools:
         by_kernels: bool = True,
         groups: Sequence[KvGroup] = (),
     ) -> None:
-        """Allocate and zero the pools: full attention's has `num_pages`. Without `by_kernels` single tokens
-        gather.
+        """Allocate and zero the pools; full attention's has `num_pages`.
+
+        Without `by_kernels` single tokens gather.
 
         `groups` are those of attention, where they are not to be those of `attention_groups`.
 
@@ -80,7 +81,6 @@ class Pools:
         return self.slots.read_slots
 
     def close(self) -> None:
-        """Free the memory and end the threads that attend."""
         end_threads(self._in_place)
         for pool in self._paged:
             pool.close()

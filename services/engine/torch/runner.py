@@ -118,8 +118,9 @@ class TorchRunner:
         return self._masks.counts
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        """Compute a step as ModelRunner.run says. Raises ProtocolError for a chunk that is empty or lacks
-        pages.
+        """Compute a step as ModelRunner.run says.
+
+        Raises ProtocolError for a chunk that is empty or lacks pages.
         """
         if not chunks:
             return []
@@ -199,7 +200,6 @@ def _keep_accepted(chunk: Chunk, sampled: Iterator[Sampled]) -> tuple[Sampled, .
 
 
 def _sampled_offsets(chunks: Sequence[Chunk]) -> list[int]:
-    """Return where in the step the last token of each chunk that samples is."""
     offsets, end = [], 0
     for chunk in chunks:
         end += len(chunk.token_ids)

@@ -91,8 +91,6 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic(prefer_literal=True)
 def zeros(_context: Any, width: Any) -> Any:
-    """Return as many lanes as the literal `width` says."""
-
     def build(_context: Any, _builder: Any, signature: Any, _arguments: Any) -> Any:
         return _all(signature.return_type.width, 0.0)
 
@@ -308,7 +306,7 @@ def exp(_context: Any, lanes: Any) -> Any:
 
 @intrinsic
 def tanh(_context: Any, lanes: Any) -> Any:
-    """Return the tangens hyperbolicus to within 2e-7. NaN stays NaN."""
+    """Return the hyperbolic tangent to within 2e-7. NaN stays NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         # It is (e**2x - 1) / (e**2x + 1), of an x that is as good as infinite where it is more.

@@ -139,8 +139,9 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
 
 
 def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
-    """Return float32 [total, num_heads, v_head_dim], and store the step's keys and values in the example's
-    pool.
+    """Return float32 [total, num_heads, v_head_dim].
+
+    The step's keys and values are stored in the example's pool.
     """
     layers = PagedLayers((example.pool,), (in_place,), {_LAYER: LayerPlace(example.reach, _LAYER)})
     output, _ = paged_attention(
@@ -158,7 +159,6 @@ def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
 
 
 def _attend_plainly(example: _Example) -> Tensor:
-    """Return the same as `_attend`, once that has stored the keys and values; it is computed on the host."""
     outputs: list[Tensor] = []
     offset = 0
     for chunk in example.chunks:

@@ -40,8 +40,9 @@ def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
 
 
 def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
-    """Attend with `query` [length, num_heads, head_dim] to `keys` and `values` [num_kv_heads, end - first,
-    ..].
+    """Let a chunk attend to what was copied for it.
+
+    `query` is [length, num_heads, head_dim], `keys` and `values` are [num_kv_heads, end - first, ..].
 
     Returns [length, num_heads, head dimension of the values].
     """
@@ -120,9 +121,7 @@ def _attend_by_scores(
 
 
 def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Return each token's weights of those it sees: the softmax of [num_kv_heads, group, length, num_seen]
-    products.
-    """
+    """Return the softmax of products [num_kv_heads, group, length, num_seen] over what each token sees."""
     if scores.softcap is None:
         capped = products.mul_(scores.scaling)
     else:

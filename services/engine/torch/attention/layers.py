@@ -1,5 +1,4 @@
-"""A table, made once when the runner starts, says which layer keeps its K and V where, and how far back it
-sees.
+"""A table, made once at the start, says which layer keeps K and V where, and how far back it sees.
 
     pools      0 is of full attention, the others of the windowed groups: pool i has the pages of tails[i - 1]
     reach      a pool, and what its tokens see: a step is worked out once for each (step_view.py)
@@ -26,11 +25,8 @@ Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 
 
 class StoredLayers(Protocol):
-    """The model takes this for its cache; attention asks it."""
-
     def take(self) -> tuple[int, bool]:
-        """Tell which layer's K and V the attention that now runs is to read, and whether it stores its own
-        there.
+        """Tell which layer's K and V the running attention is to read, and whether it stores its own there.
 
         It returns (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the
         layer whose K and V the running one shares, False).
@@ -52,8 +48,9 @@ class Reach:
     window: int = 0  # tokens, with itself; 0: all
 
     def first_seen(self, position: Position) -> Position:
-        """Return the first position that a token sees, negative where the window goes back beyond the
-        sequence's start.
+        """Return the first position that a token sees.
+
+        It is negative where the window goes back beyond the sequence's start.
         """
         if self.kind is GroupKind.SLIDING_WINDOW:
             return position - self.window + 1
@@ -70,9 +67,7 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """These are a runner's layers; `in_place` says for each pool how tokens attend, None where they
-    gather.
-    """
+    """`in_place` says for each pool of a runner how tokens attend; with None they gather."""
 
     pools: Sequence[PagedKv]
     in_place: Sequence[InPlace | OnDevice | None]

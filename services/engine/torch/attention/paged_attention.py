@@ -134,8 +134,9 @@ def _attend_to_contexts(
 
 
 def _attend_on_cpu(query: Tensor, view: ReachView, layer: int, scores: Scores) -> Tensor:
-    """Attend with all tokens in place; numpy does it, each of whose calls takes a fourth of what one of
-    torch's does.
+    """Attend with all tokens in place.
+
+    numpy does it, each of whose calls takes a fourth of what one of torch's does.
     """
     queries: Floats = query.float().numpy()[0].transpose(1, 0, 2)
     parts = view.in_place

@@ -45,8 +45,7 @@ def as_numpy(numbers: Tensor) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class ChunkView:
-    """These are tokens [offset, offset + length) of the step, the last ones of a sequence, and what they see
-    of it.
+    """A chunk's tokens are [offset, offset + length) of the step, the last ones of a sequence.
 
     They see positions [first, end), which begin `skip` slots into the first of `pages`. With `in_windows` the
     last of the tokens see no more of the beginning.
@@ -73,9 +72,6 @@ class ChunkView:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return where its tokens begin and end, and what they see: int32 [2] each, as varlen_attn takes
-        them.
-        """
         device = self.pages.device
         rows, seen = (
             torch.tensor([0, n], dtype=torch.int32, device=device) for n in (self.length, self.num_seen)
@@ -119,7 +115,6 @@ class StepView:
     by_reach: dict[Reach, ReachView]
 
     def of_layer(self, layer_idx: int) -> tuple[ReachView, int]:
-        """Return what the step is to a layer, and which of its pool's layers it is."""
         place = self.layers.places[layer_idx]
         return self.by_reach[place.reach], place.index
 
@@ -152,7 +147,6 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 
 
 def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
-    """Return which tokens of the step are stored, and in which slots of which pages."""
     pages: list[int] = []
     slots: list[int] = []
     rows: list[int] = []

@@ -37,9 +37,7 @@ _inner = inner()
 
 
 class Panels(NamedTuple):
-    """The panels hold a weight [num_columns, depth] and what is added to each product, both filled up with
-    zeros.
-    """
+    """The panels hold a weight [num_columns, depth] and a bias, both filled up with zeros."""
 
     numbers: Floats  # [num_panels, depth, columns of a panel], flat
     bias: Floats  # [num_panels * columns of a panel]
@@ -99,7 +97,6 @@ def _multiply(rows: Any, numbers: Any, bias: Any, product: Any, depth: Any) -> N
 
 @_inner
 def _ahead(panel: Any, tile: Any, num_panels: Any, num_tiles: Any, depth: Any) -> Any:
-    """Return what to fetch while a panel is read: its first number, and how far on in each step."""
     here = panel * depth * _COLUMNS
     if num_tiles == 1:  # nothing is read past the last panel, though it is asked for
         return here + _NUMBERS_AHEAD, _COLUMNS
@@ -140,7 +137,6 @@ def _multiply_tile(
     kept: Any,
     ahead: Any,
 ) -> None:
-    """Call multiply_tile for any number of rows up to a tile's."""
     zero = zeros(_LANES)
     if num_rows == 1:
         multiply_tile(1, tiles, tile, depth, numbers, panel, bias, added, product, to, kept, zero, ahead)

@@ -33,9 +33,7 @@ _FEWEST_ROWS = 4
 
 
 class PanelLinear(nn.Module):
-    """This computes what the float32 nn.Linear does that it is made of, and keeps no weight in the usual
-    order.
-    """
+    """This computes what a float32 nn.Linear does, and keeps no weight in the usual order."""
 
     def __init__(self, linear: nn.Linear, weights: SharedWeights | None = None) -> None:
         super().__init__()
@@ -52,8 +50,6 @@ class PanelLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """This keeps the weight in oneDNN's order, and takes bfloat16, too."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         extra = -linear.out_features % _COLUMN_STEP

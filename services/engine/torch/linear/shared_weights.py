@@ -54,7 +54,6 @@ class SharedWeights:
             self._give_up(error)
 
     def shared(self, content: Bytes) -> Bytes:
-        """Return the same bytes, from a file if that can be."""
         if not self._usable or not content.size:
             return content
         path = self._folder / f"{xxhash.xxh3_128(content.data).hexdigest()}-{content.size}"

@@ -1,3 +1,1 @@
-"""Model definitions of transformers run over pages and slots here: probed, wrapped, checked, and none by its
-name.
-"""
+"""Model definitions of transformers run over pages and slots here; none is known by its name."""

@@ -76,8 +76,6 @@ class EvenFunctions(TorchFunctionMode):
 
 
 class _Names:
-    """This stands for a module in which some names mean something else."""
-
     def __init__(self, module: ModuleType, **own: Any) -> None:
         self.__dict__.update(own)
         self._module = module
@@ -101,7 +99,6 @@ _EVEN_FUNCTIONS: dict[Any, Activation] = {
 
 
 def even_names(function: FunctionType) -> dict[str, Any]:
-    """Return the names by which the function calls torch, so that its activations are even."""
     plain = inspect.unwrap(function)
     names = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
     return {name: _EVEN[id(value)] for name, value in names.items() if id(value) in _EVEN}

@@ -24,8 +24,9 @@ class RecurrentStates:
 
     @property
     def numbers(self) -> NDArray[np.float32] | None:
-        """Return all of the memory in which they lie, for a kernel; None if it is not float32 in the host's
-        memory.
+        """Return the memory in which they lie, for a kernel.
+
+        It is None if it is not float32 in the host's memory.
         """
         states = self.of_slots
         if states.dtype != torch.float32 or states.device.type != "cpu":
@@ -46,8 +47,9 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class ConvStates:
-    """A convolution's states are its last inputs [num_slots, channels, size]; so the inputs of drafts tell
-    all states.
+    """A convolution's states are its last inputs [num_slots, channels, size].
+
+    So the inputs of drafts tell all states.
     """
 
     of_slots: Tensor
@@ -55,8 +57,9 @@ class ConvStates:
     waiting: list[Take]
 
     def before(self, inputs: Tensor) -> Tensor:
-        """Return what is before each token, [num_tokens, channels, size]; `inputs` are [num_tokens, channels,
-        1].
+        """Return what is before each token, [num_tokens, channels, size].
+
+        `inputs` are [num_tokens, channels, 1].
         """
         states = self.of_slots[self.runs.slots]
         run, place = self.runs.of_tokens

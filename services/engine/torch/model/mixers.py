@@ -89,7 +89,6 @@ class _Call:
         return mixed
 
     def _of_tokens(self, name: StateName, runs: TokenRuns) -> Any:
-        """Return what the mixer is given: all states, or what it hands through."""
         of_slots, is_conv = self.pool.of_state[name], name[1] == "conv"
         if self.in_place is None or (is_conv and runs.are_plain):
             return of_slots[runs.slots]
@@ -168,8 +167,9 @@ def place_rows(
 
 
 def _parts(end: int, chunk: Chunk, scan_tokens: int | None) -> Iterator[tuple[range, Chunk, bool]]:
-    """Yield the chunk's rows, of which `end` follows the last, in order, and whether they are computed one by
-    one.
+    """Yield the chunk's rows in order, and whether they are computed one by one.
+
+    `end` follows the last row.
 
     A last token that is left over is; its state is there by then, for scans come first. So a first one that
     stands alone before a border is scanned with what follows it.

@@ -28,8 +28,9 @@ from services.kv.carried.borders import scan_tokens
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step's `logits` are [num_rows, vocab_size]; the rest makes others, and lets states take in what was
-    chosen.
+    """A step's `logits` are [num_rows, vocab_size].
+
+    The rest makes others, and lets states take in what was chosen.
     """
 
     logits: Tensor
@@ -51,11 +52,10 @@ class Computed:
 
 
 class PackedModel:
-    """`remembered` says what pools it needs."""
-
     def __init__(self, model: PreTrainedModel, num_threads: int = 1, index_block: int = 64) -> None:
-        """Probe the model, and wrap its recurrent layers. Raises ConfigError and Unavailable as probe
-        does.
+        """Probe the model, and wrap its recurrent layers.
+
+        Raises ConfigError and Unavailable as probe does.
         """
         self.model = model
         # On a GPU nothing promises the same bits, and short scans leave it idle.
@@ -93,8 +93,7 @@ class PackedModel:
     def compute(
         self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, asks_more: bool = False
     ) -> Computed:
-        """Compute a step, store what it keeps, and return the logits after some rows: [len(rows),
-        vocab_size].
+        """Compute a step, store what it keeps, and return the logits [len(rows), vocab_size].
 
         Those of others can be had afterwards if it `asks_more`: a model's layers are then not computed again.
 
@@ -181,5 +180,4 @@ class _Head:
 
 
 def _kept(logits: Tensor, rows: Tensor) -> Tensor:
-    """Return the logits of these rows; some definitions give those of all."""
     return logits if len(logits) == len(rows) else logits[rows]

@@ -49,7 +49,6 @@ class Workers:
         of_slots: Tensor,
         arrays: Sequence[Floats],
     ) -> Tensor:
-        """Return what a recurrence's kernel makes of the tokens; `arrays` are its inputs of all of them."""
         num_items = len(runs.firsts) * of_slots.shape[1]
         item_numbers = of_slots[0, 0].numel() * runs.num_tokens // max(1, len(runs.firsts))
         shares = self.shares(num_items, item_numbers)
@@ -57,7 +56,6 @@ class Workers:
         return torch.from_numpy(kernel(numbers, of_numbers, *arrays, shares=shares, executor=self.executor))
 
     def shares(self, num_items: int, item_numbers: int) -> tuple[range, ...]:
-        """Cut [0, num_items), each of which is so many numbers of a state."""
         count = max(1, min(self._num_threads, num_items * item_numbers // _SHARE_NUMBERS))
         return tuple(
             map(range, *zip(*pairwise(num_items * i // count for i in range(count + 1)), strict=True))
@@ -71,8 +69,7 @@ class Workers:
 def forward_in_place(
     module: nn.Module, workers: Workers, kinds: Collection[StateKind] = _ALL_KINDS
 ) -> Callable[..., Any] | None:
-    """Return the module's forward for single tokens, which takes states of `kinds` as they are handed
-    through.
+    """Return the module's forward for single tokens, to which states of `kinds` are handed through.
 
     None is returned where it is not known what takes those of one kind.
     """
@@ -123,7 +120,6 @@ class _Convolution:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """Compute `hidden_states` [num_tokens, channels, 1]."""
         if isinstance(conv_state, ConvStates):
             conv_state = conv_state.before(hidden_states)
         output: Tensor = self._fallback(hidden_states, conv_state, weight, bias)
@@ -192,8 +188,9 @@ class _DeltaRule:
 
 
 class _Mamba2:
-    """This takes the place of selective_state_update of mamba-ssm, with one decay and one time step a
-    head.
+    """This takes the place of selective_state_update of mamba-ssm.
+
+    There is one decay and one time step a head.
     """
 
     kind: StateKind = "recurrent"

@@ -69,8 +69,9 @@ def mamba2(
     shares: Sequence[range],
     executor: Executor | None = None,
 ) -> Floats:
-    """Return [num_tokens, heads, head_dim]; tokens in no run get nothing. States are [heads, head_dim,
-    d_state].
+    """Return [num_tokens, heads, head_dim]; tokens in no run get nothing.
+
+    States are [heads, head_dim, d_state].
 
     `inputs` [num_tokens, heads, head_dim] are multiplied by their time step, `decay` is [num_tokens, heads],
     `b` and `c` are [num_tokens, groups, d_state]. `shares` are as in delta_rule.
@@ -142,7 +143,6 @@ def _mamba2(
     first: Any,
     end: Any,
 ) -> None:
-    """Item i * heads + h of [first, end) is run i, head h."""
     num_heads, head_dim, d_state = inputs.shape[1], inputs.shape[2], b.shape[2]
     heads_of_group = num_heads // b.shape[1]
     copied = np.empty(head_dim * d_state, np.float32)

@@ -23,8 +23,6 @@ StateName = tuple[int, StateKind, int]  # layer_idx, kind, and which of them: so
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Layers of one shape share a group."""
-
     kind: GroupKind
     window: int  # tokens; 0 with full attention
     num_kv_heads: int  # 1 with a latent
@@ -40,8 +38,6 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A forward pass runs this attention, one of several, in their order."""
-
     layer_idx: int  # the cache knows by it the layer whose K and V it reads
     is_stored: bool  # otherwise another layer has stored them
     shape: AttentionShape
@@ -76,7 +72,6 @@ class Remembered:
 
     @property
     def longest_window(self) -> int:
-        """Return the longest window in tokens; 0 if there is none."""
         return max((call.shape.window for call in self.calls), default=0)
 
 
@@ -96,8 +91,9 @@ def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
 
 
 def whole_group(calls: Sequence[AttentionCall]) -> KvGroup:
-    """Return one group of all layers: what windows keep is kept whole. Raises ConfigError where pages are not
-    alike.
+    """Return one group of all layers: what windows keep is kept whole.
+
+    Raises ConfigError where pages are not alike.
     """
     return _all_as_full(_by_shape(calls))
 

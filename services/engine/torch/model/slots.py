@@ -49,12 +49,10 @@ class SlotPool:
         self._slots[list(slots)] = 0
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy from the first slot of each move to the second, one after the other."""
         for source, target in moves:
             self._slots[target] = self._slots[source]
 
     def close(self) -> None:
-        """Free the memory; there are no slots afterwards."""
         self.of_state = {}
         self._slots = self._slots.new_empty(0, self.slot_bytes)
         self.read_slots = closed_pool

@@ -29,8 +29,9 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 @dataclass
 class LayerStates:
-    """`cache.layers[i]` has states [batch, ...] by their index, of the sequences that a mixer now
-    computes.
+    """`cache.layers[i]` has states [batch, ...] by their index.
+
+    They are those of the sequences that a mixer now computes.
     """
 
     conv_states: dict[int, Any] = field(default_factory=dict)  # or ConvStates
@@ -80,8 +81,9 @@ class StepCache:
     # Attention asks for these.
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Return what attention gets of a layer; of a latent, that is what is kept of all tokens that the
-        step sees.
+        """Return what attention gets of a layer.
+
+        Of a latent, that is what is kept of all tokens that the step sees.
         """
         self._stored = layer_idx
         assert self.view is not None

@@ -33,7 +33,6 @@ class TokenRuns:
 
     @cached_property
     def are_plain(self) -> bool:
-        """Tell whether there is one token of each sequence."""
         return len(self.firsts) == self.num_tokens and not self.some_wait
 
     @cached_property
@@ -46,8 +45,9 @@ class TokenRuns:
 
     @cached_property
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return of each token its run, and its place in that. It is not for what is kept, where tokens lie
-        between.
+        """Return of each token its run, and its place in that.
+
+        It is not for what is kept, where tokens lie between.
         """
         runs = np.repeat(np.arange(len(self.counts)), self.counts)
         places = np.arange(len(runs)) - np.repeat(self.firsts, self.counts)
@@ -62,9 +62,7 @@ class TokenRuns:
         return self._ids(np.flatnonzero(self.waits))
 
     def rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield of each run its first token, then of those that have one the second: the runs, and the
-        tokens.
-        """
+        """Yield the runs and their first tokens, then those that have a second one with it, and so on."""
         for nth in range(self.counts.max(initial=0)):
             runs = np.flatnonzero(self.counts > nth)
             yield self._ids(runs), self._ids(self.firsts[runs] + nth)
@@ -80,7 +78,6 @@ class TokenRuns:
         )
 
     def of_numbers(self, of_slots: Tensor) -> Runs:
-        """Make runs for a kernel over the numbers in which states [num_slots, ..] lie."""
         starts = self.slots.numpy() * of_slots.stride(0) + of_slots.storage_offset()
         return Runs(starts, self.firsts, self.firsts + self.counts, self.waits)
 

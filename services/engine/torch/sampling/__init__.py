@@ -1,3 +1,1 @@
-"""Tokens come of logits here: constraints and biases are laid on, a token is chosen, and what is asked of it
-is told.
-"""
+"""Tokens are chosen from logits here, under constraints and biases, and what is asked of them is told."""

@@ -86,8 +86,9 @@ def _ids(ids: Iterable[int], count: int) -> _Ids:
 
 
 def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
-    """Return where these are in all of `logits`, on its device. Raises IndexError for an id that no row
-    has.
+    """Return where these are in all of `logits`, on its device.
+
+    Raises IndexError for an id that no row has.
     """
     vocab_size = logits.shape[1]
     ids = np.concatenate([ids for _, ids in per_row])

@@ -1,6 +1,4 @@
-"""The few highest of rows of values are found, and their ids: only what may be among them comes to the
-host.
-"""
+"""The few highest of rows of values are found: only what may be among them comes to the host."""
 
 from collections.abc import Sequence
 from itertools import pairwise

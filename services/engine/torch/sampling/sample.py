@@ -73,8 +73,9 @@ def _sample_block(
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a stream for each
-    seed.
+    """Return a number in [0, 1), of a stream for each seed.
+
+    It is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     return (_mix(_mix(seed) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
 
@@ -133,14 +134,14 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _sums(weights: Tensor) -> Tensor:
-    """Return [num_rows, 1], added in the order of the ids, unlike by `sum`, whatever rows and threads there
-    are.
+    """Return the sums, [num_rows, 1].
+
+    They are added in the order of the ids, unlike by `sum`, whatever rows and threads there are.
     """
     return weights.cumsum(1)[:, -1:]
 
 
 def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
-    """Draw for each of `rows` from what temperature, top_k, top_p and min_p leave."""
     ways: dict[_Draw, list[int]] = {}
     for row in rows:
         ways.setdefault(_way_to_draw(chunks[row].sampling), []).append(row)
@@ -158,7 +159,6 @@ def _way_to_draw(params: SamplingParams) -> _Draw:
 
 
 def _weights(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Return weights of which the highest is 1."""
     temperatures = _column([chunk.sampling.temperature for chunk in chunks], logits)
     return (logits - peaks).div_(temperatures).exp_()
 
@@ -214,8 +214,9 @@ def _uniform(chunk: Chunk) -> float:
 
 
 def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
-    """Tell which are the fewest highest weights that hold `wanted`, at least one; the first ones among
-    equals.
+    """Tell which are the fewest highest weights that hold `wanted`, at least one.
+
+    Among equals the first ones are taken.
 
     All of them are where they hold less. The least one is found as by quickselect: only a few are sorted.
     """

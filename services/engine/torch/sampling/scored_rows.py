@@ -41,8 +41,9 @@ def tell_scores(chunks: Sequence[Chunk], logits_of: LogitsOf, vocab_size: int) -
 
 
 def told_by(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Score the token that follows each row of `logits` ([len(token_ids), vocab_size], any dtype and
-    device).
+    """Score the token that follows each row of `logits`.
+
+    These are [len(token_ids), vocab_size], of any dtype and device.
     """
     num_rows = max(1, _CPU_BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     blocks = [
@@ -70,8 +71,9 @@ def _of_block(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptL
 
 
 def _top(logits: Tensor, log_sums: Sequence[float], num_top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most probable ids and their log-probabilities, [num_rows, num_top]; NaN where there are
-    fewer.
+    """Return the most probable ids and their log-probabilities, [num_rows, num_top].
+
+    There is NaN where there are fewer.
     """
     ids = np.zeros((len(logits), num_top), "<u4")
     logprobs = np.full((len(logits), num_top), math.nan, "<f4")

@@ -18,8 +18,9 @@ from services.grammar.masks import MaskCounts, MaskMaker, Masks
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """The rows of a step's logits may become what these allow; those that are not in `rows` may become
-    anything.
+    """These say what the rows of a step's logits may become.
+
+    Rows that are not in `rows` may become anything.
     """
 
     masks: Masks | None = None
@@ -29,8 +30,9 @@ class RowMasks:
         return self.masks is None or row not in self.rows or self.masks.allows(self.rows[row], token_id)
 
     def applied(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return `values` of these rows, -inf where they are not allowed; they themselves stay as they
-        are.
+        """Return `values` of these rows, -inf where they are not allowed.
+
+        The values themselves stay as they are.
         """
         own = [index for index, row in enumerate(rows) if row in self.rows]
         if not own:
@@ -74,7 +76,6 @@ class StepMasks:
         return self._maker.counts
 
     def begin(self, chunks: Sequence[Chunk]) -> MasksToCome | None:
-        """Begin to make the masks, or return None where no chunk samples under a constraint."""
         asked = masks_asked(chunks)
         if not asked:
             return None

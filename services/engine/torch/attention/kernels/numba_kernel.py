@@ -74,8 +74,9 @@ class PagePieces(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A span is tokens of a sequence, one after the other: query i sees [firsts[i], ends[i]) of the slots of
-    `pages`.
+    """A span is tokens of a sequence, one after the other.
+
+    Query i sees [firsts[i], ends[i]) of the slots of `pages`.
 
     Slots are counted through all pages. `firsts` and `ends` ascend.
     """
@@ -220,8 +221,7 @@ def _scratch(shape: Any) -> Any:
 
 @_inner
 def _attend_some(rows: Any, table: Any, of_step: Any) -> None:
-    """Attend with `rows`, which are (readers, at, kv_head, first_row, num_rows), at most _MAX_LANES of them:
-    see _row_of.
+    """Attend with at most _MAX_LANES `rows`, (readers, at, kv_head, first_row, num_rows): see _row_of.
 
     `table` is (pages, firsts, ends, (start, end), (seen_firsts, seen_ends)): slots [firsts[j], ends[j]) of
     pages[j] for each j from start to end, of which each reader sees what a Span's does, or all if these are
@@ -235,7 +235,6 @@ def _attend_some(rows: Any, table: Any, of_step: Any) -> None:
 
 @_inner
 def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
-    """Go on with the softmax of as many rows as `zero` has lanes, or fewer."""
     query, numbers, shape, layer, (scaling, softcap), scratch, softmax = of_step
     pages, firsts, ends, bounds, seen = table
     kv_head, num_rows = rows[2], rows[4]
@@ -313,9 +312,7 @@ def _row_of(rows: Any, lane: Any, group: Any) -> Any:
 def _hide(
     rows: Any, group: Any, seen: Any, slots: Any, scratch: Any, scores: Any, width: Any, value: Any
 ) -> Any:
-    """Put `value` for the scores of `slots` (first, count) that a row's token does not see, and say if there
-    are any.
-    """
+    """Put `value` for scores of `slots` (first, count) that a row's token does not see, and say if any."""
     (seen_firsts, seen_ends), (first, num_slots), is_hiding = seen, slots, False
     if len(seen_firsts) == 0:
         return False
@@ -364,8 +361,9 @@ def _multiply(
     kept: Any,
     ahead: Any,
 ) -> None:
-    """Call multiply_rows for any number of rows; `shape` is the matrix's. It fetches as many numbers as it
-    reads.
+    """Call multiply_rows for any number of rows; `shape` is the matrix's.
+
+    It fetches as many numbers as it reads.
     """
     num_rows, num_columns = shape
     i = 0

@@ -1,5 +1,4 @@
-"""PagePieces (pieces.py) are cut into parts, each of which one program of a device computes, and which
-queries join.
+"""PagePieces (pieces.py) are cut into parts, each for one program of a device; queries join them.
 
     piece   pages x their readers            who reads what
     part    some of the pages x some of the readers, for one KV head at a time
@@ -119,9 +118,7 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
 
 
 def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
-    """Cut about `num_programs` parts for all KV heads together, or fewer where that would make them too
-    small.
-    """
+    """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small."""
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)

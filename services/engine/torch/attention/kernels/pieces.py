@@ -27,7 +27,6 @@ class Read:
 
 
 def pieces_of(reads: Sequence[Read], page_size: int) -> PagePieces:
-    """Query i reads reads[i]."""
     if len(reads) == 1:
         return _alone(reads[0], page_size)
     pages, places, firsts, ends, queries = _page_reads(reads, page_size)
@@ -80,9 +79,6 @@ def _page_reads(reads: Sequence[Read], page_size: int) -> tuple[Ids, Ids, Ids, I
 
 
 def _are_first_of_a_piece(readers: Ids, starts: Ids, places: Ids) -> NDArray[np.bool]:
-    """Tell whether a page does not go on with the piece of the one before; it has readers from starts[i]
-    on.
-    """
     counts = np.diff(starts)
     of_next = np.arange(len(readers)) + np.repeat(counts, counts)
     are_equal = readers == readers[np.minimum(of_next, len(readers) - 1)]

@@ -26,8 +26,9 @@ class CheckedRow:
 
 @dataclass
 class Findings:
-    """They tell how far packed steps are off: the largest median of the rows that follow a border of
-    chunks.
+    """They tell how far packed steps are off.
+
+    That is the largest median of the rows that follow a border of chunks.
     """
 
     half_tolerance: float | None  # None: in float32
@@ -69,8 +70,9 @@ class Findings:
 
 
 def _medians(rows: Sequence[CheckedRow]) -> Iterator[tuple[CheckedRow, float]]:
-    """Yield the median of the rows from each border on; too few tell nothing: one of them may have met a
-    tie.
+    """Yield the median of the rows from each border on.
+
+    Too few rows tell nothing: one of them may have met a tie.
     """
     for i, row in enumerate(rows):
         following = [other.error for other in rows[i : i + ROWS]]

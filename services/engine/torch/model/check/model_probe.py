@@ -57,7 +57,6 @@ def probe(model: PreTrainedModel) -> Remembered:
 
 @contextmanager
 def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Let the model's attention be another of transformers' AttentionInterface while it lasts."""
     own = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -76,8 +75,6 @@ class _KeptTensors:
 
 @dataclass
 class _Probe:
-    """The model takes this for its cache, and its attention tells it what it does."""
-
     config: PreTrainedConfig
     device: torch.device
     is_compileable = False
@@ -142,7 +139,6 @@ class _Probe:
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return zeros, as StepCache does for the first tokens of a sequence."""
         return torch.zeros(len(_TOKENS), dtype=torch.int64, device=self.device)
 
     get_query_offset = get_seq_length
@@ -171,8 +167,9 @@ class _Probe:
             raise ConfigError(f"a layer reads K and V of layer {kept.layer_idx}, and not as that does")
 
     def _reach(self, layer_idx: int, sliding_window: int | None) -> tuple[GroupKind, int]:
-        """Return how far back a layer sees. Chunks are told to no attention function, they are in the
-        mask.
+        """Return how far back a layer sees.
+
+        Chunks are told to no attention function, they are in the mask.
         """
         layer_types = getattr(self.config, "layer_types", None) or ()
         named = layer_types[layer_idx] if 0 <= layer_idx < len(layer_types) else None
@@ -224,9 +221,7 @@ class _Probe:
 
 
 class _NoStates:
-    """This is `cache.layers` of a cache without previous states: mixers ask if it records, and nothing
-    else.
-    """
+    """This is `cache.layers` of a cache without previous states; mixers ask only if it records."""
 
     record_past = False
 
@@ -235,7 +230,6 @@ class _NoStates:
 
 
 def _kept_dims(kept: _KeptTensors, key: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """Return KV heads, head_dim, v_head_dim of what is kept; `key` and `value` are what is attended to."""
     heads, head_dim, v_head_dim = kept.key.shape[1], kept.key.shape[3], kept.value.shape[3]
     if key is kept.key and value is kept.value:
         if kept.value.shape[1] != heads:

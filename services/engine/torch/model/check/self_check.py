@@ -1,5 +1,4 @@
-"""Packed steps must compute what a model's own definition does in one plain pass; that is tried before it
-serves.
+"""Packed steps must compute what a definition does in one plain pass; it is tried before a model serves.
 
     plain     each sequence in one pass, with transformers' own attention and no cache
     packed    the same in chunks and single tokens, several sequences a step (trial.py); one is resumed from a
@@ -217,7 +216,6 @@ class _Check:
 
     @contextmanager
     def _lose(self, lost: str | None, sequence: _Sequence) -> Iterator[None]:
-        """Let the pages be other than they were while it lasts."""
         slots, border = self._pools.slots, sequence.cut.start
         if lost == _STATE and slots is not None:
             slots.zero([sequence.slot])
@@ -235,9 +233,6 @@ class _Check:
         page.copy_(before)
 
     def _step(self, parts: Sequence[tuple[_Sequence, range]]) -> list[list[float]]:
-        """Compute the parts' positions, and return how far the logits after the first ones of each are
-        off.
-        """
         chunks = [self._chunk(sequence, positions) for sequence, positions in parts]
         rows: list[int] = []
         end = 0
@@ -294,7 +289,6 @@ def _fit_in_float32(half: Sequence[Tensor], device: torch.device) -> bool:
 
 @contextmanager
 def _widened(half: Sequence[Tensor]) -> Iterator[None]:
-    """Let the tensors be in float32 while it lasts; it loses nothing."""
     dtypes = [tensor.dtype for tensor in half]
     try:
         for tensor in half:

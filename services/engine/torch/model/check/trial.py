@@ -20,8 +20,9 @@ _AFTER_A_WINDOW = 40
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sequence is cut by the lengths of its chunks; they are computed in steps first_step, first_step + 1,
-    ...
+    """A sequence is cut by the lengths of its chunks.
+
+    They are computed in steps first_step, first_step + 1, ...
     """
 
     lengths: tuple[int, ...]
@@ -59,8 +60,9 @@ class Trial:
 
 
 def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
-    """Plan for the longest `window`; where that is longer than `most_tokens`, which takes time, a falls
-    short.
+    """Plan for the longest `window`.
+
+    Where that is longer than `most_tokens`, which takes time, a falls short.
     """
     border = -(-_LEAST_BORDER // page_size) * page_size
     before, after = (33, 5, border - 45, 7), (65, 4)
