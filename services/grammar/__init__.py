@@ -1,1 +1,1 @@
-"""This room turns constraints on an answer's text into masks over tokens; it is the door to llguidance."""
+"""This package turns constraints on an answer's text into masks over tokens; it is the door to llguidance."""

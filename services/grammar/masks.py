@@ -76,7 +76,7 @@ class MaskMaker:
 
     @property
     def _executor(self) -> LLExecutor:
-        if self._threads is None:  # most models are never asked for masks
+        if self._threads is None:  # most models never get a request for masks
             self._threads = LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         return self._threads
 

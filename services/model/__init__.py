@@ -1,1 +1,1 @@
-"""This room reads what a checkpoint's config.json says of its context, its weights and its KV. It is pure."""
+"""A checkpoint's config.json says its context, its weights and its KV; this package reads it, and is pure."""

@@ -271,7 +271,7 @@ def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
 def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Log `weights_loading done=120 of=290` every two seconds while transformers loads a model's weights.
 
-    One model at a time can be told of: the hook is the process's.
+    One model at a time can be reported: the hook is the process's.
     """
     before = set_tqdm_hook(
         lambda make, arguments, fields: _told(make(*arguments, **fields), arguments, clock)

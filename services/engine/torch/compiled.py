@@ -55,9 +55,9 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
 
 
 class CompileTurn:
-    """One process at a time has the turn to compile, as far as the disk can tell.
+    """One process at a time has the lock to compile, as far as the disk can tell.
 
-    The turn ends with the process.
+    The lock ends with the process.
     """
 
     def __init__(self, path: Path, patience_s: float = _PATIENCE_S) -> None:
@@ -66,7 +66,7 @@ class CompileTurn:
         self._file: IO[bytes] | None = None
 
     def take(self) -> bool:
-        """Wait for the turn, and return whether another process had it meanwhile.
+        """Wait for the lock, and return whether another process had it meanwhile.
 
         A process that has it for too long is not waited for any more.
         """
@@ -105,9 +105,9 @@ class _Kept(FunctionCache):
         self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was kept, or None where it is our turn to compile it.
+        """Return what was kept, or None where we hold the lock and compile it.
 
-        The turn ends when the code is saved.
+        The lock ends when the code is saved.
         """
         found = self._load(sig, target_context)
         if found is None and self._turn.take():

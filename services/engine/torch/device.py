@@ -74,12 +74,12 @@ def finish_step(device: torch.device) -> None:
 def abandon_step(device: torch.device, error: BaseException) -> None:
     """Return when nothing that a step has launched runs any more; the step failed with `error`.
 
-    Its pages are lent to others next, and no stream orders what a NIC writes there after what a kernel of
-    this step still might.
+    Its pages are allocated to others next, and no stream orders what a NIC writes there after what a kernel
+    of this step still might.
     """
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as also:  # the context is broken: `error` is what is to be told
+    except RuntimeError as also:  # the context is broken: `error` is what is to be reported
         error.add_note(f"{device} could not be waited for: {also}")

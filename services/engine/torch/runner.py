@@ -139,7 +139,7 @@ class TorchRunner:
         if self._pools.slots is None:
             raise ProtocolError(f"{self.layout} has no recurrent state")
         self._pools.slots.copy(moves)
-        finish_step(self._device)  # a slot may be lent to a transfer next, which no stream orders
+        finish_step(self._device)  # a slot may be allocated to a transfer next, which no stream orders
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         if self._draft is not None and group == len(self._pools.layout.groups):

@@ -38,7 +38,7 @@ class Computed:
     _head: "_Head | None" = None
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits after other rows, where `compute` was told that they will be asked for."""
+        """Return the logits after other rows, where `compute` knew that they will be requested."""
         assert self._head is not None, "nothing was kept to compute them from"
         return self._head.logits_of(rows)
 

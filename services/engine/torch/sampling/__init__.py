@@ -1,1 +1,1 @@
-"""Tokens are chosen from logits here, under constraints and biases, and what is asked of them is told."""
+"""Tokens are chosen from logits here, under constraints and biases, and scored where that is requested."""
