@@ -9,8 +9,6 @@ from services.values.step_histogram import NO_STEPS, StepHistogram
 
 @dataclass(frozen=True, slots=True)
 class CarriedPool:
-    """A group beside full attention has a pool of windows' pages, or of states."""
-
     group: int  # It is the group's place in the layout.
     kind: str  # It is a GroupKind's value.
     total: int  # It is in units.

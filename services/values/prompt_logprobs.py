@@ -59,7 +59,6 @@ class PromptLogprobs:
         )
 
     def tokens(self) -> Iterator[ScoredToken]:
-        """Yield the tokens one by one, for there may be many."""
         others = zip(_unpacked("I", self.top_ids), _unpacked("f", self.top_logprobs), strict=True)
         for logprob, rank in zip(_unpacked("f", self.logprobs), _unpacked("I", self.ranks), strict=True):
             top = islice(others, self.num_top)

@@ -207,8 +207,6 @@ class GenerationRequest:
 
     @property
     def scored(self) -> range:
-        """Return the positions of the prompt's tokens whose log-probabilities are requested. Raises as
-        `scored_of`."""
         return scored_of(self.sampling, len(self.prompt_ids))
 
     @property

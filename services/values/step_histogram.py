@@ -20,7 +20,6 @@ class StepHistogram:
     sum_s: float = 0.0
 
     def with_steps(self, took_s: float, steps: int = 1) -> "StepHistogram":
-        """Return the histogram with that many more steps, of `took_s` seconds each."""
         at = bisect_left(EDGES_S, took_s)
         counts = (*self.counts[:at], self.counts[at] + steps, *self.counts[at + 1 :])
         return StepHistogram(counts, self.sum_s + steps * took_s)

@@ -16,8 +16,6 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A server-sent event has data, which is JSON where it is no text, and may have a name."""
-
     data: Json | str
     name: str = ""
 

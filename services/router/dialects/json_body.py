@@ -56,7 +56,6 @@ class Body:
         return self._fields.get(name)
 
     def name_of(self, name: str) -> str:
-        """Return the name by which the client finds the member in its body."""
         return self._prefix + name
 
     def wrong(self, name: str, problem: str) -> InvalidParameter:
@@ -70,7 +69,6 @@ class Body:
         return value or {}
 
     def inner(self, name: str) -> "Body":
-        """Return the object as a body of its own. The members of an absent one are absent."""
         return Body(self.object(name), f"{self.name_of(name)}.")
 
     def items(self, name: str) -> "list[Any]":

@@ -66,8 +66,6 @@ def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
 
 @dataclass(slots=True)
 class ToldTokens:
-    """These tokens of a prompt, or of an answer so far, are reported."""
-
     tokens: list[_Told] = field(default_factory=list)
     top: list[list[_Told] | None] = field(default_factory=list)
 
@@ -92,7 +90,6 @@ class Words:
         return finite(token.logprob), token.token_id, self.text(token.token_id)
 
     def add_prompt(self, told: ToldTokens, response: GenerateResponse) -> None:
-        """Add what a response reports of its prompt, which only the first ones do."""
         logprobs = list(response.prompt_logprobs)
         if response.prompt_token_ids and self.asked.start is not None:
             told.add_unknown(response.prompt_token_ids[self.asked.start], self)
@@ -198,7 +195,6 @@ def _check_n(params: Body, request: GenerateRequest) -> None:
 def _put_sampling(
     params: Body, defaults: SamplingDefaults, logprobs: LogprobOptions | None, request: GenerateRequest
 ) -> NamedConstraint | None:
-    """Put in the sampling, and return its constraint as the body calls it, or None."""
     request.sampling.CopyFrom(_read_sampling(params, defaults))
     ask(logprobs, request.sampling)
     if (named := read_constraint(params)) is not None:
@@ -315,7 +311,6 @@ class _SoFar:
 
 
 def _finished(finish: Finish) -> Json:
-    """Return what is known at the end alone, the prompt's length among it."""
     return {
         "finish_reason": _reason(finish),
         "completion_tokens": finish.usage.completion_tokens,

@@ -52,7 +52,6 @@ class HttpTls(ssl.SSLContext):
 
 
 def _contexts(tls: TlsConfig) -> Callable[[], ssl.SSLContext]:
-    """Return a function that returns the context for the files as they are."""
     held: tuple[Pem, ssl.SSLContext] | None = None
 
     def current() -> ssl.SSLContext:
@@ -96,11 +95,9 @@ class HttpMetrics:
             self._calls.labels(api)
 
     def asked(self, api: str) -> None:
-        """Count a call of `api`, one of APIS."""
         self._calls.labels(api).inc()
 
     def ended(self, reason: str) -> None:
-        """Count a connection that ended for `reason`, one of ENDS."""
         self._ended_connections.labels(reason).inc()
 
 

@@ -25,7 +25,6 @@ _LINE_SEPARATORS = "\x85\u2028\u2029"
 
 
 def sse(event: Event) -> bytes:
-    """Return the event as it goes over the wire (WHATWG HTML, 9.2)."""
     text = event.data
     if not isinstance(text, str):
         text = json_text(text)

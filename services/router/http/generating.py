@@ -86,7 +86,6 @@ async def whole(
 async def events(
     answer: Answer, responses: AsyncGenerator[GenerateResponse, None], num_answers: int = 1
 ) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events, and close `responses`, which are of so many answers."""
     num_finished = 0
     async with aclosing(responses):
         async for response in responses:

@@ -77,7 +77,6 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
 async def _events(
     responses: AsyncGenerator[WatchClusterResponse, None], pace: Pace
 ) -> AsyncGenerator[bytes, None]:
-    """Yield each response as an event, as fast as `pace` allows. Closes `responses`."""
     async with aclosing(responses):
         async for response in responses:
             while (left_s := pace.left_s) > 0:

@@ -60,7 +60,6 @@ def num_unbound(callers: Collection[Caller]) -> int:
 
 
 def digest(key: str) -> bytes:
-    """Return the key's digest, which has one length whatever the key's is."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -105,7 +104,6 @@ class ApiKeys:
         return self._callers[fitting[0]]
 
     def is_good(self, authorization: str | None, caller: Caller) -> bool:
-        """Return whether it is let in as that caller, as it was once."""
         try:
             return self.check(authorization) == caller
         except Unauthenticated:

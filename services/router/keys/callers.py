@@ -32,7 +32,6 @@ _IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda:
 
 
 def current() -> Caller:
-    """Return the caller of the call that is being served."""
     return _CALLER.get()
 
 

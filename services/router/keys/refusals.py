@@ -24,7 +24,6 @@ class KeyRefusals:
         count: Callable[[str, str], None] = lambda front, reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`count` receives the front and the reason of each."""
         self._count = count
         self._clock = clock
         self._logged_s: float | None = None  # It is when one was logged last.

@@ -230,7 +230,6 @@ class Watch:
             watcher.woken.set()
 
     async def _due(self, watcher: _Watcher) -> None:
-        """Return when the next response is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(watcher.asked.interval_s):
                 await watcher.woken.wait()

@@ -21,7 +21,6 @@ class Pace:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn for what is done without an await."""
         began_s = self._clock()
         try:
             yield

@@ -22,7 +22,6 @@ class WatchOptions:
 
 
 def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Caller) -> WatchOptions:
-    """Read the options. Raises InvalidRequest, which names the field, and Forbidden."""
     interval_s = request.interval_s or _USUAL_INTERVAL_S
     if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either.
         raise InvalidRequest(

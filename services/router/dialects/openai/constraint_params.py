@@ -15,8 +15,6 @@ from services.wire.isthmus.v1.common_pb2 import Choice, Constraint
 
 @dataclass(frozen=True, slots=True)
 class NamedConstraint:
-    """The body calls the constraint by the name `param`."""
-
     param: str
     constraint: Constraint
 

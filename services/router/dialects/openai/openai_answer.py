@@ -84,7 +84,6 @@ class OpenAiAnswer:
         envelope: Envelope,
         words: tuple[TokenText, TokenBytes],
     ) -> None:
-        """There is one of `formats` for each choice."""
         self.request = call.request
         self._call = call
         self._formats = formats
@@ -171,14 +170,12 @@ class OpenAiAnswer:
             self._prompts[response.index // self._call.answers_each] = list(response.prompt_token_ids)
 
     def _with_prompts(self, choices: list[Json]) -> list[Json]:
-        """Return the choices; a completion's have the ids of their prompts."""
         if self._prompts and self._formats[0].has_prompts:
             for choice in choices:
                 choice["prompt_token_ids"] = self._prompts[choice["index"] // self._call.answers_each]
         return choices
 
     def _of_prompt(self, index: int) -> Json:
-        """Return the prompt's ids where a chat reports them beside its choices."""
         if not self._prompts or self._formats[0].has_prompts:
             return {}
         return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}

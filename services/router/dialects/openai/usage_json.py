@@ -28,7 +28,6 @@ def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> 
 
 
 def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:
-    """Return `isthmus_json` of the first answer; where there are several, `answers` has that of each."""
     told = [isthmus_json(finish) for finish in finishes]
     return told[0] if len(told) == 1 else {**told[0], "answers": told}
 

@@ -132,7 +132,6 @@ def _text(part: Body) -> str:
 
 
 def turn_of(parts: Iterable[Part], answer_id: str) -> ChatMessage:
-    """Return what the model said, for the next response of the conversation."""
     turn = ChatMessage(role="assistant", answer_id=answer_id)
     for part in parts:
         match part.kind:

@@ -44,7 +44,6 @@ _TEXTS = {
 
 class ItemEvents:
     def __init__(self, stem: str) -> None:
-        """The items' ids begin with `stem`."""
         self._stem = stem
 
     def of(self, step: Step, status: str, answer_id: str) -> list[Json]:

@@ -49,7 +49,6 @@ class ResponseStore:
         return stored
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Delete the response. Raises NotFound."""
         self.get(tenant, response_id)
         self._stored.pop(tenant, response_id)
 

@@ -139,7 +139,6 @@ class ResponseAnswer:
         }
 
     def _output(self, parts: Sequence[Part], status: str) -> list[Json]:
-        """Return the output's items. Where the answer was cut off, its last item was."""
         last = INCOMPLETE if status == INCOMPLETE else COMPLETED
         statuses = [COMPLETED] * (len(parts) - 1) + [last]
         return [
