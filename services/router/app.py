@@ -196,7 +196,7 @@ async def open_router(
             leaves_images_out=config.images == "placeholder",
             max_body_bytes=largest,
             in_flight=in_flight,
-            count=http_metrics.asked,
+            count=http_metrics.count_call,
             metrics=shown,
         )
         http = await stack.enter_async_context(_serve_http(config, front, http_metrics))
@@ -335,7 +335,7 @@ async def _serve_http(config: RouterConfig, app: ASGIApp, metrics: HttpMetrics) 
         # A proxy that pools connections must be the one to close them: who sends on one that we are closing
         # sees a reset.
         timeout_keep_alive=config.http_keep_alive_s,
-        http=partial(BoundedConnection, bounds, metrics.ended),  # type: ignore[arg-type]
+        http=partial(BoundedConnection, bounds, metrics.count_end),  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(config.grace_s),
     )
     if (tls := config.tls()) is not None:

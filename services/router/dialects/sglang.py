@@ -30,7 +30,7 @@ from services.wire.isthmus.v1.common_pb2 import SamplingParams, TokenLogprob, To
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateRequest, GenerateResponse
 
 TokenText = Callable[[int], str]
-_Told = tuple[float | None, int, str | None]
+_Entry = tuple[float | None, int, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,24 @@ def read_logprobs(body: Body) -> LogprobOptions | None:
     )
 
 
-def ask(asked: LogprobOptions | None, sampling: SamplingParams) -> None:
+def request_logprobs(options: LogprobOptions | None, sampling: SamplingParams) -> None:
     """Request one token more of the prompt than is reported, for its id: that holds for a prompt's last
     one."""
-    if asked is None:
+    if options is None:
         return
-    sampling.logprobs = asked.num_top
-    if asked.start is not None:
-        sampling.prompt_logprobs, sampling.prompt_logprobs_start = asked.num_top, asked.start
+    sampling.logprobs = options.num_top
+    if options.start is not None:
+        sampling.prompt_logprobs, sampling.prompt_logprobs_start = options.num_top, options.start
 
 
 @dataclass(slots=True)
-class ToldTokens:
-    tokens: list[_Told] = field(default_factory=list)
-    top: list[list[_Told] | None] = field(default_factory=list)
+class TokenLists:
+    tokens: list[_Entry] = field(default_factory=list)
+    top: list[list[_Entry] | None] = field(default_factory=list)
 
     def add(self, logprobs: Sequence[TokenLogprobs], words: "Words") -> None:
-        self.tokens += [words.told(token.chosen) for token in logprobs]
-        self.top += [[words.told(other) for other in token.top] for token in logprobs]
+        self.tokens += [words.entry(token.chosen) for token in logprobs]
+        self.top += [[words.entry(other) for other in token.top] for token in logprobs]
 
     def add_unknown(self, token_id: int, words: "Words") -> None:
         self.tokens.append((None, token_id, words.text(token_id)))
@@ -81,33 +81,35 @@ class ToldTokens:
 @dataclass(frozen=True, slots=True)
 class Words:
     token_text: TokenText
-    asked: LogprobOptions
+    options: LogprobOptions
 
     def text(self, token_id: int) -> str | None:
-        return self.token_text(token_id) if self.asked.with_text else None
+        return self.token_text(token_id) if self.options.with_text else None
 
-    def told(self, token: TokenLogprob) -> _Told:
+    def entry(self, token: TokenLogprob) -> _Entry:
         return finite(token.logprob), token.token_id, self.text(token.token_id)
 
-    def add_prompt(self, told: ToldTokens, response: GenerateResponse) -> None:
+    def add_prompt(self, reported: TokenLists, response: GenerateResponse) -> None:
         logprobs = list(response.prompt_logprobs)
-        if response.prompt_token_ids and self.asked.start is not None:
-            told.add_unknown(response.prompt_token_ids[self.asked.start], self)
-            logprobs = logprobs if self.asked.start == 0 else logprobs[1:]
-        told.add(logprobs, self)
+        if response.prompt_token_ids and self.options.start is not None:
+            reported.add_unknown(response.prompt_token_ids[self.options.start], self)
+            logprobs = logprobs if self.options.start == 0 else logprobs[1:]
+        reported.add(logprobs, self)
 
-    def meta(self, of_prompt: ToldTokens, of_answer: ToldTokens, most: float = inf) -> Json:
+    def meta(self, of_prompt: TokenLists, of_answer: TokenLists, most: float = inf) -> Json:
         """Return the members of meta_info. Lists of more than so many log-probabilities are left out."""
         lists = {"input": of_prompt, "output": of_answer}
-        short = {name: told for name, told in lists.items() if len(told.tokens) * self._each <= most}
-        meta: Json = {f"{name}_token_logprobs": told.tokens for name, told in short.items()}
-        if self.asked.num_top:
-            meta |= {f"{name}_top_logprobs": told.top for name, told in short.items()}
+        short = {
+            name: reported for name, reported in lists.items() if len(reported.tokens) * self._each <= most
+        }
+        meta: Json = {f"{name}_token_logprobs": reported.tokens for name, reported in short.items()}
+        if self.options.num_top:
+            meta |= {f"{name}_top_logprobs": reported.top for name, reported in short.items()}
         return meta
 
     @property
     def _each(self) -> int:
-        return 1 + self.asked.num_top
+        return 1 + self.options.num_top
 
 
 _REFUSED: Refused = {
@@ -196,7 +198,7 @@ def _put_sampling(
     params: Body, defaults: SamplingDefaults, logprobs: LogprobOptions | None, request: GenerateRequest
 ) -> NamedConstraint | None:
     request.sampling.CopyFrom(_read_sampling(params, defaults))
-    ask(logprobs, request.sampling)
+    request_logprobs(logprobs, request.sampling)
     if (named := read_constraint(params)) is not None:
         request.sampling.constraint.CopyFrom(named.constraint)
     return named
@@ -262,25 +264,25 @@ class GenerateAnswer:
         self.request = call.request
         self._call = call
         words = None if call.logprobs is None else Words(token_text, call.logprobs)
-        prompts = [ToldTokens() for _ in call.requests]
+        prompts = [TokenLists() for _ in call.requests]
         self._so_far = [_SoFar(words, prompt) for prompt in prompts for _ in range(call.answers_each)]
         self._num_finished = 0
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
-        told = [
+        reported = [
             {**so_far.take(answer, most_logprobs=inf), "output_ids": list(answer.token_ids)}
             for so_far, answer in zip(self._so_far, answers, strict=True)
         ]
-        return told if self._call.is_list else told[0]
+        return reported if self._call.is_list else reported[0]
 
     def events(self, response: GenerateResponse) -> list[Event]:
         most_logprobs = inf if response.HasField("finish") else _MOST_LOGPROBS
-        told = self._so_far[response.index].take(response, most_logprobs)
+        reported = self._so_far[response.index].take(response, most_logprobs)
         if self._call.is_list:
-            told["index"] = response.index
+            reported["index"] = response.index
         self._num_finished += response.HasField("finish")
         is_over = self._num_finished == self._call.num_answers
-        return [Event(told), Event("[DONE]")] if is_over else [Event(told)]
+        return [Event(reported), Event("[DONE]")] if is_over else [Event(reported)]
 
     def failure(self, error: Exception) -> list[Event]:
         return [Event(error_json(error, "text"))]
@@ -290,9 +292,9 @@ class _SoFar:
     """Reports one answer so far. `of_prompt` is what is reported of its prompt's tokens, by any of the
     answers to that."""
 
-    def __init__(self, words: Words | None, of_prompt: ToldTokens) -> None:
+    def __init__(self, words: Words | None, of_prompt: TokenLists) -> None:
         self._words = words
-        self._of_prompt, self._of_answer = of_prompt, ToldTokens()
+        self._of_prompt, self._of_answer = of_prompt, TokenLists()
         self._text = ""
         self._num_tokens = 0
 

@@ -94,10 +94,10 @@ class HttpMetrics:
         for api in APIS:
             self._calls.labels(api)
 
-    def asked(self, api: str) -> None:
+    def count_call(self, api: str) -> None:
         self._calls.labels(api).inc()
 
-    def ended(self, reason: str) -> None:
+    def count_end(self, reason: str) -> None:
         self._ended_connections.labels(reason).inc()
 
 
@@ -110,12 +110,12 @@ class HttpBounds:
 
 
 class BoundedConnection(H11Protocol):
-    """`told` receives which of ENDS it was."""
+    """`report` receives which of ENDS it was."""
 
-    def __init__(self, bounds: HttpBounds, told: Callable[[str], None], **uvicorns: Any) -> None:
+    def __init__(self, bounds: HttpBounds, report: Callable[[str], None], **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._bounds = bounds
-        self._told = told
+        self._report = report
         self._is_surplus = False
         self._reading: tuple[str, object] | None = None  # The part that is being read, and of which request.
         self._timer: asyncio.TimerHandle | None = None
@@ -188,7 +188,7 @@ class BoundedConnection(H11Protocol):
         if self.transport.get_write_buffer_size() < num_bytes:
             self._expect_reading()
         else:
-            self._told("unread")
+            self._report("unread")
             self.transport.abort()
 
     def _stop_expecting(self) -> None:
@@ -199,7 +199,7 @@ class BoundedConnection(H11Protocol):
     def _end(self, reason: str, error: IsthmusError) -> None:
         """Close, with an answer where none has begun; the app hears that the client left."""
         if reason:
-            self._told(reason)
+            self._report(reason)
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -220,7 +220,7 @@ class BoundedConnection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._told("full")
+        self._report("full")
         answer = await answer_error(Request(scope), _full())
         answer.headers["connection"] = "close"
         await answer(scope, receive, send)

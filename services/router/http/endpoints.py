@@ -179,7 +179,7 @@ class About:
         names = {"served_model_name": name, "model_path": self._told_path(name)}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
 
-    def _told_path(self, name: str) -> str:
+    def _shown_path(self, name: str) -> str:
         return self._model_path if callers.current().is_operator else name
 
     async def flush_cache(self, request: Request) -> Response:

@@ -144,8 +144,8 @@ class Generating(Generic[CallT]):
                 failure=lambda error: map(sse, answer.failure(error)),
                 ping=sse(answer.ping) if answer.ping is not None else COMMENT,
             )
-        told_whole = whole(answer, responses, call.num_answers, call.answers_each)
-        return JSONResponse(await until_disconnect(request.receive, told_whole))
+        answered = whole(answer, responses, call.num_answers, call.answers_each)
+        return JSONResponse(await until_disconnect(request.receive, answered))
 
     def _responses(
         self, call: CallT, first: GenerateRequest, timeout_s: float | None

@@ -118,13 +118,13 @@ _Ranks = Mapping[RankName, Shown]
 @dataclass(frozen=True, slots=True)
 class _Picture:
     taken_s: float
-    told: generation_pb2.ListRanksResponse
+    listed: generation_pb2.ListRanksResponse
     ranks: _Ranks
 
 
 class _Watcher:
-    def __init__(self, asked: WatchOptions) -> None:
-        self.asked = asked
+    def __init__(self, options: WatchOptions) -> None:
+        self.options = options
         self.finished: Ring[generation_pb2.FinishedRequest] = Ring(_KEPT)
         self.woken = asyncio.Event()  # A request has finished, or all is over.
         self.ranks: _Ranks = {}  # They were reported to the watcher so.
@@ -146,7 +146,7 @@ class Watch:
     ) -> None:
         self._model_name = model_name
         self._generator = generator
-        self._tell_ranks = ranks
+        self._list_ranks = ranks
         self._metrics = metrics
         self._max_watchers = max_watchers
         self._clock = clock
@@ -169,11 +169,11 @@ class Watch:
         return _while_good(callers.still_good(), responses)
 
     async def responses(
-        self, asked: WatchOptions
+        self, options: WatchOptions
     ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
         """Yield responses until the generator is closed, or all is. Raises NoCapacity where too many
         watch, and Unavailable."""
-        with self._entered(asked) as watcher:
+        with self._entered(options) as watcher:
             await self._turn()
             yield self._response(watcher)
             is_last = False
@@ -189,13 +189,13 @@ class Watch:
             watcher.woken.set()
 
     @contextlib.contextmanager
-    def _entered(self, asked: WatchOptions) -> Iterator[_Watcher]:
+    def _entered(self, options: WatchOptions) -> Iterator[_Watcher]:
         if self._closed:
             raise Unavailable("this router is stopping")
         if len(self._watchers) >= self._max_watchers:
             self._metrics.refused.inc()
             raise NoCapacity(f"{len(self._watchers)} watch this router already (--max-watchers)")
-        watcher = _Watcher(asked)
+        watcher = _Watcher(options)
         self._watchers.append(watcher)
         self._follow_watchers()
         try:
@@ -222,7 +222,7 @@ class Watch:
             self._model_name,
             duration_s=self._clock() - progress.began_s,
             ended_at_s=self._now(),
-            with_candidates=any(watcher.asked.wants_candidates for watcher in watchers),
+            with_candidates=any(watcher.options.wants_candidates for watcher in watchers),
         )
         for watcher in watchers:
             if not watcher.finished.put(finished):
@@ -231,7 +231,7 @@ class Watch:
 
     async def _due(self, watcher: _Watcher) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(watcher.asked.interval_s):
+            async with asyncio.timeout(watcher.options.interval_s):
                 await watcher.woken.wait()
                 if not self._closed:
                     await asyncio.sleep(_GATHER_S)
@@ -259,16 +259,16 @@ class Watch:
             num_running=len(seen),
             finished=watcher.finished.take(),
             dropped=watcher.finished.dropped,
-            staleness_s=picture.told.staleness_s,
-            degraded=picture.told.degraded,
+            staleness_s=picture.listed.staleness_s,
+            degraded=picture.listed.degraded,
         )
 
     def _ranks_now(self) -> _Picture:
         now, picture = self._clock(), self._picture
         if picture is None or now - picture.taken_s >= _FRESH_S:
-            told = self._tell_ranks()
-            ranks = {(each.rank.worker, each.rank.rank): Shown.of(each) for each in told.ranks}
-            picture = self._picture = _Picture(now, told, ranks)
+            listed = self._list_ranks()
+            ranks = {(each.rank.worker, each.rank.rank): Shown.of(each) for each in listed.ranks}
+            picture = self._picture = _Picture(now, listed, ranks)
         return picture
 
 

@@ -49,7 +49,7 @@ async def test_paths_that_are_served_and_others(subtests: pytest.Subtests) -> No
 
 async def test_calls_are_counted_by_api() -> None:
     registry = CollectorRegistry()
-    async with client(FakeBackend(), count=HttpMetrics(registry).asked) as http:
+    async with client(FakeBackend(), count=HttpMetrics(registry).count_call) as http:
         for path, body in PROMPTS.items():
             assert (await http.post(path, json=body)).status_code == 200
             assert (await http.post(path, json={})).status_code == 400

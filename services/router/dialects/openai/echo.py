@@ -65,10 +65,10 @@ def vllm_prompt_logprobs(
     return [None, *(_by_id([token.chosen, *token.top[:num_top]], token_text) for token in logprobs)]
 
 
-def _by_id(told: Sequence[TokenLogprob], token_text: TokenText) -> Json:
+def _by_id(reported: Sequence[TokenLogprob], token_text: TokenText) -> Json:
     """Return them with the token itself first, and with its rank if that is known."""
     by_id: Json = {}
-    for each in told:
+    for each in reported:
         entry = {
             "logprob": finite(each.logprob),
             "rank": each.rank or None,

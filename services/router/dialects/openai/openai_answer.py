@@ -195,8 +195,9 @@ class OpenAiAnswer:
             "choices": choices,
         }
 
-    def _piece(self, response: GenerateResponse, told: GenerateResponse) -> ChoicePiece:
-        """Return the piece. `told` is the response that reports on its prompt; it may be another answer's."""
+    def _piece(self, response: GenerateResponse, about_prompt: GenerateResponse) -> ChoicePiece:
+        """Return the piece. `about_prompt` is the response that reports on its prompt; it may be another
+        answer's."""
         call = self._call
         piece = ChoicePiece(
             response.text,
@@ -208,13 +209,13 @@ class OpenAiAnswer:
             index=response.index,
         )
         if call.echo.echoes:
-            piece = self._echoing(piece, told)
+            piece = self._echoing(piece, about_prompt)
         if call.echo.num_top is None:
             return piece
-        prompt = vllm_prompt_logprobs(told.prompt_logprobs, call.echo.num_top, self._token_text)
+        prompt = vllm_prompt_logprobs(about_prompt.prompt_logprobs, call.echo.num_top, self._token_text)
         return replace(piece, prompt_logprobs=prompt)
 
-    def _echoing(self, piece: ChoicePiece, told: GenerateResponse) -> ChoicePiece:
+    def _echoing(self, piece: ChoicePiece, about_prompt: GenerateResponse) -> ChoicePiece:
         """Return the piece behind the prompt's text, which comes once, and its tokens; the answer's own may
         be left out."""
         call, text, logprobs, token_ids = self._call, piece.text, piece.logprobs, piece.token_ids
@@ -227,6 +228,6 @@ class OpenAiAnswer:
             text = prompt_text(request, self._token_text, self._token_bytes) + text
         if logprobs is None:
             return replace(piece, text=text, token_ids=token_ids)
-        logprobs = [*cut(told.prompt_logprobs, call.request.sampling.logprobs), *logprobs]
-        first_id = told.prompt_token_ids[0] if told.prompt_token_ids else None
+        logprobs = [*cut(about_prompt.prompt_logprobs, call.request.sampling.logprobs), *logprobs]
+        first_id = about_prompt.prompt_token_ids[0] if about_prompt.prompt_token_ids else None
         return replace(piece, text=text, token_ids=token_ids, logprobs=logprobs, first_id=first_id)

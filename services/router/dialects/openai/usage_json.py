@@ -28,8 +28,8 @@ def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> 
 
 
 def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:
-    told = [isthmus_json(finish) for finish in finishes]
-    return told[0] if len(told) == 1 else {**told[0], "answers": told}
+    answers = [isthmus_json(finish) for finish in finishes]
+    return answers[0] if len(answers) == 1 else {**answers[0], "answers": answers}
 
 
 def isthmus_json(finish: generation_pb2.Finish) -> Json:

@@ -75,8 +75,8 @@ class ResponseAnswer:
         return events
 
     def failure(self, error: Exception) -> list[Event]:
-        told = error_json(error, RESPONSES_PROMPT)["error"]
-        problem = {"code": _code_of(told), "message": told["message"]}
+        reported = error_json(error, RESPONSES_PROMPT)["error"]
+        problem = {"code": _code_of(reported), "message": reported["message"]}
         return [self._event("response.failed", response=self._object("failed", error=problem))]
 
     def _hear_of(self, response: GenerateResponse) -> None:
@@ -164,11 +164,11 @@ def _status_of(finish: Finish) -> str:
     return _STATUSES[finish.reason]
 
 
-def _code_of(told: Json) -> str:
+def _code_of(reported: Json) -> str:
     """Return the error's code. OpenAI's codes are words; ours of most errors is the status."""
-    if isinstance(told["code"], str):
-        return told["code"]
-    return "rate_limit_exceeded" if told["code"] == 429 else "server_error"
+    if isinstance(reported["code"], str):
+        return reported["code"]
+    return "rate_limit_exceeded" if reported["code"] == 429 else "server_error"
 
 
 def _usage(usage: Usage) -> Json:
