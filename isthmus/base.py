@@ -119,6 +119,7 @@ class BaseConversation(Generic[StreamT_co]):
 
     @property
     def messages(self) -> list[Message]:
+        """Return all that was said so far, the oldest first."""
         return list(self._history.messages)
 
     def stream(self, text: str | None = None, **options: Unpack[Options]) -> StreamT_co:

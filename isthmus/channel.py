@@ -68,6 +68,7 @@ class Router:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what every call carries: the key, where there is one."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def open(self) -> grpc.Channel:

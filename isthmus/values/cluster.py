@@ -9,6 +9,8 @@ from isthmus.values.usage import RankId
 
 @dataclass(frozen=True, slots=True)
 class Model:
+    """A model has a context of so many tokens, prompt and output together, and so many ranks."""
+
     id: str
     max_context_tokens: int
     prefill_ranks: int
@@ -17,12 +19,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
+    """A prompt has these ids, in a context of so many tokens."""
+
     token_ids: tuple[int, ...]
     max_context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
+    """A term adds so many seconds to a candidate's price."""
+
     name: str
     seconds: float
 
@@ -67,11 +73,14 @@ class Explanation:
 
     @property
     def chosen(self) -> Candidate | None:
+        """Return the candidate that the request would go to, or None where there is none."""
         return next((candidate for candidate in self.candidates if candidate.chosen), None)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPath:
+    """A prefill rank has written KV by this path; the fields are those of common.proto."""
+
     kind: str
     reach: str
     lanes: str
@@ -79,6 +88,8 @@ class KvPath:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
+    """A rank does this now; the fields are those of common.proto."""
+
     running: int
     waiting: int
     pending_tokens: int
