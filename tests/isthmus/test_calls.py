@@ -197,6 +197,17 @@ async def test_a_stream_that_was_closed_or_has_not_ended_is_no_answer(subtests):
                 stream.read()
             with pytest.raises(isthmus.Cancelled):
                 await stream_aio.read()
+    with subtests.test("a stream that was closed before it was read"):
+        script = [[said("Hel", 1), FOR_EVER]] * 2
+        async with serving(ScriptedRouter(*script)) as target, AsyncClient(target) as aio:
+            with Client(target) as client:
+                stream, stream_aio = client.stream("Hi"), aio.stream("Hi")
+                stream.close()
+                stream_aio.close()
+                with pytest.raises(isthmus.Cancelled):
+                    await asyncio.to_thread(stream.read)
+                with pytest.raises(isthmus.Cancelled):
+                    await stream_aio.read()
     with subtests.test("what has not ended is no answer"):
         async with serving(ScriptedRouter([said("Hel", 1)])) as target, AsyncClient(target) as client:
             stream = client.stream("Hi")
