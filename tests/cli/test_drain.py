@@ -18,21 +18,6 @@ P0 = listed(Role.PREFILL, "p0", 0)
 ALL = [D1, D01, P0, D00]
 
 
-def test_roles_that_nobody_is_left_of(subtests):
-    with subtests.test("a role that nobody is left of is told"):
-        drained = listed(Role.DECODE, "d1", 0, draining=True)
-        assert roles_without([D00], ALL) == []
-        assert roles_without([P0], ALL) == [("m", Role.PREFILL)]
-        assert roles_without([D00, D01], [D00, D01, drained, P0]) == [("m", Role.DECODE)]
-        assert roles_without([drained], [drained, D00]) == []
-    with subtests.test("a rank of another model stands in for nobody"):
-        of_n = [
-            listed(role, "n", number, model="n") for number, role in enumerate((Role.DECODE, Role.PREFILL))
-        ]
-        assert roles_without([D00, D01, D1, P0], [*ALL, *of_n]) == [("m", Role.DECODE), ("m", Role.PREFILL)]
-        assert roles_without([D00, *of_n], [*ALL, *of_n]) == [("n", Role.DECODE), ("n", Role.PREFILL)]
-
-
 async def test_a_rank_is_asked(subtests, capsys, monkeypatch):
     with subtests.test("a rank that cannot be asked fails alone"):
         assert not await drain._answered(drain._drain, DrainConfig(targets=("d0",)), D00)
@@ -91,3 +76,15 @@ def test_which_ranks_are_meant(subtests):
             load(DrainConfig, ["d0", "--timeout-s=-1"])
         with pytest.raises(SystemExit):
             load(DrainConfig, ["--undo"])
+    with subtests.test("a role that nobody is left of is told"):
+        drained = listed(Role.DECODE, "d1", 0, draining=True)
+        assert roles_without([D00], ALL) == []
+        assert roles_without([P0], ALL) == [("m", Role.PREFILL)]
+        assert roles_without([D00, D01], [D00, D01, drained, P0]) == [("m", Role.DECODE)]
+        assert roles_without([drained], [drained, D00]) == []
+    with subtests.test("a rank of another model stands in for nobody"):
+        of_n = [
+            listed(role, "n", number, model="n") for number, role in enumerate((Role.DECODE, Role.PREFILL))
+        ]
+        assert roles_without([D00, D01, D1, P0], [*ALL, *of_n]) == [("m", Role.DECODE), ("m", Role.PREFILL)]
+        assert roles_without([D00, *of_n], [*ALL, *of_n]) == [("n", Role.DECODE), ("n", Role.PREFILL)]

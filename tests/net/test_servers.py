@@ -116,6 +116,7 @@ async def test_a_stop_waits_no_longer_than_it_must(subtests, monkeypatch, caplog
         assert "drain_timed_out" in caplog.text
 
 
+@pytest.mark.long
 async def test_calls_that_wait_for_the_event_loop_are_not_turned_away():
     """gRPC itself would cancel some past 1,000, and all past 3,000."""
     async with serving(Service()) as (server, _):

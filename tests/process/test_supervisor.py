@@ -114,25 +114,29 @@ async def test_a_dead_rank_is_started_again_and_the_others_live_on(tmp_path):
     assert not any(alive(int(line.split()[1])) for line in lines(marks))
 
 
-async def test_exits_are_logged_with_their_code(tmp_path, caplog):
-    caplog.set_level("INFO")
-    marks = tmp_path / "marks"
-    async with supervising([shell(f"echo >>{marks}; kill -9 $$")]):
-        await until(lambda: len(lines(marks)) >= 2)
-    assert "rank_exited rank=0 code=-9" in caplog.text
-    assert 'why="killed, probably out of memory"' in caplog.text
-    first = next(record for record in caplog.records if "rank_exited" in record.message)
-    assert first.levelname == "WARNING"  # a later life may end with the test
-
-
-async def test_who_is_killed_by_us_was_not_short_of_memory(tmp_path, caplog):
-    caplog.set_level("INFO")
-    marks = tmp_path / "marks"
-    async with supervising([shell(f"trap '' TERM; echo >>{marks}; exec sleep 1000")], grace_s=0.05) as task:
-        await until(lambda: lines(marks))
-        task.stop()
-        assert await asyncio.wait_for(task, LONG_S) == 0
-    assert "rank_exited rank=0 code=-9" in caplog.text and "out of memory" not in caplog.text
+async def test_exits_are_logged(subtests, tmp_path_factory, caplog):
+    with subtests.test("exits are logged with their code"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        caplog.set_level("INFO")
+        marks = tmp_path / "marks"
+        async with supervising([shell(f"echo >>{marks}; kill -9 $$")]):
+            await until(lambda: len(lines(marks)) >= 2)
+        assert "rank_exited rank=0 code=-9" in caplog.text
+        assert 'why="killed, probably out of memory"' in caplog.text
+        first = next(record for record in caplog.records if "rank_exited" in record.message)
+        assert first.levelname == "WARNING"  # a later life may end with the test
+    with subtests.test("who is killed by us was not short of memory"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        caplog.clear()
+        caplog.set_level("INFO")
+        marks = tmp_path / "marks"
+        async with supervising(
+            [shell(f"trap '' TERM; echo >>{marks}; exec sleep 1000")], grace_s=0.05
+        ) as task:
+            await until(lambda: lines(marks))
+            task.stop()
+            assert await asyncio.wait_for(task, LONG_S) == 0
+        assert "rank_exited rank=0 code=-9" in caplog.text and "out of memory" not in caplog.text
 
 
 async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):

