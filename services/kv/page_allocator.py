@@ -22,8 +22,8 @@ class PageAllocator:
         self._free_pages = 0
         self._is_free = bytearray(num_pages)
         self._starts: list[int] = []
-        self._ends: list[int] = []  # _ends[i] belongs to _starts[i]
-        self._by_length: list[tuple[int, int]] = []  # (length, start), ascending
+        self._ends: list[int] = []  # The value of index i belongs to _starts[i].
+        self._by_length: list[tuple[int, int]] = []  # They are (length, start), ascending.
         self._give(0, num_pages)
 
     def __repr__(self) -> str:

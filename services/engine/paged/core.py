@@ -120,7 +120,7 @@ class EngineCore:
         """Admit a RECEIVING sequence, whose pages nobody writes, anew with a shorter prefix: its delta is to
         start at `start`, earlier than now, and the pages of a prefix are never written."""
         if seq.phase is not Phase.RECEIVING:
-            return  # cancelled meanwhile
+            return  # It was cancelled meanwhile.
         self._active.remove(seq)
         self._release(seq)
         seq.receives, seq.prefix_limit = True, start

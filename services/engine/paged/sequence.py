@@ -66,7 +66,7 @@ class Sequence:
     phase: Phase = Phase.NEW
     pages: SequencePages | None = None
     carried: SequenceCarried | None = None  # It is set while it has pages.
-    computed: int = 0  # tokens
+    computed: int = 0  # It counts tokens.
     stored: int = 0  # The K and V of these tokens were in its pages before: it must not write them.
     borders: list[int] = field(default_factory=list)  # It is to keep checkpoints there; they ascend.
     # The last common border with each that computed when it began to, or the other way round.

@@ -11,11 +11,11 @@ Rule 1: for each open sequence so much of each pool is set aside as it takes to 
         is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
         gets what it needs: checkpoints are evicted for it, then what others have saved, never a sequence.
         One that rests, or is in quarantine, goes on no more: it has what it holds.
-Rule 2: a page of a tail that a resume point holds lies before the point, whole, and is never written again.
+Rule 2: a page of a tail that a checkpoint holds lies before the point, whole, and is never written again.
 Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
 
-What a sequence has saved at the last border it passed is its own, and may be lost: then there is no resume
-point when it ends.
+What a sequence has saved at the last border it passed is its own, and may be lost: then there is no
+checkpoint when it ends.
 """
 
 from collections import Counter

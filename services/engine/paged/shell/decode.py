@@ -265,7 +265,7 @@ class _Delta:
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
         self._watch: RoomWatch | None = None  # It belongs to the last ticket.
         self._units: tuple[tuple[PageId, ...], ...] = ()  # These units, by pool, are written into.
-        self.start = 0  # tokens
+        self.start = 0  # It counts tokens.
 
     def send_ticket(self, reserved: Reserved) -> None:
         """Raises PeerFailed when the link has ended; then nothing was sent."""

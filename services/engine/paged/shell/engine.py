@@ -66,7 +66,7 @@ class SenderHangs(ThreadHangs):
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     model: str  # It is the name that seeds the block hashes.
-    index_block: int = 64  # tokens
+    index_block: int = 64  # It counts tokens.
     enabled: bool = True
     protected_share: float = 0.3  # This share of the pool is for prefixes requested more than once.
 

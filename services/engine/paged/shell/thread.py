@@ -48,7 +48,7 @@ class DeltaLanded:
 @dataclass(frozen=True, slots=True)
 class Renegotiate:
     seq: Sequence
-    start: int  # tokens
+    start: int  # It counts tokens.
 
 
 @dataclass(frozen=True, slots=True)
