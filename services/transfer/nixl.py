@@ -258,7 +258,7 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
 def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
     """Return a context for the making of a process's first agent, so that `known_paths` has something to
     say."""
-    return ucx_log().told_to_ucx() if settings.writes else nullcontext()
+    return ucx_log().set_for_ucx() if settings.writes else nullcontext()
 
 
 def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:

@@ -33,14 +33,14 @@ for _name, _value in UNTOLD.items():
     os.environ.setdefault(_name, _value)
 
 
-def is_untold(name: str) -> bool:
+def is_unset(name: str) -> bool:
     """Return whether nobody but us has said what it is to be."""
     return name in UNTOLD and os.environ.get(name) == UNTOLD[name]
 
 
 def quieten() -> None:
     """Set UCX's environment before the first agent is made: UCX reads it when it is loaded, which is then."""
-    if is_untold("UCX_LOG_LEVEL"):
+    if is_unset("UCX_LOG_LEVEL"):
         os.environ["UCX_LOG_LEVEL"] = "error"
 
 
@@ -53,13 +53,13 @@ class UcxLog:
         self._lock = threading.Lock()
 
     @contextmanager
-    def told_to_ucx(self) -> Iterator[None]:
+    def set_for_ucx(self) -> Iterator[None]:
         """Name the log in the environment while the first agent is made.
 
         Children must not inherit it: they could not open the file, and UCX would not let them live.
         """
         settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-        if not all(map(is_untold, settings)):  # They are somebody's own.
+        if not all(map(is_unset, settings)):  # They are somebody's own.
             yield
             return
         os.environ.update(settings)

@@ -14,7 +14,7 @@ from services.transfer.ucx_log import quieten, ucx_log
 if sys.argv[1:]:
     sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
 quieten()
-with ucx_log().told_to_ucx():
+with ucx_log().set_for_ucx():
     told = {name: os.environ[name] for name in %r}
 print(json.dumps([told, {name: os.environ[name] for name in told}]))
 """

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.core_events import Carried, Failed, Offered, Reserved, Said
+from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Reserved
 from services.engine.paged.core_reports import Reports
 from services.engine.paged.drafts.acceptance import DraftCounts
 from services.engine.paged.drafts.drafting import Drafting, RoomAhead, Wish
@@ -25,7 +25,14 @@ from services.engine.paged.queue.limits import Limits
 from services.engine.paged.queue.step_figures import StepFigures
 from services.engine.paged.queue.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
 from services.engine.paged.runner import Chunk, ModelRunner, Sampled
-from services.engine.paged.sequence import RUNNING, Phase, Sequence, finish_reason, follow_choice, token_said
+from services.engine.paged.sequence import (
+    RUNNING,
+    Phase,
+    Sequence,
+    finish_reason,
+    follow_choice,
+    newest_token,
+)
 from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
@@ -63,7 +70,7 @@ class EngineCore:
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
         self._active: list[Sequence] = []  # They have pages, and stand in order of admission.
         self._kept: set[Sequence] = set()  # These have ENDED, but a transfer may still read their pages.
-        self._events: list[tuple[Sequence, Said]] = []
+        self._events: list[tuple[Sequence, Reported]] = []
         self._figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
@@ -178,7 +185,7 @@ class EngineCore:
             self._account(seq, chunk, token)
         return True
 
-    def take_outputs(self) -> list[tuple[Sequence, Said]]:
+    def take_outputs(self) -> list[tuple[Sequence, Reported]]:
         events, self._events = self._events, []
         return events
 
@@ -218,7 +225,7 @@ class EngineCore:
         for seq in in_turn(landed, running):
             if not (self._slots.one_more_runs(self._active) or self._makes_place(seq)):
                 break
-            self._say_first_token(seq)
+            self._report_first_token(seq)
             let_in += 1
         return let_in > 0
 
@@ -231,7 +238,7 @@ class EngineCore:
         self._send_back(victim)
         return True
 
-    def _say_first_token(self, seq: Sequence) -> None:
+    def _report_first_token(self, seq: Sequence) -> None:
         first_token, seq.first_token = seq.first_token, None
         assert first_token is not None
         self._append(seq, first_token)
@@ -383,7 +390,7 @@ class EngineCore:
         """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted. Returns
         False where its first token was its only one, and it has ended."""
         if seq.phase is Phase.LANDED:
-            self._say_first_token(seq)
+            self._report_first_token(seq)
         if seq.phase is Phase.ENDED:
             return False
         self._publish(seq)
@@ -456,7 +463,7 @@ class EngineCore:
             self._emit(seq, sampled.token_id)
             return
         compute_s = self._clock() - seq.admitted_s if first else 0.0
-        self._emit(seq, token_said(seq, sampled, finished, (drafted, accepted), compute_s))
+        self._emit(seq, newest_token(seq, sampled, finished, (drafted, accepted), compute_s))
         if finished is not None:
             self._active.remove(seq)
             self._gate.note_end(seq)
@@ -494,5 +501,5 @@ class EngineCore:
         seq.pages = None
         self._gate.note_news()
 
-    def _emit(self, seq: Sequence, event: Said) -> None:
+    def _emit(self, seq: Sequence, event: Reported) -> None:
         self._events.append((seq, event))

@@ -68,4 +68,4 @@ class Failed:
 
 Offer = Offered | Carried
 Event = Reserved | Token | Offer | Failed
-Said = Event | int  # Most tokens have nothing else to report, and come as their ids.
+Reported = Event | int  # Most tokens have nothing else to report, and come as their ids.

@@ -130,7 +130,7 @@ class Sequence:
         )
 
 
-def token_said(
+def newest_token(
     seq: Sequence,
     sampled: Sampled,
     finished: FinishReason | None,

@@ -139,7 +139,7 @@ class PrefillRoom:
         seconds = now_s - self.began_s
         return RoomEnd(outcome, error, self.delta.group_bytes, self.delta.descriptors, seconds)
 
-    def say_status(self, state: handshake_pb2.Status.State) -> None:
+    def send_status(self, state: handshake_pb2.Status.State) -> None:
         status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
         if state == handshake_pb2.Status.STATE_RENEGOTIATE:
             status.start = self.earlier_start
@@ -153,12 +153,12 @@ class PrefillRoom:
             status.page_digests.extend(self.digests.values)
         if self.ticket is not None:
             status.hit = _HIT[hit_kind(self.ticket.decode_prefix_len, self.ticket.prompt_len)]
-        self._say(handshake_pb2.HandshakeMessage(status=status))
+        self._send(handshake_pb2.HandshakeMessage(status=status))
 
-    def say_abort_ack(self) -> None:
+    def send_abort_ack(self) -> None:
         ack = handshake_pb2.AbortAck(room=self.id, unsettled=self.unsettled)
-        self._say(handshake_pb2.HandshakeMessage(abort_ack=ack))
+        self._send(handshake_pb2.HandshakeMessage(abort_ack=ack))
 
-    def _say(self, message: handshake_pb2.HandshakeMessage) -> None:
+    def _send(self, message: handshake_pb2.HandshakeMessage) -> None:
         assert self.link is not None, "the table says a word only to who has spoken"
         self.link.send(message)

@@ -150,7 +150,7 @@ class RoomTable:
     def open_room(self, room_id: Room, request: Request) -> None:
         room = self._find(room_id, request.decode)
         if room.decode != request.decode or (room.request is not None):
-            _tell(request.on_end, RoomEnd(Outcome.FAILED, f"the room {room_id:016x} is in use"))
+            _notify(request.on_end, RoomEnd(Outcome.FAILED, f"the room {room_id:016x} is in use"))
             return
         room.request = request
         promised = room.ticket.prompt_len if room.ticket is not None else request.prompt_len
@@ -243,7 +243,7 @@ class RoomTable:
             self._finish(room)
         self._peers.let_go_of_stuck()
         for request, end in due:
-            _tell(request.on_end, end)
+            _notify(request.on_end, end)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -367,23 +367,23 @@ class RoomTable:
     def _perform(self, room: PrefillRoom, effect: RoomEffect, reason: str, asker: Link | None) -> None:
         match effect:
             case RoomEffect.SEND_ACCEPTED:
-                room.say_status(handshake_pb2.Status.STATE_ACCEPTED)
+                room.send_status(handshake_pb2.Status.STATE_ACCEPTED)
             case RoomEffect.SEND_RENEGOTIATE:
-                room.say_status(handshake_pb2.Status.STATE_RENEGOTIATE)
+                room.send_status(handshake_pb2.Status.STATE_RENEGOTIATE)
             case RoomEffect.SEND_REFUSED:
                 assert asker is not None, "only a ticket is refused"
                 _refuse(asker, room.id, reason)
             case RoomEffect.SEND_LANDED:
-                room.say_status(handshake_pb2.Status.STATE_LANDED)
+                room.send_status(handshake_pb2.Status.STATE_LANDED)
             case RoomEffect.SEND_FAILED:
-                room.say_status(handshake_pb2.Status.STATE_FAILED)
+                room.send_status(handshake_pb2.Status.STATE_FAILED)
             case RoomEffect.SEND_ABORT_ACK:
-                room.say_abort_ack()
+                room.send_abort_ack()
             case RoomEffect.START_WRITES:
                 self._start_writes(room)
             case RoomEffect.FAIL_REQUEST:
                 if room.request is not None:
-                    _tell(room.request.on_failed, room.end(self._clock()))
+                    _notify(room.request.on_failed, room.end(self._clock()))
             case RoomEffect.STOP_WRITES:
                 _stop_writes(room)
 
@@ -408,7 +408,7 @@ class RoomTable:
             due_s = max(room.write_until_s, self._clock()) + _UNSETTLED_S
             self._unsettled.append((due_s, request, end))
         elif request is not None:
-            _tell(request.on_end, end)
+            _notify(request.on_end, end)
 
     def _let_go_of_settled(self) -> None:
         """End what waited for failed writes: their bytes have landed by now, or never will."""
@@ -418,7 +418,7 @@ class RoomTable:
         self._unsettled = [entry for entry in kept if entry[0] > now_s]
         for due_s, request, end in kept:
             if due_s <= now_s:
-                _tell(request.on_end, end)
+                _notify(request.on_end, end)
 
     def _drop_unused(self, peer: PeerName | None) -> None:
         if peer is not None:
@@ -441,7 +441,7 @@ def _refuse(link: Link, room_id: Room, reason: str) -> None:
     link.send(handshake_pb2.HandshakeMessage(status=status))
 
 
-def _tell(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
+def _notify(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
     try:
         listener(end)
     except Exception:  # The engine made it; the other rooms go on.

@@ -111,7 +111,7 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
         ([], "264 bytes landed where"),  # as from who knows of no groups
     ]:
         with subtests.test(told=told, sentence=sentence), pytest.MonkeyPatch.context() as monkeypatch:
-            say = PrefillRoom._say
+            say = PrefillRoom._send
 
             def lie(room, message, told=told, say=say):
                 if message.status.group_bytes:
@@ -121,7 +121,7 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
             async with Pair(HYBRID) as pair:
                 assert moved_bytes(0, len(PROMPT), pair.decode.layout) == (192, 64, 8)
                 with monkeypatch.context() as patch:
-                    patch.setattr(PrefillRoom, "_say", lie)
+                    patch.setattr(PrefillRoom, "_send", lie)
                     with pytest.raises(PeerFailed, match=sentence):
                         await pair.generate(PROMPT)
                 await pair.assert_nothing_held()

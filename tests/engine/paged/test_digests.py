@@ -89,7 +89,7 @@ async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
 
 
 async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):
-    say = PrefillRoom.say_status
+    say = PrefillRoom.send_status
 
     def say_one_less(room, state):
         if room.digests is not None:
@@ -98,7 +98,7 @@ async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypa
 
     async with Pair() as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(PrefillRoom, "say_status", say_one_less)
+            patch.setattr(PrefillRoom, "send_status", say_one_less)
             with pytest.raises(PeerFailed, match="5 digests of 6 pages"):
                 await pair.generate(PROMPT)
         await pair.assert_nothing_held()

@@ -18,7 +18,7 @@ from services.engine.paged.queue.step_time import StepTimes
 # A step takes in so many ids of all sequences together: prompts that come at once, long ones, are known a
 # little later rather than hold a step up. It takes 0.2 ms.
 _INDEXED_A_STEP = 2048
-_TOLD_AT_ONCE = 256  # The others of its salt are told of so many ids of a running sequence at once.
+_ADDED_AT_ONCE = 256  # So many ids of a running sequence are added to its salt's at once.
 _NO_CANDIDATE = Candidate(0, 0.0)
 
 
@@ -69,16 +69,16 @@ class Drafter:
 
     def ended(self, seq: sequence.Sequence) -> None:
         drafted = self._drafted.pop(seq, None)
-        if drafted is not None and drafted.of_salt is not None and drafted.of_salt.untold:
-            drafted.of_salt.tell()
+        if drafted is not None and drafted.of_salt is not None and drafted.of_salt.num_new:
+            drafted.of_salt.add()
 
     def _guesses(self, wishes: Sequence[Wish]) -> list[Guess | None]:
         guesses, may_index = list[Guess | None](), _INDEXED_A_STEP
         for wish in wishes:
             drafted = self._drafted.get(wish.seq) or self._begin(wish.seq)
             may_index -= drafted.own.index(may_index)
-            if drafted.of_salt is not None and drafted.of_salt.untold >= _TOLD_AT_ONCE:
-                drafted.of_salt.tell()
+            if drafted.of_salt is not None and drafted.of_salt.num_new >= _ADDED_AT_ONCE:
+                drafted.of_salt.add()
             most = min(wish.most, self._settings.most)
             guesses.append(drafted.guesser.guess(most) if most > 0 else None)
         return guesses

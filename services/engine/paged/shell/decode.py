@@ -316,11 +316,11 @@ class _Delta:
             raise PeerFailed(f"prefill sent {len(digests)} digests of {num_units} pages")
         wrong = await asyncio.to_thread(differing_pages, digests, self._units, self._engine.read_pages)
         if wrong:
-            self._tell_corrupt(wrong)
+            self._log_corrupt(wrong)
             raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {num_units} pages came changed")
         return num_units
 
-    def _tell_corrupt(self, wrong: tuple[tuple[int, PageId], ...]) -> None:
+    def _log_corrupt(self, wrong: tuple[tuple[int, PageId], ...]) -> None:
         log.error(
             "kv_digest_mismatch request_id=%s prefill=%s room=%016x group=%d page=%d differing=%d pages=%d",
             self._seq.request.request_id,

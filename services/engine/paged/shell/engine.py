@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Event, Failed, Offer, Said, Token
+from services.engine.paged.core_events import Event, Failed, Offer, Reported, Token
 from services.engine.paged.drafts.speculation import Speculation
 from services.engine.paged.queue.limits import Limits
 from services.engine.paged.runner import ModelRunner
@@ -77,7 +77,7 @@ class Mailbox:
         self._come = asyncio.Event()
         self.tell: Callable[[int], None] | None = None  # It takes tokens with nothing queued before them.
 
-    def put(self, event: Said) -> None:
+    def put(self, event: Reported) -> None:
         if isinstance(event, int):
             if self.tell is not None and not self._events:
                 self.tell(event)

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Said
+from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported
 from services.engine.paged.runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
@@ -82,7 +82,7 @@ Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnde
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    events: list[tuple[Sequence, Said]]
+    events: list[tuple[Sequence, Reported]]
     cache_events: CacheEvents
     load: RankLoad
 
@@ -234,11 +234,11 @@ class EngineThread:
         report = StepReport(events, core.take_cache_events(), core.load())
         self._call(self._deliver, report)
 
-    def _offered(self, events: list[tuple[Sequence, Said]]) -> list[tuple[Sequence, Said]]:
+    def _offered(self, events: list[tuple[Sequence, Reported]]) -> list[tuple[Sequence, Reported]]:
         """Hand on what the sender takes from this thread; return the other events."""
         if self._offer is None:
             return events
-        others: list[tuple[Sequence, Said]] = []
+        others: list[tuple[Sequence, Reported]] = []
         for seq, event in events:
             if isinstance(event, Offered | Carried):
                 self._offer(event)

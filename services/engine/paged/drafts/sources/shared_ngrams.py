@@ -6,7 +6,7 @@ from services.engine.paged.drafts.sources.source import LONGEST, Continuation, I
 from services.engine.paged.drafts.sources.text_ring import TextRing
 
 _MAX_BYTES = 64 << 20  # It holds some 25 salts with 130,000 ids each, or 800 with 4,000.
-# A text begins with so many ids though they were told: as many as are compared, and what a guess may reach
+# A text begins with so many ids though they are known: as many as are compared, and what a guess may reach
 # over.
 _OVERLAP = LONGEST + 8
 
@@ -46,22 +46,22 @@ class SaltNgrams:
 
     name = "ngrams"
 
-    def __init__(self, ids: list[int], salt: str, shared: SharedNgrams, told: int) -> None:
-        """The others need not be told of its first `told` ids."""
+    def __init__(self, ids: list[int], salt: str, shared: SharedNgrams, known: int) -> None:
+        """The others know its first `known` ids."""
         self._ids = ids
         self._salt = salt
         self._shared = shared
-        self._told = told
+        self._known = known
         self._trail = Trail()
 
     @property
-    def untold(self) -> int:
-        return len(self._ids) - self._told
+    def num_new(self) -> int:
+        return len(self._ids) - self._known
 
-    def tell(self) -> None:
-        """Tell of all that is new, and of as much before it as it takes to find the beginning."""
-        self._shared.add(self._salt, self._ids[max(0, self._told - _OVERLAP) :])
-        self._told = len(self._ids)
+    def add(self) -> None:
+        """Add all that is new, and as much before it as it takes to find the beginning."""
+        self._shared.add(self._salt, self._ids[max(0, self._known - _OVERLAP) :])
+        self._known = len(self._ids)
 
     def match(self, most: int) -> Continuation | None:
         ring = self._shared.of(self._salt)
