@@ -63,29 +63,29 @@ async def test_over_nixl():
         await pair.assert_nothing_held()
 
 
-async def test_a_page_that_comes_changed_fails_the_transfer_and_is_told_once(spoiling, caplog):
-    async with Pair() as pair:
-        spoiling.spoils = 1
-        with caplog.at_level(logging.ERROR), pytest.raises(KvCorrupt, match="1 of 6 pages"):
-            await pair.generate(PROMPT)
-        (told,) = [r.getMessage() for r in caplog.records if "kv_digest_mismatch" in r.getMessage()]
-        assert "request_id=r1 prefill=prefill/0" in told and "page=" in told
-        await pair.assert_nothing_held()
-        # Nothing of it is in the tree: all of it moves again, and is right.
-        again = await pair.generate(PROMPT)
-        assert again.admitted.decode_prefix_len == 0
-        assert again.tokens == continuation(PROMPT, 8)
-        await pair.assert_nothing_held()
+async def test_a_page_that_comes_changed(subtests, spoiling, caplog):
+    with subtests.test("a page that comes changed fails the transfer and is told once"):
+        async with Pair() as pair:
+            spoiling.spoils = 1
+            with caplog.at_level(logging.ERROR), pytest.raises(KvCorrupt, match="1 of 6 pages"):
+                await pair.generate(PROMPT)
+            (told,) = [r.getMessage() for r in caplog.records if "kv_digest_mismatch" in r.getMessage()]
+            assert "request_id=r1 prefill=prefill/0" in told and "page=" in told
+            await pair.assert_nothing_held()
+            # Nothing of it is in the tree: all of it moves again, and is right.
+            again = await pair.generate(PROMPT)
+            assert again.admitted.decode_prefix_len == 0
+            assert again.tokens == continuation(PROMPT, 8)
+            await pair.assert_nothing_held()
 
-
-async def test_unchecked_a_changed_page_changes_the_answer(spoiling):
-    """So that what the others prove is not for nothing."""
-    async with Pair(replace(FAKE, kv_digest_share=0.0)) as pair:
-        spoiling.spoils = 1
-        answer = await pair.generate(PROMPT)
-        assert answer.admitted.digested_pages == 0
-        assert answer.tokens[1:] != continuation(PROMPT, 8)[1:]
-        await pair.assert_nothing_held()
+    with subtests.test("unchecked a changed page changes the answer"):
+        # So that what the others prove is not for nothing.
+        async with Pair(replace(FAKE, kv_digest_share=0.0)) as pair:
+            spoiling.spoils = 1
+            answer = await pair.generate(PROMPT)
+            assert answer.admitted.digested_pages == 0
+            assert answer.tokens[1:] != continuation(PROMPT, 8)[1:]
+            await pair.assert_nothing_held()
 
 
 async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):

@@ -174,18 +174,29 @@ async def test_no_moment_until_the_first_token_is_told_twice(subtests):
                 assert admitted.rank_s <= took_s
 
 
-async def test_prefill_lost_in_the_middle_is_a_failed_peer():
-    slow = replace(FAKE, fake_step_s=0.05, write_lease_s=1.0, fence_margin_s=0.2)
-    async with Pair(slow) as pair:
-        task = asyncio.create_task(pair.generate(range(60), 5))
-        await asyncio.wait([task], timeout=0.15)
-        await pair.server.stop()
-        with pytest.raises(PeerFailed):
-            await task
-        # The writer may still live: the pages wait in quarantine for the fence, then come back.
-        await pair.assert_nothing_held()
-        local = await pair.generate(range(60), 5, Plan.LOCAL)
-        assert local.tokens == continuation(range(60), 5)
+async def test_prefill_legs_that_are_cut_off(subtests):
+    with subtests.test("prefill lost in the middle is a failed peer"):
+        slow = replace(FAKE, fake_step_s=0.05, write_lease_s=1.0, fence_margin_s=0.2)
+        async with Pair(slow) as pair:
+            task = asyncio.create_task(pair.generate(range(60), 5))
+            await asyncio.wait([task], timeout=0.15)
+            await pair.server.stop()
+            with pytest.raises(PeerFailed):
+                await task
+            # The writer may still live: the pages wait in quarantine for the fence, then come back.
+            await pair.assert_nothing_held()
+            local = await pair.generate(range(60), 5, Plan.LOCAL)
+            assert local.tokens == continuation(range(60), 5)
+
+    with subtests.test("an abort that overtakes the cancellation is no failure"):
+        async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+            leg = UncancelledPrefill(pair)
+            task = asyncio.create_task(anext(pair.decode.generate(pair.request(range(60)), leg)))
+            await leg.began.wait()
+            task.cancel()
+            with pytest.raises(Aborted, match="the decode rank aborted"):
+                await leg.call
+            await pair.assert_nothing_held()
 
 
 async def test_pages_go_out_while_the_loop_stands_still():
@@ -230,17 +241,6 @@ class UncancelledPrefill:
         self.call = asyncio.create_task(self._engine.prefill(request, rendezvous))
         self.began.set()
         return await asyncio.shield(self.call)
-
-
-async def test_an_abort_that_overtakes_the_cancellation_is_no_failure():
-    async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
-        leg = UncancelledPrefill(pair)
-        task = asyncio.create_task(anext(pair.decode.generate(pair.request(range(60)), leg)))
-        await leg.began.wait()
-        task.cancel()
-        with pytest.raises(Aborted, match="the decode rank aborted"):
-            await leg.call
-        await pair.assert_nothing_held()
 
 
 async def test_a_prefill_that_never_answers(subtests):

@@ -116,7 +116,7 @@ async def test_turns_under_either_plan_go_on_from_each_other(subtests):
                 await pair.assert_nothing_held()
 
 
-async def test_resume_points_that_were_evicted_cost_time_and_no_token(subtests):
+async def test_checkpoints_and_states_that_go(subtests):
     for carried in CARRIED:
         with subtests.test(carried=carried):
             async with Pair(hybrid(carried)) as pair:
@@ -129,6 +129,18 @@ async def test_resume_points_that_were_evicted_cost_time_and_no_token(subtests):
                     answer = await pair.generate([*prompt, 77], 4, plan)
                     assert answer.tokens == expected(carried, [*prompt, 77], 4)
                 await pair.assert_nothing_held()
+
+    with subtests.test("an aborted transfer leaks no state"):
+        settings = hybrid("window:6,state", fake_prompt_token_s=0.002)
+        async with Pair(settings) as pair:
+            for _ in range(3):
+                async with pair.outputs(pair.request(range(60), 8)) as outputs:
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0.03):
+                            await anext(outputs)
+            answer = await pair.generate(range(60), 8)
+            assert answer.tokens == expected("window:6,state", list(range(60)), 8)
+            await pair.assert_nothing_held()
 
 
 async def test_a_batch_on_a_small_pool_is_exact(subtests):
@@ -143,19 +155,6 @@ async def test_a_batch_on_a_small_pool_is_exact(subtests):
                 )
                 assert [a.tokens for a in answers] == [expected(carried, p, 24) for p in prompts]
                 await pair.assert_nothing_held()
-
-
-async def test_an_aborted_transfer_leaks_no_state():
-    settings = hybrid("window:6,state", fake_prompt_token_s=0.002)
-    async with Pair(settings) as pair:
-        for _ in range(3):
-            async with pair.outputs(pair.request(range(60), 8)) as outputs:
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.03):
-                        await anext(outputs)
-        answer = await pair.generate(range(60), 8)
-        assert answer.tokens == expected("window:6,state", list(range(60)), 8)
-        await pair.assert_nothing_held()
 
 
 async def test_groups_as_they_are_set(subtests):

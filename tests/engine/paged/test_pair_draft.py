@@ -131,8 +131,8 @@ async def test_who_computes_the_draft(subtests):
             await pair.assert_nothing_held()
 
 
-async def test_a_batch_on_a_small_pool_is_exact(subtests):
-    """With evictions and retractions: pages are lent anew all the time."""
+async def test_drafts_of_a_batch(subtests):
+    # With evictions and retractions: pages are lent anew all the time.
     for carried in ["", "window:6,state"]:
         with subtests.test(carried=carried):
             settings = replace(ALWAYS, fake_carried=carried, kv_pages=24, max_running_requests=3)
@@ -148,19 +148,18 @@ async def test_a_batch_on_a_small_pool_is_exact(subtests):
                 )  # what it holds of a page is never another's
                 await pair.assert_nothing_held()
 
-
-async def test_acceptance_is_that_of_one_process():
-    prompts = [[(7 * i + j * j) % 500 for j in range(30)] for i in range(10)]
-    shares = []
-    for plan in (Plan.LOCAL, Plan.REMOTE):
-        async with Pair(replace(FAKE, fake_draft="agree:0.8")) as pair:
-            drafting = draft_with(core_of(pair.decode))
-            for prompt in prompts:
-                answer = await pair.generate(prompt, 20, plan)
-                assert answer.tokens == right(prompt, 20)
-            shares.append((drafting.accepted, drafting.drafted))
-    assert shares[0] == shares[1]
-    assert 0.6 < shares[0][0] / shares[0][1] < 0.95
+    with subtests.test("acceptance is that of one process"):
+        prompts = [[(7 * i + j * j) % 500 for j in range(30)] for i in range(10)]
+        shares = []
+        for plan in (Plan.LOCAL, Plan.REMOTE):
+            async with Pair(replace(FAKE, fake_draft="agree:0.8")) as pair:
+                drafting = draft_with(core_of(pair.decode))
+                for prompt in prompts:
+                    answer = await pair.generate(prompt, 20, plan)
+                    assert answer.tokens == right(prompt, 20)
+                shares.append((drafting.accepted, drafting.drafted))
+        assert shares[0] == shares[1]
+        assert 0.6 < shares[0][0] / shares[0][1] < 0.95
 
 
 async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):

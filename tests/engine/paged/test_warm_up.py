@@ -17,16 +17,36 @@ from services.values.kv import CacheEvents, PageBooks
 from services.values.rank import RankId
 
 
-async def test_after_the_start_every_page_is_free_and_nothing_was_told(monkeypatch):
-    ran = []
-    run = FakeRunner.run
-    monkeypatch.setattr(FakeRunner, "run", lambda self, chunks: ran.extend(chunks) or run(self, chunks))
-    async with Pair() as pair:
-        for engine in (pair.decode, pair.prefill):
-            assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
-            assert core_of(engine).take_cache_events() == CacheEvents()
-    # A chunk and a token for each; the two start at once.
-    assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
+async def test_a_start_computes_for_nobody_or_fails(subtests):
+    with (
+        subtests.test("after the start every page is free and nothing was told"),
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        ran = []
+        run = FakeRunner.run
+        monkeypatch.setattr(FakeRunner, "run", lambda self, chunks: ran.extend(chunks) or run(self, chunks))
+        async with Pair() as pair:
+            for engine in (pair.decode, pair.prefill):
+                assert await engine.books() == PageBooks(64, 64, 0, 0, 0, 0)
+                assert core_of(engine).take_cache_events() == CacheEvents()
+        # A chunk and a token for each; the two start at once.
+        assert sorted((chunk.start, chunk.end) for chunk in ran) == [(0, 8), (0, 8), (8, 9), (8, 9)]
+
+    for reason, error in [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", Unavailable),
+        ("CUDA error: uncorrectable ECC error encountered", Unavailable),
+        ("CUDA error: no kernel image is available for execution on the device", ConfigError),
+        ("mat1 and mat2 shapes cannot be multiplied", ConfigError),
+    ]:
+        with subtests.test(reason=reason, error=error), pytest.MonkeyPatch.context() as monkeypatch:
+
+            def fail(self, chunks, reason=reason):
+                raise RuntimeError(reason)
+
+            monkeypatch.setattr(FakeRunner, "run", fail)
+            engine = decode_engine(replace(FAKE, kv_pages=4), RankId("d", 0, 1))
+            with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
+                await engine.start()
 
 
 @pytest.mark.exact
@@ -115,21 +135,3 @@ def on_a_gpu(num_pages, page_size, **settings):
     run, ran = runner.run, []
     runner.run = lambda chunks: ran.extend(chunks) or run(chunks)
     return runner, ran
-
-
-async def test_what_cannot_compute_does_not_start(subtests):
-    for reason, error in [
-        ("CUDA out of memory. Tried to allocate 2.00 GiB", Unavailable),
-        ("CUDA error: uncorrectable ECC error encountered", Unavailable),
-        ("CUDA error: no kernel image is available for execution on the device", ConfigError),
-        ("mat1 and mat2 shapes cannot be multiplied", ConfigError),
-    ]:
-        with subtests.test(reason=reason, error=error), pytest.MonkeyPatch.context() as monkeypatch:
-
-            def fail(self, chunks, reason=reason):
-                raise RuntimeError(reason)
-
-            monkeypatch.setattr(FakeRunner, "run", fail)
-            engine = decode_engine(replace(FAKE, kv_pages=4), RankId("d", 0, 1))
-            with pytest.raises(error, match=f"cannot compute 8 tokens in a step: {reason}"):
-                await engine.start()

@@ -73,6 +73,11 @@ def test_what_is_computed_again_and_what_is_not(subtests):
             rank.core.carried.points.evict()
             assert rank.core.take_cache_events().resumable_removed == events.resumable_stored
 
+    with subtests.test("a long prompt keeps a checkpoint every eight chunks"):
+        rank = small_rank((fake_state(),))
+        rank.run([rank.submit(range(150), 1)])
+        assert points(rank) == [64, 128, 148]
+
 
 def test_rooms_hold_their_units_until_they_are_read(subtests):
     for carried in CARRIED:
