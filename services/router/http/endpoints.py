@@ -170,13 +170,13 @@ class About:
         return JSONResponse({"version": self._version})
 
     async def model_info(self, request: Request) -> Response:
-        path = self._told_path(only_model(self._generation))
+        path = self._shown_path(only_model(self._generation))
         return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
 
     async def server_info(self, request: Request) -> Response:
         """SGLang's has its settings and each scheduler's state; `isthmus status` and metrics have ours."""
         name = only_model(self._generation)
-        names = {"served_model_name": name, "model_path": self._told_path(name)}
+        names = {"served_model_name": name, "model_path": self._shown_path(name)}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
 
     def _shown_path(self, name: str) -> str:

@@ -213,7 +213,7 @@ class Watch:
             self._stop_listening = self._picture = None
 
     def _ended(self, progress: Progress, outcome: str) -> None:
-        watchers = [watcher for watcher in self._watchers if watcher.asked.sees(progress.request.tenant)]
+        watchers = [watcher for watcher in self._watchers if watcher.options.sees(progress.request.tenant)]
         if not watchers:
             return
         finished = finished_request(
@@ -250,7 +250,7 @@ class Watch:
         picture = self._ranks_now()
         changes = Changes.between(watcher.ranks, picture.ranks)
         watcher.ranks = picture.ranks
-        now, sees = self._clock(), watcher.asked.sees
+        now, sees = self._clock(), watcher.options.sees
         seen = [progress for progress in self._generator.running if sees(progress.request.tenant)]
         return generation_pb2.WatchClusterResponse(
             ranks=changes.changed,

@@ -6,8 +6,8 @@ by the model. The mixer's `forward` is made anew, with another function in that 
 states it hands through where they lie. What a kernel does not take, the definition's own function computes on
 copies.
 
-On copies alone a decode step of eight sequences takes 53 % longer (qwen3_5 of 4 layers with states of 128 x 128,
-one thread), one of a single sequence no longer.
+On copies alone a decode step of eight sequences takes 53 % longer (qwen3_5 of 4 layers with states of 128 x
+128, one thread), one of a single sequence no longer.
 """
 
 import inspect
