@@ -71,7 +71,7 @@ schemas = st.recursive(
 
 
 def conforms(value: object, schema: Schema) -> bool:
-    """By JSON Schema, as far as these schemas go. True is no 1 in JSON."""
+    """Judge by JSON Schema, as far as these schemas go. True is no 1 in JSON."""
     if "$ref" in schema:
         return conforms(value, schema["$defs"]["one"])
     if "anyOf" in schema:

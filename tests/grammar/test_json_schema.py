@@ -1,4 +1,4 @@
-"""What llguidance does not keep to by itself: numbers, keys written with escapes, branches of a oneOf.
+"""Schemas are kept to where llguidance does not by itself: numbers, escaped keys, branches of a oneOf.
 
 Real masks decide, over a vocabulary of bytes.
 """

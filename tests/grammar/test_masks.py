@@ -46,7 +46,10 @@ def by_itself(matcher: Matcher) -> set[int]:
 
 
 def expected_of(matcher: Matcher) -> set[int]:
-    """What it says of each id, but where it dictates text: that is written in one way alone, whoever asks."""
+    """Return what it says of each id.
+
+    Text that it dictates is written in one way alone, whoever asks.
+    """
     may, plain = by_itself(matcher), allowed(MAKER.make([MaskRequest(matcher)]), 0)
     assert plain == may or (len(plain) == 1 and plain < may)
     return plain
@@ -98,7 +101,7 @@ def _walk(matcher: Matcher, num_tokens: int, chance: random.Random) -> list[int]
 
 
 def test_what_ends_an_answer_is_allowed_where_its_text_is_whole(subtests, grammars):
-    """Also a stop token that the text could hold."""
+    """A stop token may be one that the text could hold."""
     for ending in ["", "c"]:
         with subtests.test(ending=ending):
             ends = [EOS, *ending.encode()]

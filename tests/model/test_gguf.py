@@ -1,4 +1,4 @@
-"""What is read of a GGUF file, against blocks that are taken apart value by value; and what is refused."""
+"""GGUF files are read, against blocks that are taken apart value by value, or refused."""
 
 import struct
 

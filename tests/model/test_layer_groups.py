@@ -1,4 +1,4 @@
-"""What layers keep: figures of known models, what transformers' own caches hold, and who is refused."""
+"""Layers keep what is known of models, and what transformers' own caches hold; others are refused."""
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ TINY = {
 
 
 def made(family):
-    """What was said, the config that transformers makes of it, and its cache after some tokens."""
+    """Return what was said, the config that transformers makes of it, and its cache after some tokens."""
     name, said = TINY[family]
     config = getattr(transformers, name)(**said)
     torch.manual_seed(0)

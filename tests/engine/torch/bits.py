@@ -25,7 +25,7 @@ def runner_of(family, dtype="float32", num_threads=1):
 
 
 def recorded_logits(monkeypatch):
-    """Of every token that is sampled from now on, by all ids before it: a list of what it got each time."""
+    """Record the logits of every token that is sampled from now on, by all ids before it."""
     seen = {}
     sample = torch_runner.sample
 
@@ -39,7 +39,7 @@ def recorded_logits(monkeypatch):
 
 
 def num_parted(logits, ids, prompt_len, num_times):
-    """Of its output tokens, those whose logits were not the same bits each time."""
+    """Count the output tokens whose logits were not the same bits each time."""
     times = [logits[tuple(ids[:end])] for end in range(prompt_len, len(ids))]
     assert [len(rows) for rows in times] == [num_times] * len(times)
     return sum(any(not torch.equal(row, rows[0]) for row in rows[1:]) for rows in times)

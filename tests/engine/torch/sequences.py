@@ -77,7 +77,7 @@ class Guessing(Sequence):
 
 
 class Carried:
-    """Of one sequence, in the groups beside full attention: its window pages and its slot.
+    """This is one sequence's in the groups beside full attention: its window pages and its slot.
 
     Pages that have left a window go back at once, for others to write in; with `keeps` they stay. It may
     begin with the `tails` that another one has had at a border.
@@ -90,7 +90,6 @@ class Carried:
         self.slot = tables.slots.pop() if tables.slots is not None and slot is None else slot
 
     def tails(self, start, end):
-        """Before tokens [start, end) are computed."""
         page_size, tails = self._tables.page_size, []
         for group, free, own in zip(self._tables.windowed, self._tables.free_tails, self.pages, strict=True):
             first, last = tail_start(group, start, page_size) // page_size, (end - 1) // page_size

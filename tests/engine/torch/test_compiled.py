@@ -19,7 +19,7 @@ def twice(numbers):
 
 
 def starts(folder):
-    """As a process would that has just been started."""
+    """Call a kernel as a process would that has just been started."""
     dispatcher = njit(twice)
     compiled.keep(dispatcher, twice, folder)
     assert dispatcher(NUMBERS) == 12
@@ -74,7 +74,7 @@ def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
 
 
 def starting(folder, began):
-    """As `starts`, in a process of its own; says when it has begun."""
+    """Run `starts` in a process of its own, and say when it has begun."""
     began.put(None)
     return starts(folder)
 
@@ -94,7 +94,7 @@ def test_of_those_that_start_at_once_one_compiles(tmp_path):
 
 
 def turn_of(folder):
-    """Where those that compile `twice` there take turns."""
+    """Return where those that compile `twice` there take turns."""
     dispatcher = njit(twice)
     compiled.keep(dispatcher, twice, folder)
     return dispatcher._cache._turn._path

@@ -1,4 +1,4 @@
-"""What is said to CUDA, by stand-ins for it: where these tests run there is none."""
+"""Stand-ins for CUDA tell what is said to it: where these tests run there is none."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.fixture
 def cudnn():
-    """Whether torch may attend by cuDNN: a switch of the process."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     yield torch.backends.cuda.cudnn_sdp_enabled

@@ -34,7 +34,7 @@ def runner():
 
 
 class Drafting(Sequence):
-    """As a decode rank's, with drafts of the runner's own."""
+    """A decode rank's sequence has drafts of the runner's own."""
 
     def __init__(self, runner, prompt, tables, *, num_drafts=3, spare=60, sampling=GREEDY):
         super().__init__(prompt, tables.take(len(prompt) + spare), 20, sampling=sampling)

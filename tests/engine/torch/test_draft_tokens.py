@@ -57,7 +57,7 @@ def test_a_history_with_drafts_is_as_a_list(subtests):
 
 
 class Counting(list):
-    """How often all of it is gone through."""
+    """It counts how often all of it is gone through."""
 
     times = 0
 

@@ -1,4 +1,4 @@
-"""What config.json says that layers keep is what the engine finds, family by family."""
+"""Layers keep what config.json says, as the engine finds it, family by family."""
 
 import json
 

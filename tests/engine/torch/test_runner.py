@@ -300,7 +300,7 @@ def test_what_cannot_work_is_refused_with_the_reason(subtests):
 
 
 def recorded_waits(monkeypatch):
-    """When the runner waits for its device, and for what."""
+    """Record when the runner waits for its device, and for what."""
     told = []
     monkeypatch.setattr(torch_runner, "finish_step", lambda device: told.append("over"))
     monkeypatch.setattr(torch_runner, "abandon_step", lambda device, error: told.append(error))

@@ -1,4 +1,4 @@
-"""On a CPU what a request gets is a function of the request, to the bit: whoever else is in its steps."""
+"""A CPU computes a request to the same bits, whoever else is in its steps."""
 
 import pytest
 import torch

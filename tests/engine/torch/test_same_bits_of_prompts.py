@@ -1,5 +1,7 @@
-"""Where recurrent layers cut a prompt follows from the prompt, whoever shares the steps' budget: a whole core
-over a torch runner, on a CPU."""
+"""Recurrent layers cut a prompt by the prompt alone, whoever shares the steps' budget.
+
+A whole core runs over a torch runner, on a CPU.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -50,7 +50,7 @@ def sequence(runner, tables, length, sampling, **how):
 
 
 def run(runner, sequences):
-    """Until each has MAX_TOKENS; notes their states on the way."""
+    """Step until each has MAX_TOKENS; note their states on the way."""
     joined = 0
     while any(len(each.choices) < MAX_TOKENS for each in sequences):
         joined += 1
@@ -74,7 +74,6 @@ def plain(family, length, sampling):
 
 
 def kv_before(runner, of):
-    """Of what full attention holds, by position."""
     kv = kv_of(runner)[of.pages].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
     return kv[: of.start].clone()
 
@@ -113,7 +112,7 @@ def assert_near(choices, expected):
 
 
 def verified(family, kinds=tuple(PROMPTS), seed=0):
-    """Beside each other, a prompt in small chunks, and one that has no drafts."""
+    """Verify them beside each other, a prompt in small chunks, and one that has no drafts."""
     runner = runner_of(family)
     tables, chance = PageTables(runner, seed), random.Random(seed)
     sequences = []

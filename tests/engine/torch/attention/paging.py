@@ -8,7 +8,7 @@ from services.engine.torch.attention.step_view import view_step
 
 
 def paged(alike):
-    """Of [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; the memory is the same."""
+    """Page numbers [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; the memory is the same."""
     _, num_layers, _, num_kv_heads, page_size, head_dim = alike.shape
     return PagedKv(alike.view(-1), PageShape(num_layers, num_kv_heads, page_size, head_dim, head_dim))
 

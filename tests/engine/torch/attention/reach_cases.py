@@ -94,7 +94,7 @@ def moved(chunk, order):
 
 @dataclass(frozen=True)
 class Made:
-    """Of a case: a pool as it is before the step, and the step's numbers, of the case's dtype."""
+    """A case has a pool as it is before the step, and the step's numbers, of the case's dtype."""
 
     pool: PagedKv
     query: torch.Tensor
@@ -154,7 +154,7 @@ def place_of(case, chunk, position):
 
 
 def expected(case, made):
-    """What the step gives, float64 [total, heads, v_head_dim], and its pool afterwards."""
+    """Return what the step gives, float64 [total, heads, v_head_dim], and its pool afterwards."""
     pool = PagedKv(made.pool.numbers.clone(), made.pool.shape)
     keys, values = pool.layer(LAYER)
     row = 0

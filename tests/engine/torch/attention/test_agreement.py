@@ -1,4 +1,4 @@
-"""What attends is compared with what is plain, and what is wrong is found out."""
+"""Kernels are compared with plain attention, and wrong ones are found out."""
 
 import itertools
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_a_kernel_that_is_wrong_is_found_out(subtests):
 
 
 def masked(diagonal):
-    """That the first token of a chunk which begins at `start` sees keys up to `diagonal(start)`."""
+    """The first token of a chunk which begins at `start` sees keys up to `diagonal(start)`."""
 
     def mask(length, end, device):
         return torch.ones(length, end, dtype=torch.bool).tril(diagonal(end - length))

@@ -20,7 +20,7 @@ expanding = torch.randn(LATENT, HEADS * (8 + V_DIM), generator=torch.Generator()
 
 
 def expand(latents, rotated):
-    """As DeepSeek-V3 does: keys are what comes of the latent, and the rotated one, the same for all heads."""
+    """Expand as DeepSeek-V3 does: keys are what comes of the latent, and the rotated one, for all heads."""
     keys, values = (
         (latents @ expanding.to(latents.dtype))[0, 0].unflatten(-1, (HEADS, -1)).split([8, V_DIM], -1)
     )

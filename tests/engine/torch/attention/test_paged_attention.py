@@ -258,7 +258,7 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
 @pytest.mark.long
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_a_processor_with_other_registers_computes_the_same(lanes, tmp_path):
-    """In a process of its own: how many heads at once is compiled into the kernel, and not to be kept."""
+    """A process of its own tries it: how many heads at once is compiled in, and not to be kept."""
     program = (
         "from services.engine.torch.attention.kernels import numba_kernel\n"
         f"numba_kernel._MAX_LANES = {lanes}\n"
@@ -346,7 +346,7 @@ def test_pieces_are_pages_with_the_same_readers(subtests):
     )
 )
 def test_every_query_reads_its_pages_in_their_order_and_a_full_one_is_read_once(tables):
-    """Whatever the sharing looks like, also where it is no tree."""
+    """The sharing may look like anything, also where it is no tree."""
     page_size = 4
     chunks = [chunk(1, len(pages) * page_size - 1 - less, pages) for pages, less in tables]
     pieces = planned(chunks, page_size)

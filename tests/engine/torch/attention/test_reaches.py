@@ -160,7 +160,7 @@ def test_sinks_and_soft_caps_count(subtests):
 
 
 def test_pages_inside_windows_are_read_together():
-    """Of 12 tokens that end at 22, 22 and 24: two begin within the page that the third one no longer sees."""
+    """Windows of 12 tokens end at 22, 22 and 24: two begin within the page that the third no longer sees."""
     reach = Reach(0, SLIDING, 12)
     tables = [[9, 8, 7, 6, 5, own] for own in (1, 2, 3)]
     chunks = [chunk_of(end - 1, 1, pages, reach, 4) for end, pages in zip((22, 22, 24), tables, strict=True)]

@@ -1,4 +1,4 @@
-"""What a model asks of attention and is not known here refuses the model: it would compute something else."""
+"""A model is refused for what it asks of attention and is not known: it would compute something else."""
 
 from types import SimpleNamespace
 

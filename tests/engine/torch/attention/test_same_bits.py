@@ -1,4 +1,4 @@
-"""On a CPU a token's attention is a function of what it sees, to the bit: whoever else is in the step."""
+"""A token's attention on a CPU is a function of what it sees, to the bit: whoever else is in the step."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,7 +46,7 @@ def of_rows(case, made, chunks, rows):
 )
 @given(data=st.data())
 def test_a_token_gets_the_same_alone_and_beside_others(dtype, data, three_threads):
-    """Of other sequences, with its prefix or without; of its own, as a chunk or as tokens to be verified."""
+    """Others are of other sequences, with its prefix or without, or of its own, as a chunk or as drafts."""
     case = data.draw(cases(dtype=dtype))
     made = made_of(case)
     with pytest.MonkeyPatch.context() as patched:
@@ -72,7 +72,7 @@ def a_tree_of_readers():
 
 
 def parted(case):
-    """Whether any token of the step gets other bits alone."""
+    """Tell whether any token of the step gets other bits alone."""
     made = made_of(case)
     together = attended(case, made, InPlace())
     alone = torch.cat([of_rows(case, made, [c], [row]) for row, c in enumerate(case.chunks)])

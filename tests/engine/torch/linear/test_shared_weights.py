@@ -117,7 +117,6 @@ def test_a_model_computes_the_same_bits_with_shared_weights(tmp_path, monkeypatc
 
 
 def is_mapped(array):
-    """Whether it lies in a file."""
     address = array.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(number, 16) for number in line.split()[0].split("-"))

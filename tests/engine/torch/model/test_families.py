@@ -165,7 +165,7 @@ def never_zeroed(run):
 
 
 def chunk_of(run, start, end, seed):
-    """Of another sequence in the slot of the resumed one, on pages of its own."""
+    """Make a chunk of another sequence in the slot of the resumed one, on pages of its own."""
     prompt = run.resumed.ids if not seed else random_prompt(end, seed)
     other = Sequence(
         prompt[:end], run.tables.take(end), end, carried=Carried(run.tables, keeps=True, slot=run.slot)

@@ -84,7 +84,7 @@ def check_bytes(pair, prompt_len, admitted):
 
 
 def sampled_as_plain(pair, prompt_ids, token_ids, sampling):
-    """What is drawn, by definition, from transformers' logits after the prompt and each of `token_ids`."""
+    """Draw, by definition, from transformers' logits after the prompt and each of `token_ids`."""
     logits = forced_logits(Path(pair.settings.model), prompt_ids, token_ids).numpy()
     chunks = (
         Chunk([0], 0, [0], True, sampling, [*prompt_ids, *token_ids[:i]], i) for i in range(len(token_ids))
@@ -106,7 +106,7 @@ async def die_after(pair, request, count):
 
 
 def evict_resume_points(pair):
-    """On every rank. Gives how many there were."""
+    """Evict them on every rank, and return how many there were."""
     engines = (*pair.decodes, *pair.prefills)
     count = sum(len(core_of(engine).carried.points) for engine in engines)
     for engine in engines:

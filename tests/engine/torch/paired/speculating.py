@@ -164,8 +164,7 @@ async def _crowded_request(pair, number, max_tokens, seed=11):
 
 
 def memory_of(engine) -> dict[tuple[str, tuple[int, ...]], tuple[bytes, ...]]:
-    """Of a rank that is idle, by salt and ids: the bytes of each page in its tree, and behind them those of
-    the windows and the state that are kept at its end."""
+    """Return an idle rank's memory by salt and ids: the bytes of each page in its tree, and what is kept at its end."""
     core = core_of(engine)
     points, layout = core.carried.points._kept, core.runner.layout
     memory: dict[Any, Any] = {}
@@ -198,7 +197,6 @@ class Led:
     rejected: int
 
     def differences(self, other):
-        """In which of what may be compared."""
         if self.memory.keys() != other.memory.keys() or self.memory != other.memory:
             yield "memory"
         for ours, theirs in zip(self.said, other.said, strict=True):

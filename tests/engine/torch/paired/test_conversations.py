@@ -43,7 +43,7 @@ async def hold_conversations(pair):
 
 
 async def prefixes_of_full_attention(settings):
-    """In conversations of the same lengths; the tokens do not matter."""
+    """Hold conversations of the same lengths; the tokens do not matter."""
     full = replace(settings, engine="fake", model="")
     async with Pair(full) as pair:
         return (await hold_conversations(pair))[0]

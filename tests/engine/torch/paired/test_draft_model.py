@@ -28,7 +28,7 @@ def settings_of(family, **changes):
 
 
 async def answers(pair, drafting, plan, decode=0):
-    """Of two turns, greedy and drawn, without drafts or with; nobody finds the others' prefixes."""
+    """Answer two turns, greedy and drawn, without drafts or with; nobody finds the others' prefixes."""
     core_of(pair.decodes[decode])._drafting = drafting
     said = []
     for sampling in (GREEDY, SEEDED):
@@ -67,7 +67,7 @@ async def check_tokens(family, plans):
 
 
 async def test_tokens_are_those_of_no_drafts_which_are_as_good_through_pd():
-    """With the draft on both sides, and with decode computing the prompt itself."""
+    """The draft is on both sides, or decode computes the prompt itself."""
     remote, local = await check_tokens(FULL, [Plan.REMOTE, Plan.LOCAL])
     assert local > 0.5  # drawn ones among them
     assert remote >= 0.99 * local

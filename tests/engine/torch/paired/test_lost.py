@@ -32,8 +32,10 @@ CASES = [*zip(CARRYING, itertools.cycle(Plan)), ("gpt_oss", Plan.LOCAL)]
 
 
 async def notices(pair, fault, plan, seed):
-    """Whether a conversation goes on wrongly under `fault`, where another one of its length has been held, in
-    pools whose slots have all been used."""
+    """Tell whether a conversation goes on wrongly under `fault`.
+
+    Another one of its length has been held before, in pools whose slots have all been used.
+    """
     evict_resume_points(pair)
     talk, other = Talk(pair), Talk(pair)
     for number, (length, max_tokens) in enumerate(TURNS):
@@ -53,7 +55,7 @@ async def notices(pair, fault, plan, seed):
 
 
 def fill_slots(pair):
-    """What nobody holds has been somebody's: a state that is not small."""
+    """Fill what nobody holds with a state that is not small."""
     for engine in (pair.decode, pair.prefill):
         core = core_of(engine)
         if (slots := core.runner._pools.slots) is not None:
@@ -68,12 +70,12 @@ def nothing(patch):
 
 
 def copies_nothing(patch):
-    """Who resumes goes on with what its slot was left with."""
+    """A resumed sequence goes on with what its slot was left with."""
     patch.setattr(SlotPool, "copy", lambda *_: None)
 
 
 def goes_on_with(patch, choose):
-    """Who resumes goes on with what `choose(points, point)` makes of the point that it should."""
+    """A resumed sequence goes on with what `choose(points, point)` makes of the point that it should."""
     go_to = CarriedCache._go_to
 
     def mutated(cache, seq, point):
@@ -83,7 +85,7 @@ def goes_on_with(patch, choose):
 
 
 def resumes_a_block_off(patch):
-    """With the state and the tails of the point above the one it goes on at."""
+    """It resumes with the state and the tails of the point above the one it goes on at."""
 
     def choose(points, point):
         node = next(node for node, kept in points._kept.items() if kept.point is point)
@@ -95,7 +97,6 @@ def resumes_a_block_off(patch):
 
 
 def moved(above, point):
-    """As many pages as there should be."""
     return tuple(
         (pages + pages[-1:] * len(wanted))[: len(wanted)]
         for pages, wanted in zip(above.tails, point.tails, strict=True)
@@ -111,7 +112,7 @@ def resumes_another_branch(patch):
 
 
 def resumes_without_the_first_page(patch):
-    """Of its tails: in its place is one of another point."""
+    """A page of another point is in the place of its tails' first one."""
 
     def choose(points, point):
         held = {page for pages in point.tails for page in pages}

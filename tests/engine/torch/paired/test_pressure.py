@@ -1,4 +1,4 @@
-"""With too few pages, states and windows for all that run, answers of real models are still exact."""
+"""Answers of real models are exact though pages, states and windows are too few for all that run."""
 
 import asyncio
 

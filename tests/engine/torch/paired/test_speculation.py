@@ -1,4 +1,4 @@
-"""With drafts all is as without them: tokens, log probabilities, hits, and what stays in memory."""
+"""Drafts change nothing: tokens, log probabilities, hits, and what stays in memory are as without them."""
 
 from dataclasses import replace
 
@@ -135,6 +135,5 @@ async def test_a_stream_goes_on_at_a_rank_that_drafts_otherwise(family, first, s
 
 
 def draft_by(engine, mode):
-    """From now on; before anything runs."""
     core = core_of(engine)
     core._drafting = Speculation(mode).drafting(core.runner, None)

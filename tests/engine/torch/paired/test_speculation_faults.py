@@ -29,8 +29,7 @@ pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
 
 
 def wrong_kv_stays(patch):
-    """Where a draft's K and V lie, those of the token chosen instead are not written: the tree gets the
-    draft's."""
+    """A chosen token's K and V are not written where a draft's lie: the tree gets the draft's."""
     stored, drafted = step_view._stored, set()
 
     def mutated(pool, chunks, kv):
@@ -49,7 +48,7 @@ def wrong_kv_stays(patch):
 
 
 def publishes_drafts(patch):
-    """Before it is known which of them are right."""
+    """Drafts are published before it is known which of them are right."""
     account = core.EngineCore._account
 
     def mutated(self, seq, chunk, sampled):
@@ -135,7 +134,6 @@ FAULTS = [
 
 
 async def differences(fault, family, mode, scenario):
-    """Between drafts under a fault, and no drafts."""
     settings = settings_of(family, mode, page_size=4, kv_pages=640)
     plain = await lead(without_drafts(settings), scenario)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ LENGTHS = (50, 3, 40)
 
 @pytest.fixture(scope="module", params=["bound", "no-bound"])
 def settings(request, tmp_path_factory):
-    """Of a checkpoint most of whose time steps are below the bound, if there is one."""
+    """Make a checkpoint most of whose time steps are below the bound, if there is one."""
     directory = tmp_path_factory.mktemp(request.param) / "model"
     shutil.copytree(checkpoint("nemotron_h"), directory)
     weights = load_file(directory / "model.safetensors")

@@ -48,7 +48,7 @@ def expected_logits(logits, chunk):
 
 
 def expected_probabilities(logits, chunk):
-    """What may be chosen and with which probability, by token id."""
+    """Return what may be chosen and with which probability, by token id."""
     params = chunk.sampling
     adjusted = expected_logits(logits, chunk)
     ranked = sorted(range(len(adjusted)), key=lambda i: (-adjusted[i], i))

@@ -1,4 +1,4 @@
-"""What rows of logits tell of a prompt's tokens, however few of them are there at a time."""
+"""Rows of logits score a prompt's tokens, however few of them are there at a time."""
 
 import math
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_rows_tell_of_tokens(subtests):
     ],
 )
 def test_pieces_of_chunks_are_as_the_definition_has_them(architecture, monkeypatch):
-    """Of two prompts in the same steps, of which one ends before the other."""
+    """Two prompts are in the same steps, and one ends before the other."""
     monkeypatch.setattr(scored_rows, "_PIECE", 512 * 5)
     directory = tiny_checkpoint(architecture)
     sizes = PoolSizes(max_running_requests=2, chunk_size=64)

@@ -25,7 +25,7 @@ SHORT = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 def compiled(kernel, capability, dtype, constants, **options):
-    """As at a launch with torch's own tensors, which start at multiples of 16 bytes."""
+    """Compile as at a launch with torch's own tensors, which start at multiples of 16 bytes."""
     signature = {name: "*i32" for name in kernel.arg_names} | {"query": dtype, "kv": dtype, "joined": dtype}
     signature |= POINTERS | {"sinks": "*fp32"} | NUMBERS | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}

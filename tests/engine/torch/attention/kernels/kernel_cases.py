@@ -76,7 +76,7 @@ def seen_by(chunk, reach):
 
 
 def expected_attention(kv, step, query, scores):
-    """Of layer 1, sequence by sequence, in float64."""
+    """Compute layer 1, sequence by sequence, in float64."""
     group = query.shape[1] // kv.shape.num_kv_heads
     outputs = []
     for chunk, own in zip(step.chunks, query.double(), strict=True):
@@ -107,7 +107,7 @@ def forget_what_nobody_reads(kv, step):
 
 
 def attended(attend_parts: AttendParts, step, layout: Layout, num_programs: int, seed: int, device="cpu"):
-    """What the kernel makes of random pages, and what float64 does: both float64, on the host.
+    """Return what the kernel makes of random pages, and what float64 does: both float64, on the host.
 
     Slots that nobody reads hold NaN, and so does the output before.
     """

@@ -143,7 +143,7 @@ SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9;
 
 
 def printed(program, *arguments, cache):
-    """By a process of its own, for what is interpreted cannot be compiled."""
+    """A process of its own compiles, for what is interpreted cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / program, *arguments],

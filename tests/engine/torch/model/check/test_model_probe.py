@@ -1,4 +1,4 @@
-"""What the probe finds in the definitions of transformers, none of which it knows."""
+"""The probe reads the definitions of transformers, none of which it knows."""
 
 import itertools
 
@@ -148,7 +148,7 @@ SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_h
 
 
 class WithOwnRope(torch.nn.Module):
-    """Of another head_dim than the rest."""
+    """This attention has another head_dim than the rest."""
 
     def __init__(self, attention):
         super().__init__()
