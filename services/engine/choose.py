@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
-    """Return one engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.DECODE, own_ids)
@@ -32,7 +31,6 @@ def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Seque
 
 
 def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[PrefillEngine]:
-    """Return one engine per rank of this process. Raises ConfigError."""
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.PREFILL, own_ids)
@@ -82,7 +80,6 @@ def check_checkpoint(engine: str, directory: Path) -> None:
 
 
 def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
-    """One SGLang serves all DP ranks of its worker."""
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
     from services.engine.sglang.service.launch.sglang_settings import SglangSettings

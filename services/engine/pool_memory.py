@@ -45,7 +45,6 @@ class RanksMemory:
         return self.count * (_PROCESS_BYTES + self.weights_bytes + self.beside_bytes)
 
     def pool_bytes(self, pages: int) -> int:
-        """Return the bytes of all ranks' pools."""
         return self.count * pages * self.page_bytes
 
 

@@ -212,7 +212,6 @@ class EngineSettings(ClusterConfig):
 
     @property
     def reached_at(self) -> str:
-        """Return the host that others know."""
         return self.advertise_host or self.host
 
     @property
@@ -232,7 +231,6 @@ class EngineSettings(ClusterConfig):
 
     @property
     def pool_sizes(self) -> PoolSizes:
-        """Return the sizes of what is beside the pages."""
         return PoolSizes(
             num_window_pages=self.window_pages,
             num_slots=self.state_slots,

@@ -73,7 +73,6 @@ def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
 
 
 def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
-    """Delete the keys in [start, end)."""
     return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=start, range_end=end))
 
 
@@ -210,7 +209,6 @@ class Etcd:
         await self.connection.unary(_REVOKE, etcd_pb2.LeaseRevokeRequest(ID=lease_id))
 
     async def compact(self, revision: int) -> None:
-        """Forget the history before `revision`."""
         await self.connection.unary(_COMPACT, etcd_pb2.CompactionRequest(revision=revision, physical=True))
 
     async def status(self) -> etcd_pb2.StatusResponse:

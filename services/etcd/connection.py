@@ -99,7 +99,6 @@ class EtcdStream(Generic[_Request, _Response]):
         self._receiving.add_done_callback(self._ended)
 
     async def write(self, request: _Request) -> None:
-        """Send a request. Raises Unavailable, or what `rename` says."""
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -318,7 +317,6 @@ class EtcdConnection:
     def _note_failure(
         self, channel: grpc.aio.Channel, metadata: _Metadata, error: BaseException
     ) -> IsthmusError:
-        """Learn from a failed call or stream, and rename its error."""
         if not isinstance(error, grpc.aio.AioRpcError):
             self._leave(channel)
             return (

@@ -71,7 +71,6 @@ class EmbeddedEtcd:
 
     @property
     def pid(self) -> int | None:
-        """Return the process's id, or None while it is stopped."""
         return self._process.pid if self._process else None
 
     @property
@@ -169,7 +168,6 @@ class EmbeddedEtcd:
         return [f"--{name}={value}" for name, value in flags.items()] + list(self._extra_arguments)
 
     async def _answers(self) -> bool:
-        """Return True once it serves; False when the process ended or stays silent."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         serving = asyncio.ensure_future(self._serving())

@@ -147,7 +147,6 @@ class PrefixWatch:
         yield WatchBatch(revision, gone, listed=True)
 
     def _begin_listing(self, revision: int) -> bool:
-        """Return whether etcd has gone back."""
         rewound = self._rewound or revision < self.revision
         if rewound:
             # No revision of the new history is one of the old, whatever its number.
@@ -264,7 +263,6 @@ class PrefixWatch:
 
 
 def _ranges(prefix: bytes, first: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Return the half-open ranges of keys to list, in order."""
     whole = (prefix, prefix_end(prefix))
     if first is None:
         return [whole]

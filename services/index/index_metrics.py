@@ -18,8 +18,6 @@ _STALENESS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class EtcdMetrics:
-    """Hand `observe` to Etcd."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._round_trips = Histogram(
             "isthmus_etcd_round_trip_seconds",
@@ -42,8 +40,6 @@ class EtcdMetrics:
 
 
 class StalenessMetrics:
-    """Hand `observe` to Mirror."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._staleness = Histogram(
             "isthmus_index_update_staleness_seconds",

@@ -45,8 +45,6 @@ class KnownPin:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """We wrote the pin, at `put_at` on our clock."""
-
     pin: Pin
     revision: int
     put_at: float

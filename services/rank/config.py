@@ -63,7 +63,6 @@ class RankConfig(EngineSettings):
             self._check_sglang_knows()
 
     def _check_sglang_knows(self) -> None:
-        """SGLang has its own way with what it caches and with the pages of a failed transfer."""
         for field in fields(self):
             if field.name in _NOT_SGLANG and getattr(self, field.name) != field.default:
                 raise ConfigError(f"--{field.name.replace('_', '-')} is not for --engine=sglang")

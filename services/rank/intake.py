@@ -49,7 +49,6 @@ class Intake:
         return f"<Intake draining={self.draining} closed={self._closed} running={self.num_running}>"
 
     def check(self) -> None:
-        """Raise Unavailable where newcomers are refused."""
         if self._closed:
             raise Unavailable(f"rank {self._own_id} is draining")
 
@@ -115,7 +114,6 @@ class Intake:
                 await self._say(False)
 
     def _note(self) -> None:
-        """Let whoever waits look again."""
         if self.draining and self.num_running:
             self._settled.clear()
         else:

@@ -73,8 +73,6 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """This makes a rank a prefill or a decode rank."""
-
     role: Role
     engine: Engine
     make_services: Callable[[CollectorRegistry], Services]
@@ -186,7 +184,6 @@ def with_pool(config: RankConfig) -> RankConfig:
 
 
 def own_rank_id(config: RankConfig) -> RankId:
-    """Return the id of a new incarnation of the rank."""
     return RankId(config.worker, config.rank_index or 0, Generation(secrets.randbits(64)))
 
 

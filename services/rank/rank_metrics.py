@@ -41,7 +41,6 @@ class RequestMetrics:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the request that the block serves."""
         outcome = "finished"
         try:
             yield

@@ -47,7 +47,6 @@ class LoopThread:
         self.thread.start()
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call it on the loop, from any thread; return at once."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def every(self, pause_s: float, function: Callable[[], Any]) -> None:

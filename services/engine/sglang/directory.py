@@ -25,8 +25,6 @@ Place = tuple[int, int, int, int]  # It is dp_rank, cp_rank, tp_rank and pp_rank
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """It has all processes of one prefill worker."""
-
     endpoints: dict[Place, str]
     topology: dict[str, Any]  # SGLang's ranks tell each other this.
 

@@ -17,7 +17,6 @@ def kinds_of(*classes: type[Any]) -> Kinds:
 
 
 def encode(message: Any) -> bytes:
-    """Return a dataclass, whose fields are JSON's own, as a line."""
     told = {field.name: getattr(message, field.name) for field in fields(message)}
     return json.dumps({"kind": type(message).__name__, **told}).encode() + b"\n"
 
@@ -53,5 +52,4 @@ class LineSplitter:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the beginning of a line is here, and not its end."""
         return bool(self._begun)

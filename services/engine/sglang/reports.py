@@ -93,8 +93,6 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """This is a DP rank's load, reported when it has changed."""
-
     load: dict[str, Any]  # It is in SGLang's own words (managers/load_snapshot.py).
 
 
@@ -104,8 +102,6 @@ REPORTS = message_lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvent
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """This request is for the scheduler of a rank."""
-
     # They are those of SGLang's TokenizedGenerateReqInput, with sampling_params as a dict and input_ids by
     # `pack_ids`.
     arguments: dict[str, Any]
@@ -137,12 +133,10 @@ def unpack_ids(packed: str) -> "array[int]":
 
 
 def group_fields(group: KvGroup) -> dict[str, Any]:
-    """Return the group as JSON has it."""
     return {**asdict(group), "kind": group.kind.value, "layer_ids": list(group.layer_ids)}
 
 
 def group_of(fields: Mapping[str, Any]) -> KvGroup:
-    """Return the group that `group_fields` made fields of, which were read from JSON."""
     kind, layer_ids = GroupKind(fields["kind"]), tuple(fields["layer_ids"])
     return KvGroup(**{**fields, "kind": kind, "layer_ids": layer_ids})
 
@@ -154,5 +148,4 @@ def draft_fields(draft: DraftKv | None) -> dict[str, Any] | None:
 
 
 def draft_of(fields: Mapping[str, Any] | None) -> DraftKv | None:
-    """Return the draft that `draft_fields` made fields of, which were read from JSON."""
     return DraftKv(fields["model_fingerprint"], group_of(fields["group"])) if fields is not None else None

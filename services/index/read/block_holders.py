@@ -93,7 +93,6 @@ class _Sets:
         return np.frombuffer(self._in_use, np.bool_)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget those of them that are not in use."""
         assert self._in_use is not None
         for number in numbers:
             if not self._in_use[number] and self._numbers.get(self.masks[number]) == number:
@@ -122,7 +121,6 @@ class BlockHolders:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the table."""
         return self._table.size_bytes
 
     # -- columns ----------------------------------------------------------------------------------
@@ -155,7 +153,6 @@ class BlockHolders:
     # -- what they hold ---------------------------------------------------------------------------
 
     def change(self, hashes: PackedHashes, columns: Columns, is_added: NDArray[np.bool_]) -> None:
-        """Make the changes one after the other."""
         self._table.make_room(len(hashes))
         ordered = np.sort(hashes)
         if (ordered[1:] == ordered[:-1]).any():

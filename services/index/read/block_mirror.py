@@ -186,7 +186,6 @@ class BlockMirror:
         change: Callable[[RankKey, Sequence[int]], object],
         resumable: Iterable[int],
     ) -> None:
-        """Make the change slice by slice, until the rank is forgotten."""
         rest = iter(resumable)
         while (part := tuple(islice(rest, _SLICE_RESUMABLE))) and self._readings.get(rank) is reading:
             change(rank, part)
@@ -238,7 +237,6 @@ class BlockMirror:
 
 
 def _parts(snapshot: Iterable[PrefixSnapshot]) -> Iterator[Hashes]:
-    """Yield the snapshot's blocks, slice by slice."""
     for chunk in snapshot:
         for start in range(0, len(chunk.hashes), _SLICE_HASHES):
             yield chunk.hashes[start : start + _SLICE_HASHES]

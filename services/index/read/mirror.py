@@ -174,14 +174,12 @@ class Mirror:
         return max(age_s, missing_s) + self._probe.delay_s
 
     def place_among_routers(self) -> tuple[int, int]:
-        """See Probe."""
         return self._probe.place_among_routers()
 
     def progress(self, rank: RankKey) -> RankProgress:
         return self.blocks.progress(rank)
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        """See PrefixIndex.match_all."""
         return self.index.match_all(hashes)
 
     def pin(self, conversation: str) -> Pin | None:

@@ -65,8 +65,6 @@ class _Stand:
 
 @dataclass(slots=True)
 class _Log:
-    """Deltas are appended to this epoch."""
-
     epoch: int
     stand: _Stand
     snapshot_bytes: int
@@ -219,7 +217,6 @@ class PrefixWriter:
         )
 
     async def _put(self, put: etcd_pb2.RequestOp, stand: _Stand) -> _Stand:
-        """Return what the next write stands on."""
         revision = await self._write([put], stand, idempotent=True)
         return replace(stand, newest=put.request_put.key, newest_revision=revision)
 

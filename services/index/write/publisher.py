@@ -207,7 +207,6 @@ class Publisher:
             await self._wake.wait()
 
     async def _pause(self) -> None:
-        """Wait between two writes of one snapshot."""
         self._wrote()
         await asyncio.sleep(self.pace.wait_s(self._etcd.clock(), math.inf))
         self._begin()

@@ -81,7 +81,6 @@ class DecodeEnd(OwnProcess):
         self.prefill_info_table[bootstrap_addr] = info
 
     def process_of(self, bootstrap_addr: str, place: tuple[int, int, int, int]) -> str | None:
-        """Return HOST:PORT of the Handshake of one process of a prefill worker, if it is known."""
         directory = self._directories.get(bootstrap_addr)
         return directory.endpoints.get(place) if directory is not None else None
 

@@ -18,8 +18,6 @@ def publish_events(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -
 
 
 class TreeEventPublisher(EventPublisher):
-    """SGLang's EventPublisherFactory makes it, and passes the settings of its ZMQ publisher along."""
-
     def __init__(self, attn_dp_rank: int, **_zmq_settings: Any) -> None:
         self._dp_rank = attn_dp_rank
 

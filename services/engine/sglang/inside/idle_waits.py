@@ -38,7 +38,6 @@ class WakeUp:
 
 @cache
 def room_news() -> WakeUp:
-    """Return this process's wake-up: some transfer's status has changed."""
     return WakeUp()
 
 
@@ -62,8 +61,6 @@ def wait_for_requests(controller: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 class WaitingSocket:
-    """Receives of this socket wait a while first, also those that are not to block."""
-
     def __init__(self, socket: Any) -> None:
         self._socket = socket
 

@@ -29,8 +29,6 @@ _TRANSPORT = "sglang-nixl"
 
 
 class _Inbox:
-    """SGLang's listener thread reads it in place of a ZMQ socket."""
-
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Frames] = queue.SimpleQueue()
         self.put = self._queue.put

@@ -83,7 +83,6 @@ def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, 
 
 
 def _note_scheduler(queue: Any) -> None:
-    """Note what the manager that the queue is about to make is not told by its scheduler."""
     from services.engine.sglang.inside.manager import IsthmusKVManager
 
     IsthmusKVManager.window_size = int(queue.scheduler.sliding_window_size or 0)

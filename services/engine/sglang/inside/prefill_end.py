@@ -183,7 +183,6 @@ class PrefillEnd(OwnProcess):
         yield from super().maybe_send_extra(peer_name, prefill_state_indices, *args, **kwargs)
 
     def _places(self, peer: Any) -> tuple[TpPlace, TpPlace]:
-        """Return the places of the writer, this process, and of the reader."""
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
         return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 

@@ -32,8 +32,6 @@ class IsthmusKVSender(NixlKVSender):
 
 
 class _ToPrefill:
-    """SGLang's receiver takes it for its socket to one prefill process."""
-
     def __init__(self, manager: IsthmusKVManager, endpoint: str) -> None:
         self._manager = manager
         self._endpoint = endpoint

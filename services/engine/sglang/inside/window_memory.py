@@ -17,7 +17,6 @@ from sglang.srt.configs.model_config import is_hybrid_swa_model
 
 
 def has_window_memory(config: dict[str, Any]) -> bool:
-    """Return whether a model with this whole config.json has window memory."""
     text = SimpleNamespace(**(config.get("text_config") or config))
     return bool(is_hybrid_swa_model(list(config.get("architectures") or ()), text))
 

@@ -29,7 +29,6 @@ class Telling:
         self._is_on = True
 
     def take(self, ids: list[int]) -> bool:
-        """Return whether the ids were told."""
         if not self._stops.isdisjoint(ids):
             self._is_on = False  # With a stop the request ends, for us.
         if self._is_on:
@@ -39,8 +38,6 @@ class Telling:
 
 
 class _Open:
-    """This is a request, and what has come of it."""
-
     def __init__(self, telling: Telling | None) -> None:
         self.chunks: asyncio.Queue[Chunk | IsthmusError] = asyncio.Queue()
         self._telling = telling
@@ -51,8 +48,6 @@ class _Open:
 
 
 class Door:
-    """One loop has a door to all DP ranks of a worker."""
-
     def __init__(self) -> None:
         self._schedulers: dict[int, Say] = {}  # They go by DP rank.
         self._open: dict[str, _Open] = {}  # They go by rid.
@@ -61,7 +56,6 @@ class Door:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
 
     def connect(self, dp_rank: int, say: Say) -> None:
-        """Connect to the process that takes the rank's requests."""
         self._schedulers[dp_rank] = say
 
     def is_open(self, dp_rank: int) -> bool:

@@ -14,8 +14,6 @@ _MAX_ROOMS = 4096
 
 
 class RoomReports:
-    """It is used on one loop."""
-
     def __init__(self) -> None:
         self._tickets: dict[
             int, tuple[TicketSent, float]

@@ -127,8 +127,6 @@ class SglangRank:
 
 
 class SglangDecodeEngine(SglangRank):
-    """It implements services.engine.base.DecodeEngine."""
-
     plans = frozenset({Plan.REMOTE})
     moves_penalties = False
 
@@ -212,8 +210,6 @@ class SglangDecodeEngine(SglangRank):
 
 
 class SglangPrefillEngine(SglangRank):
-    """It implements services.engine.base.PrefillEngine."""
-
     @property
     def max_context_tokens(self) -> int:
         """Return the longest prompt: SGLang wants room for its first token here too."""
@@ -298,7 +294,6 @@ async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 
 async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
-    """Return what the chunks of a request of one token say together."""
     async with aclosing(chunks):
         told = await _next(chunks)
         async for chunk in chunks:

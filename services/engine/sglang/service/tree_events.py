@@ -28,8 +28,6 @@ _MAX_KINDS = 16  # They are texts of errors, which may have values in them.
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """This is a page in the tree."""
-
     block: BlockHash | None  # This is the sequence hash of the last full index block up to here.
     open_tokens: tuple[int, ...]  # They came since that block's end.
     seed: int
@@ -131,7 +129,6 @@ class TreeEventRebuilder:
         self._num_pages_of.clear()
 
     def _check(self, event: Mapping[str, Any]) -> None:
-        """Raise ProtocolError where an event's pages and tokens do not fit."""
         if event["block_size"] != self._page_size:
             raise ProtocolError(f"pages have {event['block_size']} tokens, not {self._page_size}")
         if len(event["token_ids"]) != len(event["block_hashes"]) * self._page_size:

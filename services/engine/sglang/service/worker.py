@@ -76,8 +76,6 @@ _CARRIED_KINDS = {"swa", "mamba"}
 
 
 class SglangWorker:
-    """One asyncio loop owns it."""
-
     def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
         """`own_ids` go by DP rank. Raises ConfigError."""
         self.settings = settings
@@ -145,7 +143,6 @@ class SglangWorker:
                 raise
 
     async def stop(self) -> None:
-        """End with the last of its ranks."""
         async with self._starting:
             self._users -= 1
             if self._users == 0:
@@ -272,7 +269,6 @@ class SglangWorker:
             raise Unavailable(self.ending)
 
     def _num_pages(self) -> list[int]:
-        """Return the pages of the pool of each DP rank that has reported."""
         told = (loads.num_pages(load, self.settings.engine.page_size) for load in self._loads.values())
         return [pages for pages in told if pages]
 
@@ -393,7 +389,6 @@ class SglangWorker:
 
     @property
     def actives(self) -> list[Active]:
-        """Return all processes that hold KV."""
         return list(self._active.values())
 
     @property

@@ -82,7 +82,6 @@ class Reporter:
         return received
 
     def _write_now(self, line: bytes) -> bytes:
-        """Return what the socket has no room for."""
         try:
             return line[self._socket.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
         except BlockingIOError:
@@ -104,5 +103,4 @@ class Reporter:
 
 @cache
 def process_reporter() -> Reporter:
-    """Return this process's one reporter, connected at the first call."""
     return Reporter(PluginSettings.from_environment().reports_path)

@@ -68,7 +68,6 @@ def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args:
 
 
 def _request(order: Generate, vocab_size: int) -> Any:
-    """Return the request, or None where it has been refused."""
     try:
         return _generation(order, vocab_size)
     except ValueError as error:  # SGLang's tokenizer manager refuses it so.
@@ -88,7 +87,6 @@ def _generation(order: Generate, vocab_size: int) -> Any:
 
 
 def _told(output: Any) -> list[Outputs]:
-    """Return the outputs of requests of ours."""
     match output:
         case BatchTokenIDOutput(rids=rids):
             ours = [(index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]

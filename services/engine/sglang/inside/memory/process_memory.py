@@ -18,8 +18,6 @@ from services.values.kv import DraftKv, GroupKind, KvGroup, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """These are the model's or its draft's, in one process."""
-
     item_bytes: tuple[int, ...]  # They are a page's.
     heads: AttentionHeads  # They are the whole model's.
     is_latent: bool = False  # A latent is one vector for all heads, which every process has.
@@ -31,7 +29,6 @@ class Buffers:
 
     @property
     def spread_heads(self) -> int:
-        """Return the heads that the processes share out."""
         return 1 if self.is_latent else self.heads.num_kv_heads
 
     def whole_bytes(self, tp_size: int) -> int:
@@ -79,7 +76,6 @@ class ProcessMemory:
 
     @property
     def page_bytes(self) -> int:
-        """Return a page's bytes in the whole model."""
         return self.buffers.whole_bytes(self.tp_size)
 
     @property
@@ -88,7 +84,6 @@ class ProcessMemory:
 
     @property
     def carried_places(self) -> list[int]:
-        """Return where the layout's carried groups stand among the components."""
         return [place for place, component in enumerate(self.components) if component.is_carried]
 
     def layout(self, model_fingerprint: int) -> KvLayout:
@@ -143,8 +138,6 @@ def read_item_bytes(item_bytes: Sequence[int], num_draft: int) -> tuple[tuple[in
 
 
 class Posted:
-    """This was posted for one transfer, counted where it is posted."""
-
     def __init__(self) -> None:
         self.num_pages = 0
         self.size_bytes = 0

@@ -9,8 +9,6 @@ from services.values.kv import DraftKv, GroupKind, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class TpPlace:
-    """This is a process among those of its DP rank that share the attention heads."""
-
     rank: int
     size: int
 

@@ -19,8 +19,6 @@ _KINDS = {WINDOW: GroupKind.SLIDING_WINDOW, RECURRENT: GroupKind.RECURRENT}
 
 @dataclass(frozen=True, slots=True)
 class StateComponent:
-    """This is one component, of one of the processes that share a rank's heads."""
-
     kind: str  # It is SGLang's word.
     item_bytes: tuple[int, ...]  # Each buffer has one: a page's, or a request's part.
     layer_ids: tuple[int, ...] = ()  # They are here where SGLang says them.
@@ -85,8 +83,6 @@ def components_of(kv_args: Any) -> tuple[StateComponent, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The whole model's attention has these."""
-
     num_kv_heads: int
     head_dim: int
     dtype: str

@@ -46,7 +46,6 @@ class DecodeStreams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, endpoint: str) -> None:
-        """Make the stream, if there is none."""
         if endpoint in self._outboxes:
             return
         outbox = self._outboxes[endpoint] = asyncio.Queue()
@@ -120,7 +119,6 @@ async def _write(
 
 
 async def _read(call: grpc.aio.StreamStreamCall) -> _Message:
-    """Return the next message. Raises IsthmusError when the stream has ended."""
     with grpc_errors.renaming():
         message: _Message = await call.read()
         if message is grpc.aio.EOF:

@@ -172,7 +172,6 @@ def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: Retur
 
 
 def runs_of_indices(pages: Sequence[int]) -> list[handshake_pb2.PageRun]:
-    """Return page indices in token order as runs, in the same order."""
     return convert.runs_to_proto(runs_of([PageId(page) for page in pages]))
 
 
@@ -184,7 +183,6 @@ def indices_of_runs(runs: Sequence[handshake_pb2.PageRun]) -> list[int]:
 
 
 def status_of_frames(frames: Frames) -> handshake_pb2.Status:
-    """Return the status. Raises ProtocolError for one that is no last word."""
     states = {
         POLL_SUCCESS: handshake_pb2.Status.STATE_LANDED,
         POLL_FAILED: handshake_pb2.Status.STATE_FAILED,

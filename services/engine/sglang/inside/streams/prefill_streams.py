@@ -32,8 +32,6 @@ _HOST = "isthmus"  # SGLang prints it where it would print a decode rank's addre
 
 @dataclass(slots=True)
 class _DecodeProcess:
-    """This is one decode process, for as long as its stream stands."""
-
     back: ReturnAddress
     hello: handshake_pb2.Hello
     peer: Hello

@@ -62,8 +62,6 @@ RECURRENT_SAID = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """This of a checkpoint's config.json concerns us."""
-
     num_kv_heads: int
     head_dim: int
     max_context_tokens: int

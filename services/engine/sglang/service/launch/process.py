@@ -90,7 +90,6 @@ class SglangProcess:
         return None if self._process is None else self._process.returncode
 
     def last_error(self) -> str:
-        """Return the line that most probably says why it ended."""
         telling = [line for line in self._lines if "Error" in line or "error:" in line]
         telling = [line for line in telling if not any(noise in line for noise in _NOISE)]
         return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
@@ -104,7 +103,6 @@ class SglangProcess:
                 self._tree.setdefault(process, process.create_time())
 
     async def _until_ended(self, timeout_s: float) -> None:
-        """Wait until it has ended, or until the time is over."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while any(map(_alive, self._tree)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)

@@ -180,7 +180,6 @@ class SglangSettings:
 
     @property
     def keeps_window_memory(self) -> bool:
-        """Return whether windows' KV in memory of its own was requested."""
         return WINDOW_MEMORY_FLAG in _values(self.engine.engine_arg)
 
     @property
@@ -198,7 +197,6 @@ class SglangSettings:
         return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
     def draft(self) -> speculation_flags.DraftShape | None:
-        """Return the draft's shape. Raises ConfigError."""
         return speculation_flags.DraftShape.read(_values(self.engine.engine_arg))
 
     def max_context_tokens(self, of_checkpoint: int) -> int:
@@ -305,7 +303,6 @@ class SglangSettings:
         return environment
 
     def _processes_per_rank(self) -> int:
-        """Return how many there are, or with DP attention more."""
         short, long = _PROCESSES
         return self._number(short, self._number(long, 1))
 

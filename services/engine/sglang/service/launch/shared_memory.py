@@ -44,13 +44,11 @@ def remove_of(dead: Mapping[int, float]) -> None:
 
 
 def _maker(path: Path) -> int:
-    """Return its maker's pid, as the name says."""
     told = path.name.split("_")[-2]
     return int(told) if told.isdecimal() else os.getpid()
 
 
 def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf) -> None:
-    """Remove it if it is ours and was made in that time."""
     with suppress(OSError):  # It is gone already, another user's, or open.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

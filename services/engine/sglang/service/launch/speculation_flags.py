@@ -80,8 +80,6 @@ def _number(values: Mapping[str, str], flag: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """This draft has a checkpoint of its own."""
-
     path: Path
     num_kv_heads: int  # A latent has 1.
     head_dim: int  # It is the latent's, where it is one.
