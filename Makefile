@@ -195,7 +195,7 @@ gpu-wheels: ## where there is a network: fill WHEELS=DIR with what a GPU host ma
 
 # Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
 chart-test: $(STAMP) $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
-	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -m charts --confcutdir=tests/charts tests/charts
+	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -n 3 -m charts --confcutdir=tests/charts tests/charts
 
 $(OBSERVE_STAMP): constraints-observe.txt
 	test -x $(OBSERVE_VENV)/bin/python || $(PYTHON) -m venv $(OBSERVE_VENV)

@@ -21,7 +21,7 @@ from router.templates.formats import FORMATS
 from services.cli.local import demo
 from services.cli.model.fetch_model import ensure_cached
 from services.grammar.grammars import Grammars
-from services.grammar.masks import Asked, MaskMaker
+from services.grammar.masks import MaskMaker, MaskRequest
 from services.settings.known_models import KNOWN
 from services.values.errors import Unavailable
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -113,7 +113,7 @@ def near_ties(directory, said, matcher=None):
 
 def allowed(matcher, vocab_size):
     """Where bytes must follow, the mask has but the tokens that the tokenizer would write them in."""
-    return torch.from_numpy(MaskMaker(vocab_size).make([Asked(matcher)]).expanded()[0].copy())
+    return torch.from_numpy(MaskMaker(vocab_size).make([MaskRequest(matcher)]).expanded()[0].copy())
 
 
 def cluster_of(etcd, name, directory, plan, **settings):

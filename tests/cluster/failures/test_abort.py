@@ -81,7 +81,7 @@ async def at_the_router(cluster, ranks, patch):
 
 
 async def queued_at_decode(cluster, ranks, patch):
-    patch.setattr(core_of(ranks.decode)._places, "one_more_runs", lambda _: False)
+    patch.setattr(core_of(ranks.decode)._slots, "one_more_runs", lambda _: False)
     return Stage(lambda: ranks.decode.load().waiting)
 
 
@@ -96,7 +96,7 @@ async def ticket_taken_and_no_call_yet(cluster, ranks, patch):
 
 
 async def queued_at_prefill(cluster, ranks, patch):
-    patch.setattr(core_of(ranks.prefill)._places, "one_more_runs", lambda _: False)
+    patch.setattr(core_of(ranks.prefill)._slots, "one_more_runs", lambda _: False)
     return Stage(lambda: ranks.prefill.load().waiting)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from router.templates.formats import FORMATS, Call, Said
 from services.grammar.grammars import Grammars
-from services.grammar.masks import Asked, MaskMaker
+from services.grammar.masks import MaskMaker, MaskRequest
 from services.router.parsing.parser_choice import ParserChoice, choose
 from services.router.request.parsers import Parsers
 from services.router.request.tools import CallMode, ChatTools
@@ -61,7 +61,7 @@ class Family:
         text, maker = self.parsers.text_of(tools, SamplingParams(), prompt_ids), MaskMaker(SIZE)
         liked = {self.tokenizer.encode(each, special_tokens=False)[0] for each in hurry} | set(ends)
         for _ in range(500):
-            (row,) = maker.make([Asked(matcher)]).expanded()
+            (row,) = maker.make([MaskRequest(matcher)]).expanded()
             allowed = row.nonzero()[0].tolist()
             wanted = [token_id for token_id in allowed if token_id in liked]
             token_id = rng.choice(wanted if wanted and rng.random() < 0.4 else allowed)

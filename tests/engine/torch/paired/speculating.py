@@ -164,7 +164,7 @@ async def _crowded_request(pair, number, max_tokens, seed=11):
 
 
 def memory_of(engine) -> dict[tuple[str, tuple[int, ...]], tuple[bytes, ...]]:
-    """Return an idle rank's memory by salt and ids: the bytes of each page in its tree, and what is kept at its end."""
+    """Return an idle rank's memory by salt and ids: the bytes of each page, and what its end keeps."""
     core = core_of(engine)
     points, layout = core.carried.points._kept, core.runner.layout
     memory: dict[Any, Any] = {}
