@@ -98,8 +98,12 @@ def environment(model):
     return sglang_settings(model).environment({})
 
 
-async def test_sglangs_own_list_says_what_has_window_memory(gemma, mellum, tmp_path):
+async def test_sglangs_own_list_says_what_has_window_memory(mellum):
     assert await has_window_memory(str(mellum), environment(mellum))
+
+
+@pytest.mark.slow
+async def test_sglangs_own_list_says_what_has_none_and_of_no_model_anything(gemma, tmp_path):
     assert not await has_window_memory(str(gemma), environment(gemma))
     shutil.copy(gemma / "tokenizer.json", tmp_path)
     with pytest.raises(ConfigError, match="does not say"):
