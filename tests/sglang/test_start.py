@@ -48,13 +48,14 @@ async def test_a_plugin_that_is_not_installed_is_a_sentence_and_exit_code_78(che
     assert "isthmus-prefill: the plugin is not installed" in output.decode()
 
 
-@pytest.mark.parametrize("module", ["services.engine.sglang.gone", "services.gone.plugin"])
-def test_a_plugin_that_was_installed_from_other_sources_is_refused(monkeypatch, module):
+def test_a_plugin_that_was_installed_from_other_sources_is_refused(subtests, monkeypatch):
     """SGLang would start without it, and end again and again at what only the plugin knows."""
-    plugin = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
-    monkeypatch.setattr(process, "entry_points", lambda **_: EntryPoints([plugin]))
-    with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
-        process.require_entry_point()
+    for module in ["services.engine.sglang.gone", "services.gone.plugin"]:
+        with subtests.test(module=module):
+            plugin = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
+            monkeypatch.setattr(process, "entry_points", lambda *, plugin=plugin, **_: EntryPoints([plugin]))
+            with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
+                process.require_entry_point()
 
 
 async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):
@@ -123,17 +124,18 @@ def report(to, *tp_ranks, tp_size):
         tell(to, active(role="prefill", tp_rank=tp_rank, tp_size=tp_size))
 
 
-@pytest.mark.parametrize("told,missing", [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")])
-async def test_every_process_must_say_that_the_plugin_is_active(make_worker, told, missing):
-    started = make_worker()
-    report(started, *told, tp_size=2)
-    if missing:
-        with pytest.raises(ConfigError) as refused:
-            await started.start()
-        assert missing in str(refused.value)
-    else:
-        await started.start()
-        await started.stop()
+async def test_every_process_must_say_that_the_plugin_is_active(subtests, make_worker):
+    for told, missing in [((), "[(0, 0)]"), ((0,), "[(0, 1)]"), ((0, 1), "")]:
+        with subtests.test(told=told, missing=missing):
+            started = make_worker()
+            report(started, *told, tp_size=2)
+            if missing:
+                with pytest.raises(ConfigError) as refused:
+                    await started.start()
+                assert missing in str(refused.value)
+            else:
+                await started.start()
+                await started.stop()
 
 
 async def test_a_pool_that_is_smaller_than_asked_for_is_refused_with_its_size(make_worker):
@@ -151,12 +153,13 @@ async def test_a_model_whose_state_is_not_known_is_refused(make_worker):
         await started.start()
 
 
-@pytest.mark.parametrize("kind", ["block_scale", "swa", "mamba"])
-async def test_what_is_part_of_each_page_or_carried_passes(make_worker, kind):
-    started = make_worker()
-    tell(started, active(role="prefill", state_kinds=["dsa", kind]))
-    await started.start()
-    await started.stop()
+async def test_what_is_part_of_each_page_or_carried_passes(subtests, make_worker):
+    for kind in ["block_scale", "swa", "mamba"]:
+        with subtests.test(kind=kind):
+            started = make_worker()
+            tell(started, active(role="prefill", state_kinds=["dsa", kind]))
+            await started.start()
+            await started.stop()
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -184,10 +187,11 @@ async def test_temporary_files_of_sglangs_go_with_their_worker(make_worker, monk
     assert folders and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", [{"cp_rank": 1}, {"pp_rank": 1}])
-async def test_a_model_that_sglang_spreads_over_stages_is_refused(make_worker, place):
-    started = make_worker()
-    tell(started, active(role="prefill"))
-    tell(started, active(role="prefill", **place))
-    with pytest.raises(ConfigError, match="not supported"):
-        await started.start()
+async def test_a_model_that_sglang_spreads_over_stages_is_refused(subtests, make_worker):
+    for place in [{"cp_rank": 1}, {"pp_rank": 1}]:
+        with subtests.test(place=place):
+            started = make_worker()
+            tell(started, active(role="prefill"))
+            tell(started, active(role="prefill", **place))
+            with pytest.raises(ConfigError, match="not supported"):
+                await started.start()

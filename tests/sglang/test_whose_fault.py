@@ -58,36 +58,36 @@ async def give_up_in_the_middle(answer):
     answer.write(chunk(ABORTED, ()))
 
 
-@pytest.mark.parametrize(
-    "generate,tokens",
-    [
+async def test_an_sglang_that_breaks_off_is_its_own_ranks_fault(subtests, checkpoint):
+    for generate, tokens in [
         (None, []),
         (break_off, []),
         (break_off_in_the_middle, [5]),
         (give_up_in_the_middle, [5]),
-    ],
-)
-async def test_an_sglang_that_breaks_off_is_its_own_ranks_fault(checkpoint, generate, tokens):
-    async with worker_on(generate, checkpoint) as worker:
-        error, received = await failure_of(worker, Leg())
-    assert (error, received) == (Unavailable, tokens)
+    ]:
+        with subtests.test(generate=generate, tokens=tokens):
+            async with worker_on(generate, checkpoint) as worker:
+                error, received = await failure_of(worker, Leg())
+            assert (error, received) == (Unavailable, tokens)
 
 
-@pytest.mark.parametrize("end", ["broken", "ended"])
-async def test_prefill_that_loses_its_stream_to_a_dead_decode_is_not_to_blame(checkpoint, end):
-    async def wait(answer):
-        await asyncio.Event().wait()
+async def test_prefill_that_loses_its_stream_to_a_dead_decode_is_not_to_blame(subtests, checkpoint):
+    for end in ["broken", "ended"]:
+        with subtests.test(end=end):
 
-    async with worker_on(wait, checkpoint) as worker:
+            async def wait(answer):
+                await asyncio.Event().wait()
 
-        async def lost():
-            (worker._broken if end == "broken" else worker._process.ended).set()
-            raise PeerFailed("the handshake stream was lost")
+            async with worker_on(wait, checkpoint) as worker:
 
-        assert await failure_of(worker, Leg(lost)) == (Unavailable, [])
-        with pytest.raises(Unavailable, match="SGLang has ended"):
-            async for _ in worker.stream({}):
-                pass
+                async def lost(end=end, worker=worker):
+                    (worker._broken if end == "broken" else worker._process.ended).set()
+                    raise PeerFailed("the handshake stream was lost")
+
+                assert await failure_of(worker, Leg(lost)) == (Unavailable, [])
+                with pytest.raises(Unavailable, match="SGLang has ended"):
+                    async for _ in worker.stream({}):
+                        pass
 
 
 async def test_a_worker_that_stops_ends_what_sglang_does_not(checkpoint):
