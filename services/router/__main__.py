@@ -1,7 +1,6 @@
 """`python -m services.router`: one router. Any number of them share a cluster."""
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -21,7 +20,6 @@ from services.settings.flags import load, refusing
 from services.settings.hub import resolved
 
 _PROG = "isthmus-router"
-_MORE_OBJECTS = 10_000
 
 log = logging.getLogger("services.router")
 
@@ -33,7 +31,6 @@ def main() -> None:
         name = config.name or f"router-{secrets.token_hex(3)}"
         log_lines.log_service(name, config.log_level, config.log_format)
         _do_without_torch()
-        _collect_rarely()
         log_lines.event(log, "open_files", limit=descriptors.raise_limit())
         asyncio.run(_run(config, name))
 
@@ -43,13 +40,6 @@ def _do_without_torch() -> None:
     need it. None in a module's place says that there is none (Python's reference, the module cache)."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn of that
-
-
-def _collect_rarely() -> None:
-    """A request's objects refer to each other in no circle and go with it. The garbage collector looks for
-    circles all the same, whenever there are 700 objects more than there were: with a thousand requests at
-    once that takes a twelfth of a router's time, and a pause of some 60 ms once in a while."""
-    gc.set_threshold(_MORE_OBJECTS, *gc.get_threshold()[1:])
 
 
 async def _run(config: RouterConfig, name: str) -> None:

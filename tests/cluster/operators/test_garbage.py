@@ -1,4 +1,4 @@
-"""What requests leave to a router's garbage collector, which looks rarely (services/router/__main__.py)."""
+"""Requests leave next to nothing to a router's garbage collector."""
 
 import gc
 from collections import Counter
