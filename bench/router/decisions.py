@@ -219,7 +219,7 @@ def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
 
 def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
     """`matched_ns`: spent matching so far."""
-    gc.freeze()  # as a router does with its index, see services/index/read/garbage.py
+    gc.freeze()  # A router does so when it has read the index.
     rng, spent = random.Random(1), _Spent()
     for number in range(_DECISIONS):
         router.pass_time()

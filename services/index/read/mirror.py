@@ -13,7 +13,6 @@ The ranks are listed first, so that they can be used while millions of blocks ar
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
@@ -53,8 +52,6 @@ _CHANGE_COST = 64  # One change costs as much as so many hashes.
 _BEHIND_S = 10.0
 _OF_LATE_S = 10.0
 _NOBODY = "nobody"  # Its probe is never written.
-_FREEZE_INTERVAL_S = 0.05
-_FREEZE_BLOCKS = 200_000  # Looking through so many takes about 10 ms.
 
 
 class RankState(Enum):
@@ -337,17 +334,10 @@ class Mirror:
 
 
 async def keep_from_garbage_collector(mirror: Mirror) -> None:
-    """Freeze what has been read, some of it at a time; return when all has been.
+    """Freeze what there is, modules and tokenizers included, once the index has been read; then return.
 
-    Looking through millions of hashes takes the collector 50 to 200 ms, in which no request is served. None
-    of them is ever garbage by a cycle.
+    A full collection looks through all of that for 46 ms, in which no request is served, and afterwards only
+    through what requests have left since. The index adds little: 2.6 million blocks take 1.2 ms of the 46.
     """
-    frozen = 0
-    while not mirror.ready.is_set():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FREEZE_INTERVAL_S):
-                await mirror.ready.wait()
-        if mirror.blocks.added_blocks - frozen >= _FREEZE_BLOCKS:
-            frozen = mirror.blocks.added_blocks
-            gc.freeze()
+    await mirror.ready.wait()
     gc.freeze()
