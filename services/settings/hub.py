@@ -1,9 +1,9 @@
 """A checkpoint may be given by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
 
-a path that exists              as it is, but for a GGUF file a short name that is known      its directory in
-our own cache (known_models.py); nobody is asked all of it in the local cache    the snapshot's directory;
-nobody is asked else                            downloaded into the cache, if there is a network and
-HF_HUB_OFFLINE is unset
+    a path that exists            as it is, but for a GGUF file
+    a short name that is known    its directory in our own cache (known_models.py); nobody is asked
+    all of it in the local cache  the snapshot's directory; nobody is asked
+    else                          downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
 
 Whoever reads `--model` resolves it once, where its flags have been read; processes that it starts get the
 directory. The cache is where HF_HOME and HF_HUB_CACHE say.

@@ -1,7 +1,7 @@
 """Sessions are sent in one of two loops.
 
-closed loop   so many sessions at a time, the next one when one has ended open loop     each at its time,
-whatever still runs; with a concurrency, at most so many at a time
+closed loop   so many sessions at a time, the next one when one has ended
+open loop     each at its time, whatever still runs; with a concurrency, at most so many at a time
 """
 
 import asyncio

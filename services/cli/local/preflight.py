@@ -1,11 +1,12 @@
 """This module tells what is wrong with a local cluster before anything of it is started, in a sentence, at
 once.
 
-flags of every service -> their configs      a value that no service takes the model's directory
-no checkpoint, or one that --engine does not run the ports that were named                    taken by
-somebody else memory, on the CPU                           too little for the weights and pools of all ranks
-etcd                                         none is named, and none is installed the data directory
-another cluster's
+    flags of every service -> their configs      a value that no service takes
+    the model's directory                        no checkpoint, or one that --engine does not run
+    the ports that were named                    taken by somebody else
+    memory, on the CPU                           too little for the weights and pools of all ranks
+    etcd                                         none is named, and none is installed
+    the data directory                           another cluster's
 """
 
 import fcntl

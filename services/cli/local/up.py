@@ -1,9 +1,10 @@
 """`isthmus up` runs a cluster on this machine until Ctrl-C.
 
-Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0 a process
-ends       it is started again, as a worker's supervisor does with ranks memory is short      nothing is
-started, or all is stopped again: exit code 75; 78 where no other try can do a second one         everything
-is killed at once, exit code 130 standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
+Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0
+a process ends       it is started again, as a worker's supervisor does with ranks
+memory is short      nothing is started, or all is stopped again: exit code 75; 78 where no other try can do
+a second one         everything is killed at once, exit code 130
+standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 """
 
 import asyncio

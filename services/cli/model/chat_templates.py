@@ -1,7 +1,8 @@
 """Made models have these chat templates, their markers, and texts that they like to write.
 
-plain     roles and contents tools     tools, calls and results too, in Hermes' words thinking  likewise, and
-each answer begins within thinking, unless enable_thinking is false
+plain     roles and contents
+tools     tools, calls and results too, in Hermes' words
+thinking  likewise, and each answer begins within thinking, unless enable_thinking is false
 """
 
 from collections.abc import Mapping
