@@ -13,12 +13,13 @@ def model_dir():
 
 
 def _looks_slow(monkeypatch, worker):
-    now = Balance.now
+    figures = Balance.figures
 
-    def as_if(balance, rank):
-        return now(balance, rank)._replace(tokens_per_s=10.0 if rank.worker == worker else 1e6)
+    def as_if(balance, rank, page_size):
+        tokens_per_s = 10.0 if rank.worker == worker else 1e6
+        return figures(balance, rank, page_size)._replace(tokens_per_s=tokens_per_s)
 
-    monkeypatch.setattr(Balance, "now", as_if)
+    monkeypatch.setattr(Balance, "figures", as_if)
 
 
 @pytest.fixture

@@ -54,13 +54,16 @@ class DecodeClient:
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
         gathering: Gathering | None = None,
+        on_connection: Callable[[], None] = lambda: None,
     ) -> None:
-        """`gathering`: how long tokens wait for others of their request; None: never."""
+        """`gathering`: how long tokens wait for others of their request; None: never. `on_connection` is
+        called when the rank has spoken on a new stream, and when that is lost."""
         self.address = address
         self._gathering = gathering
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
+        self._on_connection = on_connection
         self._commands = Commands()
         self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
         self._numbers: dict[str, int] = {}  # of each request
@@ -139,6 +142,7 @@ class DecodeClient:
             if self.connected.is_set():
                 log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
                 self.connected.clear()
+                self._on_connection()
                 self._fail_all(reason)
                 self._on_lost()
             await asyncio.sleep(_RETRY_S)
@@ -159,7 +163,9 @@ class DecodeClient:
         """Returns when the rank has ended the stream with OK."""
         while (message := await call.read()) is not grpc.aio.EOF:
             self._silence.heard()
-            self.connected.set()
+            if not self.connected.is_set():
+                self.connected.set()
+                self._on_connection()
             self._receive(message)
         await _raise_status(call)
 
