@@ -1,1 +1,1 @@
-"""A stream to every rank."""
+"""The router has a stream to every rank."""

@@ -1,4 +1,4 @@
-"""What a decode rank is yet to be told: requests to start, and to abort.
+"""These commands are yet to be sent to a decode rank: requests to start, and to abort.
 
 A message costs both ends the same with one command as with ten, and one is written at a time: what comes
 while it is written goes together in the next.
@@ -30,7 +30,7 @@ class Commands:
         self._came.set()
 
     async def message(self) -> bytes:
-        """Once there is any: the next one, with those behind it."""
+        """Wait until there is any, and return the next one with those behind it."""
         await self._came.wait()
         message = self._waiting.popleft()
         if self.joins and self._waiting:

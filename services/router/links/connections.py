@@ -1,4 +1,4 @@
-"""A stream to every rank: to a decode rank one that carries requests, to a prefill rank one that tells load.
+"""There is a stream to every rank: a decode rank's carries requests, a prefill rank's reports load.
 
     follow(the ranks that there are) --> opened; where that failed, again after _RETRY_S
                                      --> retired where the rank is gone or lives anew
@@ -24,7 +24,7 @@ _RETRY_S = 1.0
 
 
 class Connections:
-    """Lives on the router's loop. `open_client` and `open_watch` may raise ConfigError."""
+    """They live on the router's loop. `open_client` and `open_watch` may raise ConfigError."""
 
     def __init__(
         self,
@@ -41,18 +41,18 @@ class Connections:
         self._retiring: dict[asyncio.Task[None], DecodeClient | PrefillWatch] = {}
 
     def follow(self, decodes: Mapping[RankKey, RankAddress], prefills: Mapping[RankKey, RankAddress]) -> None:
-        """These are the ranks from now on."""
+        """Take these as the ranks from now on."""
         self._decodes, self._prefills = decodes, prefills
         self._connect(self.clients, decodes, self._open_client)
         self._connect(self.watches, prefills, self._open_watch)
 
     def is_connected(self, rank: RankKey) -> bool:
-        """Whether a decode rank's stream is up."""
+        """Return whether a decode rank's stream is up."""
         client = self.clients.get(rank)
         return client is not None and client.connected.is_set()
 
     async def close(self) -> None:
-        """Requests that run anywhere fail with DecodeRankLost."""
+        """Close all streams: requests that run anywhere fail with DecodeRankLost."""
         if self._retry is not None:
             self._retry.cancel()
         for connection in (*self.clients.values(), *self.watches.values(), *self._retiring.values()):

@@ -45,7 +45,7 @@ class DecodeRankLost(PeerFailed):
 
 
 class DecodeClient:
-    """One Attach stream to one life of a decode rank."""
+    """This is one Attach stream to one incarnation of a decode rank."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class DecodeClient:
         gathering: Gathering | None = None,
         on_connection: Callable[[], None] = lambda: None,
     ) -> None:
-        """`gathering`: how long tokens wait for others of their request; None: never. `on_connection` is
-        called when the rank has spoken on a new stream, and when that is lost."""
+        """`gathering` says how long tokens wait for others of their request; with None they never do.
+        `on_connection` is called when the rank has spoken on a new stream, and when that is lost."""
         self.address = address
         self._gathering = gathering
         self._channel = channels.open_channel(address.endpoint, tls)
@@ -113,13 +113,14 @@ class DecodeClient:
             self._idle.set()
 
     async def retire(self) -> None:
-        """The rank is forgotten, or begins a new life: close, but let the requests that run there end."""
+        """Close, but let the requests that run there end: the rank is forgotten, or begins a new
+        incarnation."""
         self._on_load = _unheard  # it may be taken for the next life's
         await self._idle.wait()
         await self.close()
 
     async def close(self) -> None:
-        """Requests that run there fail with DecodeRankLost."""
+        """Close the stream: requests that run there fail with DecodeRankLost."""
         self.connected.clear()
         self._task.cancel()
         with suppress(asyncio.CancelledError):
@@ -160,7 +161,7 @@ class DecodeClient:
             call.cancel()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Returns when the rank has ended the stream with OK."""
+        """Read until the rank has ended the stream with OK."""
         while (message := await call.read()) is not grpc.aio.EOF:
             self._silence.heard()
             if not self.connected.is_set():

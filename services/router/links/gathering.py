@@ -1,4 +1,4 @@
-"""Tokens that wait a moment, so that several of a request go to its client in one message.
+"""Coalescing lets tokens wait a moment, so that several of a request go to its client in one message.
 
 A message costs the router the same with one token as with ten. While it has time to spare none waits; while
 its loop's thread is short of time, tokens wait as long as it takes to have some again, and never longer than
@@ -21,7 +21,7 @@ _GROWS, _SHRINKS = 1.5, 0.8
 
 
 class Window:
-    """How long tokens wait, seconds: more while the thread is busier than is good. Pure."""
+    """Tokens wait for the seconds of a window, which opens while the thread is busier than is good. Pure."""
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -32,7 +32,8 @@ class Window:
         return self.now_s >= self._most_s
 
     def heed(self, busy: float) -> None:
-        """`busy`: of the time since the last call, the share in which the thread ran or wanted to."""
+        """Open or close with `busy`, the share of the time since the last call in which the thread ran or
+        wanted to."""
         if busy > _SHORT_OF_TIME:
             self.now_s = min(self._most_s, max(_LEAST_S, _GROWS * self.now_s))
         elif busy < _TIME_TO_SPARE:
@@ -42,7 +43,7 @@ class Window:
 
 
 def busy_s() -> float:
-    """For so long has this thread run, or wanted to while others did (proc(5): schedstat)."""
+    """Return the seconds that this thread has run, or wanted to while others did (proc(5): schedstat)."""
     with suppress(OSError, ValueError):
         ran_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
         return (int(ran_ns) + int(waited_ns)) / 1e9
@@ -55,7 +56,7 @@ class Waiting(Protocol):
 
 
 class Gathering:
-    """Of one loop. Tokens of all streams that wait are released together."""
+    """A loop has one. Tokens of all streams that wait are released together."""
 
     def __init__(
         self,
@@ -71,12 +72,12 @@ class Gathering:
 
     @property
     def window_s(self) -> float:
-        """That tokens wait now, at most."""
+        """Return the seconds that tokens wait now at most."""
         return self._window.now_s
 
     def hold(self, waiting: Waiting, now_s: float, since_s: float) -> bool:
-        """Whether it is to wait, whose last token came at `since_s`. It is then released in a moment, once
-        for each time that it was held."""
+        """Return whether it is to wait, whose last token came at `since_s`. It is then released in a
+        moment, once for each time that it was held."""
         self._sample(now_s)
         if now_s - since_s >= self._window.now_s and not self._window.is_widest:
             return False

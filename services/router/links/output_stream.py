@@ -1,4 +1,4 @@
-"""What a decode rank says of one request, until somebody reads it.
+"""An output stream keeps what a decode rank reports of one request until somebody reads it.
 
     put_token, put_token ...  --> tokens --+
     put(first), put(last), put(error) -----+--> next(), which takes along what has come meanwhile
@@ -18,7 +18,7 @@ from services.values.request import Output
 
 
 class RankClient(Protocol):
-    """DecodeClient's side of it."""
+    """An output stream asks this of its DecodeClient."""
 
     def send_abort(self, request_id: str) -> None: ...
 
@@ -33,7 +33,8 @@ class OutputStream:
         timeout_s: float | None = None,
         gathering: Gathering | None = None,
     ) -> None:
-        """After `timeout_s` it ends with DeadlineExceeded: one timer, for each `next` would need another."""
+        """The stream ends with DeadlineExceeded after `timeout_s`: that is one timer, where each `next`
+        would need one of its own."""
         self._client = client
         self._request_id = request_id
         self._gathering = gathering
@@ -48,7 +49,7 @@ class OutputStream:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def put_token(self, token_id: int, now_s: float) -> None:
-        """One of which there is nothing else to tell; `now_s` is on the clock of `gathering`."""
+        """Take a token of which nothing else is reported; `now_s` is on the clock of `gathering`."""
         self._token_ids.append(token_id)
         if not self._is_held(now_s):
             self._came.set()
@@ -61,13 +62,14 @@ class OutputStream:
             self._came.set()
 
     def _close_tokens(self) -> None:
-        """What comes next comes behind them."""
+        """Make an output of the tokens so far: what comes next comes behind them."""
         if self._token_ids:
             self._items.append(Output(tuple(self._token_ids)))
             self._token_ids.clear()
 
     def _is_held(self, now_s: float) -> bool:
-        """Whether it waits for others of its request. Who is yet to read what has come will take it along."""
+        """Return whether it waits for others of its request. Who is yet to read what has come will take it
+        along."""
         since_s, self._heard_s = self._heard_s, now_s
         if self._waits or self._gathering is None or self._came.is_set():
             return self._waits
@@ -75,7 +77,7 @@ class OutputStream:
         return self._waits
 
     def release(self) -> None:
-        """What has come need not wait any longer."""
+        """Let what has come be read: it need not wait any longer."""
         self._waits = False
         if self._items or self._token_ids:
             self._came.set()
@@ -86,8 +88,9 @@ class OutputStream:
         self._came.set()
 
     async def next(self, *, all_at_once: bool = False) -> Output:
-        """The next output, or in one all that have come: the first one alone, for what it tells of when the
-        first token came. Tokens that came with nothing else are in one. Raises what the request ended with.
+        """Return the next output, or in one all that have come: the first one alone, for what it tells of
+        when the first token came. Tokens that came with nothing else are in one. Raises what the request
+        ended with.
         """
         if not self._came.is_set():
             await self._came.wait()

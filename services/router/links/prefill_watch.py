@@ -1,4 +1,4 @@
-"""The router's ear at one prefill rank: what is queued there, of all routers.
+"""A router hears from each prefill rank what is queued there, of all routers.
 
     run:  connect -> read loads -> (stream lost: the load is no longer known) -> connect ...
                                -> (silent: it hangs, until it reports again) -> connect ...
@@ -32,7 +32,7 @@ _SILENCE_S = 5.0  # ten missed reports
 
 
 class PrefillWatch:
-    """One WatchLoad stream to one life of a prefill rank."""
+    """This is one WatchLoad stream to one incarnation of a prefill rank."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PrefillWatch:
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 
     async def retire(self) -> None:
-        """The rank is to be forgotten, or begins a new life."""
+        """Close the stream: the rank is to be forgotten, or begins a new incarnation."""
         await self.close()
 
     async def close(self) -> None:

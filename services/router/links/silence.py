@@ -1,4 +1,4 @@
-"""For how long nothing has come on a stream, in ticks of our own: who stood still has not listened."""
+"""Silence on a stream is counted in ticks of our own: who stood still has not listened."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ _TICK_S = 0.5
 
 
 class SilenceLimit:
-    """Of one stream. Whoever reads it says what it has `heard`."""
+    """A stream has one limit. Whoever reads it reports what was `heard`."""
 
     def __init__(self) -> None:
         self._ticks = 0
@@ -18,7 +18,7 @@ class SilenceLimit:
 
     @asynccontextmanager
     async def bounded(self, limit_s: float) -> AsyncIterator[None]:
-        """Raises TimeoutError in whoever reads once nothing was heard for so long."""
+        """Raise TimeoutError in whoever reads once nothing was heard for so long."""
         limit = asyncio.timeout(None)
         watch = asyncio.create_task(self._count(limit, limit_s))
         try:

@@ -1,4 +1,4 @@
-"""Asks ranks whose lease has lapsed whether they live, for etcd no longer says.
+"""Ranks whose lease has lapsed are asked whether they live, for etcd no longer says.
 
 key gone --answers SERVING--> LIVE, asked again --misses three times in a row--> dead
                                  ^     (while etcd is away: SUSPECT and left alone for a while)
@@ -24,7 +24,7 @@ _MAX_MISSES = 3
 
 
 class SuspectChecks:
-    """`dead` is called with the life of a rank that does not answer. Owned by one event loop."""
+    """`dead` is called with the incarnation of a rank that does not answer. One event loop owns this."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SuspectChecks:
         self._misses: dict[RankId, int] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Ask again and again until cancelled."""
         try:
             while True:
                 asked = [view for view in self._mirror.ranks.values() if not view.registered]
