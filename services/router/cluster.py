@@ -15,9 +15,9 @@ from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net.tls import TlsConfig
+from services.router.links.coalescing import Coalescing
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
-from services.router.links.gathering import Gathering
 from services.router.links.prefill_watch import PrefillWatch
 from services.router.placement.candidates import PromptToPlace
 from services.router.placement.decision import Decision, Nowhere
@@ -119,14 +119,14 @@ class Cluster:
         tie: Callable[[], float] = random.random,
         coalesce_s: float = 0.0,
     ) -> None:
-        """Let tokens wait at most `coalesce_s` for others of their request (links/gathering.py)."""
+        """Let tokens wait at most `coalesce_s` for others of their request (links/coalescing.py)."""
         self._settings = settings
         self._mirror = mirror
         self._pins = pins
         self._balance = balance
         self._tls = tls
         self._tie = tie
-        self._gathering = Gathering(coalesce_s) if coalesce_s else None
+        self._coalescing = Coalescing(coalesce_s) if coalesce_s else None
         self._connections = Connections(self._open_client, self._open_watch)
         self._placer = Placer(
             settings.placer, mirror.index, balance, mirror.progress, self._connections.is_connected
@@ -475,7 +475,7 @@ class Cluster:
         rank = address.id.key
         on_load, on_lost = partial(self._report, rank), partial(self.failed, address.id)
         on_connection = partial(self._placer.changed, rank)
-        return DecodeClient(address, self._tls, on_load, on_lost, self._gathering, on_connection)
+        return DecodeClient(address, self._tls, on_load, on_lost, self._coalescing, on_connection)
 
     def _open_watch(self, address: RankAddress) -> PrefillWatch:
         rank = address.id.key

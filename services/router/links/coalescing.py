@@ -55,7 +55,7 @@ class Waiting(Protocol):
         """Tell your reader what has come."""
 
 
-class Gathering:
+class Coalescing:
     """A loop has one. Tokens of all streams that wait are released together."""
 
     def __init__(

@@ -18,8 +18,8 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
+from services.router.links.coalescing import Coalescing
 from services.router.links.commands import Commands
-from services.router.links.gathering import Gathering
 from services.router.links.output_stream import OutputStream
 from services.router.links.silence import SilenceLimit
 from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError
@@ -53,13 +53,13 @@ class DecodeClient:
         tls: TlsConfig | None,
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
-        gathering: Gathering | None = None,
+        coalescing: Coalescing | None = None,
         on_connection: Callable[[], None] = lambda: None,
     ) -> None:
-        """`gathering` says how long tokens wait for others of their request; with None they never do.
+        """`coalescing` says how long tokens wait for others of their request; with None they never do.
         `on_connection` is called when the rank has spoken on a new stream, and when that is lost."""
         self.address = address
-        self._gathering = gathering
+        self._coalescing = coalescing
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
@@ -97,7 +97,7 @@ class DecodeClient:
                 f"the request is too large: {len(message)} bytes, "
                 f"and a message holds {channels.MAX_MESSAGE_BYTES}"
             )
-        stream = OutputStream(self, request_id, start.timeout_s or None, self._gathering)
+        stream = OutputStream(self, request_id, start.timeout_s or None, self._coalescing)
         self._streams[number], self._numbers[request_id] = stream, number
         self._idle.clear()
         self._commands.put(message)
@@ -188,7 +188,7 @@ class DecodeClient:
     def _receive_tokens(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
         if len(numbers) != len(token_ids):
             raise ProtocolError(f"a step has {len(numbers)} numbers of requests for {len(token_ids)} tokens")
-        streams, now_s = self._streams, 0.0 if self._gathering is None else self._gathering.clock()
+        streams, now_s = self._streams, 0.0 if self._coalescing is None else self._coalescing.clock()
         for number, token_id in zip(numbers, token_ids, strict=True):
             if (stream := streams.get(number)) is not None:
                 stream.put_token(token_id, now_s)

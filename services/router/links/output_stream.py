@@ -4,7 +4,7 @@
     put(first), put(last), put(error) -----+--> next(), which takes along what has come meanwhile
 
 Whoever reads is woken once for all that has come; while the router is short of time, a moment later
-(gathering.py).
+(coalescing.py).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import math
 from collections import deque
 from typing import Protocol
 
-from services.router.links.gathering import Gathering
+from services.router.links.coalescing import Coalescing
 from services.values.errors import DeadlineExceeded, IsthmusError
 from services.values.request import Output
 
@@ -31,13 +31,13 @@ class OutputStream:
         client: RankClient,
         request_id: str,
         timeout_s: float | None = None,
-        gathering: Gathering | None = None,
+        coalescing: Coalescing | None = None,
     ) -> None:
         """The stream ends with DeadlineExceeded after `timeout_s`: that is one timer, where each `next`
         would need one of its own."""
         self._client = client
         self._request_id = request_id
-        self._gathering = gathering
+        self._coalescing = coalescing
         self._items: deque[Output | IsthmusError] = deque()
         self._token_ids: list[int] = []  # that came behind them, with nothing else to tell
         self._came = asyncio.Event()  # there is something, and no reason to wait for more
@@ -49,7 +49,7 @@ class OutputStream:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def put_token(self, token_id: int, now_s: float) -> None:
-        """Take a token of which nothing else is reported; `now_s` is on the clock of `gathering`."""
+        """Take a token of which nothing else is reported; `now_s` is on the clock of `coalescing`."""
         self._token_ids.append(token_id)
         if not self._is_held(now_s):
             self._came.set()
@@ -58,7 +58,7 @@ class OutputStream:
         self._close_tokens()
         self._items.append(item)
         self._ended = isinstance(item, IsthmusError) or item.finished is not None
-        if self._ended or self._gathering is None or not self._is_held(self._gathering.clock()):
+        if self._ended or self._coalescing is None or not self._is_held(self._coalescing.clock()):
             self._came.set()
 
     def _close_tokens(self) -> None:
@@ -71,9 +71,9 @@ class OutputStream:
         """Return whether it waits for others of its request. Who is yet to read what has come will take it
         along."""
         since_s, self._heard_s = self._heard_s, now_s
-        if self._waits or self._gathering is None or self._came.is_set():
+        if self._waits or self._coalescing is None or self._came.is_set():
             return self._waits
-        self._waits = self._gathering.hold(self, now_s, since_s)
+        self._waits = self._coalescing.hold(self, now_s, since_s)
         return self._waits
 
     def release(self) -> None:

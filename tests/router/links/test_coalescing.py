@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.links.gathering import Gathering, Window, busy_s
+from services.router.links.coalescing import Coalescing, Window, busy_s
 from services.router.links.output_stream import OutputStream
 from services.values.errors import PeerFailed
 from services.values.rank import Plan
@@ -26,23 +26,23 @@ class Times:
         self.now += seconds
         self.ran += share * seconds
 
-    def gathering(self):
-        return Gathering(MOST_S, lambda: self.now, lambda: self.ran)
+    def coalescing(self):
+        return Coalescing(MOST_S, lambda: self.now, lambda: self.ran)
 
-    def is_held(self, gathering, since_s=0.0):
-        return gathering.hold(MagicMock(), self.now, self.now - since_s)
+    def is_held(self, coalescing, since_s=0.0):
+        return coalescing.hold(MagicMock(), self.now, self.now - since_s)
 
 
-def busy_gathering(samples=20):
+def busy_coalescing(samples=20):
     """Its window is open as far as it goes, if it was busy for long enough."""
     times = Times()
-    gathering = times.gathering()
+    coalescing = times.coalescing()
     for _ in range(samples):
         times.spend(0.3, 1.0)
-        times.is_held(gathering)
-    assert (gathering.window_s == MOST_S) == (samples == 20) and gathering.window_s
-    gathering._release()
-    return times, gathering
+        times.is_held(coalescing)
+    assert (coalescing.window_s == MOST_S) == (samples == 20) and coalescing.window_s
+    coalescing._release()
+    return times, coalescing
 
 
 @given(st.lists(st.floats(0, 2)), st.floats(0.001, 1))
@@ -73,15 +73,15 @@ def test_it_opens_while_the_thread_is_short_of_time_and_closes_after():
 async def test_an_idle_router_and_tokens_far_apart(subtests):
     with subtests.test("an idle router holds nothing"):
         times = Times()
-        gathering = times.gathering()
+        coalescing = times.coalescing()
         for _ in range(20):
             times.spend(0.3, 0.5)
-            assert not times.is_held(gathering)
+            assert not times.is_held(coalescing)
     with subtests.test("tokens further apart than they would wait do not"):
-        times, gathering = busy_gathering(3)
-        window_s = gathering.window_s
-        assert times.is_held(gathering, 0.9 * window_s) and not times.is_held(gathering, 1.1 * window_s)
-        stream = OutputStream(MagicMock(), "r", None, gathering)
+        times, coalescing = busy_coalescing(3)
+        window_s = coalescing.window_s
+        assert times.is_held(coalescing, 0.9 * window_s) and not times.is_held(coalescing, 1.1 * window_s)
+        stream = OutputStream(MagicMock(), "r", None, coalescing)
         for token in (1, 2, 3):
             times.spend(1.1 * window_s, 1.0)
             stream.put(Output((token,)))
@@ -91,20 +91,20 @@ async def test_an_idle_router_and_tokens_far_apart(subtests):
 
 async def test_of_a_router_that_is_late_all_wait():
     """Its streams hear less often than a window is long: with a message for each token that stays so."""
-    times, gathering = busy_gathering()
-    stream = OutputStream(MagicMock(), "r", None, gathering)
+    times, coalescing = busy_coalescing()
+    stream = OutputStream(MagicMock(), "r", None, coalescing)
     for token in (1, 2, 3):
         times.spend(2 * MOST_S, 1.0)
         stream.put(Output((token,)))
         assert not stream._came.is_set()
-    gathering._release()
+    coalescing._release()
     assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (1, 2, 3)
 
 
 async def test_what_does_not_wait(subtests):
     with subtests.test("tokens of a moment come in one and the first and the last at once"):
-        _, gathering = busy_gathering()
-        stream = OutputStream(MagicMock(), "r", None, gathering)
+        _, coalescing = busy_coalescing()
+        stream = OutputStream(MagicMock(), "r", None, coalescing)
         stream.put(FIRST)
         assert await asyncio.wait_for(stream.next(all_at_once=True), 1) is FIRST
         for token in (2, 3, 4):
@@ -119,8 +119,8 @@ async def test_what_does_not_wait(subtests):
         await asyncio.sleep(2 * MOST_S)  # it is released, and has nothing
         assert not stream._came.is_set()
     with subtests.test("a failure does not wait"):
-        _, gathering = busy_gathering()
-        stream = OutputStream(MagicMock(), "r", None, gathering)
+        _, coalescing = busy_coalescing()
+        stream = OutputStream(MagicMock(), "r", None, coalescing)
         stream.put(FIRST)
         await stream.next()
         stream.put(Output((2,)))
@@ -131,17 +131,17 @@ async def test_what_does_not_wait(subtests):
 
 
 async def test_streams_are_released_together_and_each_once():
-    _, gathering = busy_gathering()
-    streams = [OutputStream(MagicMock(), str(number), None, gathering) for number in range(3)]
+    _, coalescing = busy_coalescing()
+    streams = [OutputStream(MagicMock(), str(number), None, coalescing) for number in range(3)]
     for stream in streams:
         stream.put(FIRST)
         await stream.next()
     for stream in (*streams, *streams):
         stream.put(Output((1,)))
-    assert len(gathering._held) == 3
+    assert len(coalescing._held) == 3
     for stream in streams:
         assert (await asyncio.wait_for(stream.next(all_at_once=True), 1)).token_ids == (1, 1)
-    assert not gathering._held
+    assert not coalescing._held
 
 
 def test_the_kernel_tells_how_long_this_thread_ran():
