@@ -240,11 +240,12 @@ page-screenshots: $(STAMP) $(PAGE_STAMP) ## its pictures, into docs/; MODEL=DIR:
 hashes: ## after a change of pins: ask the package index for the hashes of what they name
 	PYTHON=$(PYTHON) .ci/hashes
 
-lint: $(STAMP) ## style, types, import floors, generated code and references
+lint: $(STAMP) ## style, types, import floors, sentences, private names, generated code and references
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/sources
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate_metrics.py --check
 	$(BIN)/python docs/generate_configuration.py --check

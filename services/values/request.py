@@ -325,8 +325,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """What a decode rank was told by a router: the request, and who prefills it under plan remote.
-    `sampling` is its SamplingParams as they came, serialized: a prefill rank is handed the same."""
+    """A router tells a decode rank the request, and who prefills it under plan remote.
+
+    `sampling` is its SamplingParams as they came, serialized: a prefill rank is handed the same.
+    """
 
     request: GenerationRequest
     prefill: RankAddress | None = None

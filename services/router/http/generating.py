@@ -43,8 +43,10 @@ async def generate_all(
     requests: Sequence[GenerateRequest],
     answers_each: int,
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """As `generate`, Generator's, of one request that has all their answers, prompt by prompt. An
-    error of one is raised, and the others are given up; Aborted where somebody stopped one."""
+    """Yield the responses of all requests as if one had all their answers, prompt by prompt.
+
+    An error of one is raised, and the others are given up; Aborted where somebody stopped one.
+    """
     sources = [generate(request) for request in requests]
     async with aclosing(merged(sources)) as responses:
         async for place, response in responses:
