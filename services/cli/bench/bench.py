@@ -23,7 +23,7 @@ from services.cli.bench.http_side import HttpSide, Url
 from services.cli.bench.load import closed_loop, open_loop
 from services.cli.bench.load_figures import figures_of, lines_of
 from services.cli.bench.meter import Meter
-from services.cli.bench.side import GrpcSide, Side, vocab_size_of
+from services.cli.bench.side import GrpcSide, LoadTarget, vocab_size_of
 from services.cli.bench.workload import Chance, LoadSession, count_lines, read_trace
 from services.cli.client import key_metadata
 from services.settings.flags import load
@@ -52,7 +52,7 @@ async def _bench(config: BenchConfig) -> int:
     return 1 if meter.errors or not meter.completed else 0
 
 
-def _report(config: BenchConfig, side: Side, meter: Meter) -> None:
+def _report(config: BenchConfig, side: LoadTarget, meter: Meter) -> None:
     print("\n".join(lines_of(meter, screen.width())))
     if config.json is not None:
         told = {"settings": _settings(config, side), **figures_of(meter)}
@@ -62,7 +62,7 @@ def _report(config: BenchConfig, side: Side, meter: Meter) -> None:
         importlib.import_module("services.cli.bench.plots").draw(meter, config.plot, title)
 
 
-async def _measured(config: BenchConfig, side: Side) -> Meter:
+async def _measured(config: BenchConfig, side: LoadTarget) -> Meter:
     """Measure until all is answered, or Ctrl-C: then what was measured so far counts."""
     total = total_of(config)
     chance = Chance(config.seed, config.vocab_size or await vocab_size_of(side))
@@ -83,7 +83,7 @@ async def _measured(config: BenchConfig, side: Side) -> Meter:
     return meter
 
 
-async def _warm_up(config: BenchConfig, chance: Chance, side: Side) -> None:
+async def _warm_up(config: BenchConfig, chance: Chance, side: LoadTarget) -> None:
     """Warm up. Raises ConfigError where nothing was answered: nothing would be."""
     output_len = min(_WARM_UP_OUTPUT, config.output_len)
     sessions = workload.warm_up(chance, config.warm_up, config.input_len, output_len)
@@ -94,7 +94,7 @@ async def _warm_up(config: BenchConfig, chance: Chance, side: Side) -> None:
         raise ConfigError(f"no warm-up request was answered: {name}: {sentence}")
 
 
-async def send(config: BenchConfig, chance: Chance, side: Side, meter: Meter) -> None:
+async def send(config: BenchConfig, chance: Chance, side: LoadTarget, meter: Meter) -> None:
     sessions = sessions_of(config, chance)
     if config.rate is not None:
         sessions = workload.arriving(chance, sessions, config.rate)
@@ -140,7 +140,7 @@ def total_of(config: BenchConfig) -> int:
             return config.num_prompts
 
 
-def open_side(config: BenchConfig) -> Side:
+def open_side(config: BenchConfig) -> LoadTarget:
     metadata = key_metadata(config.api_key_file)
     tenant = "" if config.reuse else f"bench-{secrets.token_hex(4)}"
     if not config.http:
@@ -152,7 +152,7 @@ def open_side(config: BenchConfig) -> Side:
     return HttpSide(Url.parse(config.http), dict(metadata), tenant, config.timeout_s, context)
 
 
-def _settings(config: BenchConfig, side: Side) -> Mapping[str, object]:
+def _settings(config: BenchConfig, side: LoadTarget) -> Mapping[str, object]:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
     return given | {"api": side.name}
 

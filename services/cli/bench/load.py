@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from services.cli.bench.meter import Meter
-from services.cli.bench.side import Counts, LoadRequest, Side
+from services.cli.bench.side import Counts, LoadRequest, LoadTarget
 from services.cli.bench.workload import LoadSession
 from services.values.errors import IsthmusError, PeerFailed
 
@@ -18,7 +18,9 @@ Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 
 
-async def closed_loop(side: Side, sessions: Iterator[LoadSession], concurrency: int, meter: Meter) -> None:
+async def closed_loop(
+    side: LoadTarget, sessions: Iterator[LoadSession], concurrency: int, meter: Meter
+) -> None:
     async def one_at_a_time() -> None:
         for session in sessions:
             await converse(side, session, meter)
@@ -29,7 +31,7 @@ async def closed_loop(side: Side, sessions: Iterator[LoadSession], concurrency: 
 
 
 async def open_loop(
-    side: Side,
+    side: LoadTarget,
     sessions: Iterator[LoadSession],
     concurrency: int | None,
     meter: Meter,
@@ -55,7 +57,7 @@ async def open_loop(
             clients.create_task(in_turn(session))
 
 
-async def converse(side: Side, session: LoadSession, meter: Meter) -> None:
+async def converse(side: LoadTarget, session: LoadSession, meter: Meter) -> None:
     """Send all turns, one after another. A turn that fails ends it, counted by its error."""
     said: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
@@ -73,7 +75,7 @@ def _is_last(count: int) -> Iterator[bool]:
     return itertools.chain(itertools.repeat(False, count - 1), [True])
 
 
-async def _ask(side: Side, asked: LoadRequest, meter: Meter) -> list[int] | None:
+async def _ask(side: LoadTarget, asked: LoadRequest, meter: Meter) -> list[int] | None:
     """Return the answer's ids, as far as the server tells them; None where it failed."""
     request, answer, counts = meter.begin(), list[int](), Counts()
     try:

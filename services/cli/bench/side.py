@@ -48,7 +48,7 @@ class Came:
     counts: Counts | None = None
 
 
-class Side(Protocol):
+class LoadTarget(Protocol):
     name: str
 
     def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
@@ -59,7 +59,7 @@ class Side(Protocol):
     async def close(self) -> None: ...
 
 
-async def vocab_size_of(side: Side) -> int:
+async def vocab_size_of(side: LoadTarget) -> int:
     """Find it by asking which ids are tokens: there is no call that tells it."""
     low, high = 0, 1
     while await side.is_token(high):
