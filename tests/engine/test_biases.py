@@ -68,6 +68,7 @@ def rules_for(engine):
     return both
 
 
+@pytest.mark.exact
 async def test_tokens_are_the_oracles_with_drafts_and_after_a_move(subtests):
     for plan, engine in itertools.product(Plan, ENGINES):
         with subtests.test(plan=plan, engine=engine):

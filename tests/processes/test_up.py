@@ -95,6 +95,7 @@ async def run(*arguments, env=None, stdout=asyncio.subprocess.PIPE):
     return process.returncode, (out or b"").decode(), err.decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 async def test_nothing_outlives_it(tmp_path, model_dir, number):
     async with started(tmp_path, model_dir, "--port=0", "--http-port=0") as up:

@@ -14,6 +14,7 @@ from services.model.sizing import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 
+@pytest.mark.exact
 def test_a_page_is_as_large_as_the_engine_makes_it(subtests):
     for architecture in ARCHITECTURES:
         with subtests.test(architecture=architecture):

@@ -21,7 +21,7 @@ from services.kv.carried.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.request import GenerationRequest, SamplingParams
 
-FAMILIES = ["falcon_h1", "qwen3_5", pytest.param("bamba", marks=pytest.mark.exact)]
+FAMILIES = ["falcon_h1", *(pytest.param(name, marks=pytest.mark.exact) for name in ("qwen3_5", "bamba"))]
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95, seed=5, ignore_eos=True)
 PROMPT = random_prompt(211, seed=1)
 MAX_TOKENS = 7
