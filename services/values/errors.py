@@ -10,7 +10,7 @@ class IsthmusError(Exception):
 
 # A sentence of the API that is about one field of it begins so.
 _FIELD = re.compile(
-    r"(?P<field>(?:sampling|chat)\.[\w.\[\]]+|prompt|text|token_ids\.ids(?:\[\d+\])?)"
+    r"(?P<field>(?:sampling|chat)\.[\w.\[\]]+|(?:prompt|text|token_ids\.ids)(?:\[\d+\])?)"
     r"(?: |(?=[:,] ))(?P<problem>.+)",
     re.DOTALL,
 )

@@ -18,3 +18,19 @@ def test_ids_are_within_the_vocabulary_and_bans_of_several_look_back(subtests):
     with subtests.test("only bans of several tokens look back"):
         assert not SamplingParams(bad_token_ids=((1,), (2,)), logit_bias=((1, 2.0),)).heeds_output
         assert SamplingParams(bad_token_ids=((1,), (2, 3))).heeds_output
+
+
+def test_the_field_of_a_peers_error_is_read_from_its_sentence(subtests):
+    for field, problem in [
+        ("sampling.top_p", "must be above 0"),
+        ("sampling.constraint", ": nothing goes on"),
+        ("chat.messages[2].content", "cannot be used"),
+        ("prompt", "must hold at least one token"),
+        ("prompt[12]", "must be below the vocabulary's size 5, got 9"),
+        ("token_ids.ids[3]", "must be below the vocabulary's size 5, got 9"),
+        ("", "there is no such thing"),
+    ]:
+        with subtests.test(field=field):
+            sent = InvalidRequest(field, problem) if field else InvalidRequest(problem)
+            error = InvalidRequest.received(str(sent))
+            assert (error.field, error.problem, str(error)) == (field, problem, str(sent))

@@ -64,9 +64,6 @@ class ClientRequest:
         return replace(self, sampling=sampling, index=index)
 
 
-"""Each answer's seed, drawn from the request's. Pure."""
-
-
 def seed_of(seed: int, index: int) -> int:
     """Return the seed of an answer. The first one's is the request's own, so that it is the answer to n = 1;
     that of answer i is the i-th number of SplitMix64 from there, and no two of them are the same.

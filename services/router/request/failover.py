@@ -180,12 +180,12 @@ class FailoverStream:
     def _send(self, placed: Placed, began: float) -> None:
         progress, request = self._progress, self._request
         progress.place(placed)
-        stream = placed.client.start(self._message(placed), request.prompt)
+        progress.own(placed.client.start(self._message(placed), request.prompt))
         self._cluster.sent(request.answer_key, request.memory_key, placed)
         self._metrics.placed(placed)
         now = self._clock()
         progress.routed(now - began)
-        progress.sent(stream, now)
+        progress.sent(now)
 
     def _placed(self, prompt: HashedPrompt) -> Placed:
         """Choose ranks. Where some failed this request, ranks of other workers come first: what ends one

@@ -128,9 +128,12 @@ class Progress:
         self.placed = placed
         self.tokens_when_placed = len(self.output_ids)
 
-    def sent(self, stream: OutputStream, now: float) -> None:
+    def own(self, stream: OutputStream) -> None:
+        """Take the stream as it is opened: whatever fails from here on, the request's end closes it."""
         self.stream = stream
         self.outgrown_s = None
+
+    def sent(self, now: float) -> None:
         self.sent_s = now - self.began_s
 
     # -- what comes from the rank -----------------------------------------------------------------

@@ -153,8 +153,9 @@ class PromptEncoder:
         size_bytes = sum(len(text.encode()) for text in texts)
         if size_bytes > self._max_text_bytes:
             raise ContextExceeded(
-                f"{name} must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes. "
-                + self._limit()
+                name,
+                f"must be at most {self._max_text_bytes} bytes of text, got {size_bytes} bytes. "
+                + self._limit(),
             )
 
     def _check_len(self, num_tokens: int, name: str) -> None:

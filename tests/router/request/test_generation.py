@@ -230,6 +230,33 @@ async def test_ranks_are_forgiven_by_the_second_token(character_tokenizer, subte
             assert got == [*range(num_tokens)] * min(5, len(excluded))
 
 
+async def test_a_stream_is_closed_though_the_books_of_placement_fail(character_tokenizer):
+    streams = []
+
+    class Broken(LosingCluster):
+        def _start(self, start, prompt):
+            streams.append(MagicMock())
+            return streams[-1]
+
+        def sent(self, request_id, conversation_id, placed):
+            raise KeyError("a bug")
+
+    generator = Generator(
+        "m",
+        character_tokenizer,
+        Broken(1),
+        MagicMock(),
+        max_attempts=2,
+        max_wait_s=1.0,
+        request_timeout_s=60.0,
+    )
+    with pytest.raises(KeyError):
+        async for _ in generator.generate(generation_pb2.GenerateRequest(text="a")):
+            pass
+    (stream,) = streams
+    stream.close.assert_called_once()
+
+
 PLACES = [
     (2, False, {"frequency_penalty": 0.5}, 1),
     (1, False, {"presence_penalty": -0.5}, 1),

@@ -28,7 +28,8 @@ def generate(progress, rank, num_tokens, now):
     progress.attempt()
     progress.place(placed_at(rank))
     progress.routed(0.25)
-    progress.sent(MagicMock(), now)
+    progress.own(MagicMock())
+    progress.sent(now)
     progress.admit(ADMITTED)
     return progress.add_tokens(range(num_tokens), now + 1.0)
 

@@ -42,7 +42,7 @@ def _param(error: Exception, prompt_param: str) -> str | None:
     if isinstance(error, InvalidParameter):
         return error.param
     field = error.field if isinstance(error, InvalidRequest) else ""
-    if field in ("prompt", "text") or field.startswith("token_ids.ids"):
+    if field.partition("[")[0] in ("prompt", "text", "token_ids.ids"):
         return "prompt"
     if not field.startswith(("sampling.", "chat.")):
         return None

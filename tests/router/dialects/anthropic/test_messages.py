@@ -188,6 +188,10 @@ async def test_errors_are_told_in_its_words(subtests: pytest.Subtests) -> None:
                 assert answer.status_code == status
                 assert answer.json() == {"type": "error", "error": {"type": kind, "message": str(error)}}
                 assert answer.headers.get("Retry-After") == ("3" if status == 429 else None)
+    with subtests.test("what is too long is a member of the body"):
+        for kind in (errors.InvalidRequest, errors.ContextExceeded):
+            answer = await message(FakeBackend(kind("chat.messages", "must be at most 5 bytes")))
+            assert answer.json()["error"]["message"] == "messages must be at most 5 bytes"
     with subtests.test("an error within a stream is its last event"):
         for last in (errors.PeerFailed("gone"), ended(common_pb2.FINISH_REASON_ABORTED)):
             *_, error = events(await message(FakeBackend(said("He"), last), stream=True))

@@ -302,6 +302,7 @@ async def test_fields_are_named_in_this_apis_words(subtests: pytest.Subtests) ->
         ("prompt is too long", "prompt"),
         ("chat.chat_template_kwargs must be a JSON object", "chat_template_kwargs"),
         ("token_ids.ids[3] must be below", "prompt"),
+        ("prompt[1] must be below the vocabulary's size", "prompt"),
         ("sampling.logprobs: none here", "logprobs"),
         ("chat.tools, as a grammar, is too large", "tools"),
         ("The request cannot work", None),
