@@ -1,6 +1,7 @@
 """docker/requirements.txt names what the services import: no more, no less."""
 
 import importlib.metadata
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -41,3 +42,12 @@ def test_every_name_has_its_pin():
 def names(file):
     lines = (REPOSITORY / file).read_text().splitlines()
     return {canonical(line.partition("==")[0]) for line in lines if line and not line.startswith("#")}
+
+
+def test_the_modules_that_images_are_tried_with_are_there():
+    lines = [
+        line for line in (REPOSITORY / "docker/Dockerfile").read_text().splitlines() if "import " in line
+    ]
+    modules = {name for line in lines for name in re.findall(r"services(?:\.\w+)+", line)}
+    assert len(modules) >= 4
+    assert not [name for name in modules if importlib.util.find_spec(name) is None]

@@ -23,7 +23,7 @@ from services.values.kv import GroupKind
 _HEADINGS = ("group", "layers", "what is kept", "bytes")
 _ENGINES = ("torch", "sglang")
 # The torch engine's check finds these by model_type at the start, for config.json does not tell what a
-# definition does (tests/engine/torch/model/test_self_check.py).
+# definition does (tests/engine/torch/model/check/test_self_check.py).
 _FAIL_AT_START = {"jamba": "its scan begins each chunk from zeros"}
 _NAMES = {
     GroupKind.FULL_ATTENTION: "full attention",
