@@ -29,6 +29,8 @@ OBSERVE_TESTS := PROMTOOL=$(CURDIR)/$(OBSERVE)/promtool PROMETHEUS=$(CURDIR)/$(O
 VERSIONS ?= oldest newest
 # What leans on the inside of transformers, and differs from release to release.
 VERSIONS_TESTS := tests/engine/torch/model tests/model tests/router/text tests/settings
+# These look at families that no default test has.
+VERSIONS_EXACT := tests/model tests/engine/torch/model/check tests/engine/torch/model/test_recurrence.py
 
 TRITON := .cache/triton
 TRITON_STAMP := $(TRITON)/.installed
@@ -152,6 +154,7 @@ test-versions: $(VERSIONS:%=.venv-%/.installed) ## models and tokenizers with th
 	set -e; for each in $(VERSIONS); do \
 	  .venv-$$each/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
 	  .venv-$$each/bin/python -m pytest -q -n 2 $(VERSIONS_TESTS); \
+	  .venv-$$each/bin/python -m pytest -q -n 2 -m "exact and not slow" $(VERSIONS_EXACT); \
 	done
 
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU

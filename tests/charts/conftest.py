@@ -2,6 +2,7 @@
 
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ if find_spec("helm_python") is None:
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "charts" in item.path.parts:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.charts)
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ if find_spec("playwright") is None:
 def pytest_collection_modifyitems(items):
     missing = pytest.mark.skip(reason="no chromium on the path: apt-get install chromium")
     for item in items:
-        if "page" in item.path.parent.parts:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.page)
             item.add_marker(pytest.mark.timeout(400))
             if shutil.which("chromium") is None:

@@ -17,11 +17,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 # with transformers, over NIXL.
 FAKE_CONVERSATION = "tests/engine/paged/test_pair.py::test_a_conversation_moves_only_its_delta"
 TORCH_CONVERSATION = "tests/cluster/test_exact.py::test_over_nixl[16]"
+DIGESTS = "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared"
 WATCHDOGS = {
     "wrong_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
-    "wrong_page_with_digests": ("tests/engine/paged/test_digests.py::test_which_pages_are_digested",),
+    "wrong_page_with_digests": (
+        "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared",
+    ),
     "prefix_off_by_one_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
-    "stale_generation": ("tests/engine/paged/test_pair.py::test_who_does_not_pair",),
+    "stale_generation": ("tests/engine/paged/test_pair.py::test_a_stale_generation_is_refused",),
 }
 
 

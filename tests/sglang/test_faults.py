@@ -48,7 +48,7 @@ async def test_clients_that_go_away_before_the_transfer_leave_nothing(cluster):
     await check_serves(cluster)
 
 
-@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_killed_scheduler_fails_its_requests_and_comes_back(cluster, role):
     """Prefill comes back under the same address, to decode processes that had streams to its last life."""
     prompt = random_ids(200, f"kill {role}")

@@ -27,7 +27,6 @@ def start(checkpoint, monkeypatch):
     return run
 
 
-@pytest.mark.slow  # It imports the whole server.
 async def test_a_flag_that_sglang_refuses_is_a_setting_that_cannot_work(start):
     with pytest.raises(ConfigError, match="error: unrecognized arguments: --no-such-flag"):
         await start("-m", "sglang.launch_server", "--model-path=m", "--no-such-flag")

@@ -129,6 +129,8 @@ USUAL = {
     ("what SGLang cannot read", "ticket"),
     ("another prompt", "ticket"),
     ("memory that is nobody's", "request"),
+    ("pages outside of the pool", "ticket"),
+    ("another life of the rank", "ticket"),
 }
 ORDERS = [
     pytest.param(case, first, marks=[] if (case, first) in USUAL else pytest.mark.slow)

@@ -26,16 +26,18 @@ def spoiling(monkeypatch):
     return SpoilingTransport
 
 
-async def test_which_pages_are_digested(subtests):
-    with subtests.test("every page that moves is compared"):
-        async with Pair() as pair:
-            assert (await pair.generate(PROMPT)).admitted.digested_pages == PAGES
-            assert (await pair.generate([*PROMPT, 9, 9, 9])).admitted.digested_pages == 2
-            full_hit = await pair.generate(PROMPT[:20])
-            assert full_hit.admitted.kv_bytes_moved == full_hit.admitted.digested_pages == 0
-            assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
-            await pair.assert_nothing_held()
+async def test_every_page_that_moves_is_compared():
+    """The mutation of a wrong page must be noticed here by the comparison alone: no token is looked at."""
+    async with Pair() as pair:
+        assert (await pair.generate(PROMPT)).admitted.digested_pages == PAGES
+        assert (await pair.generate([*PROMPT, 9, 9, 9])).admitted.digested_pages == 2
+        full_hit = await pair.generate(PROMPT[:20])
+        assert full_hit.admitted.kv_bytes_moved == full_hit.admitted.digested_pages == 0
+        assert (await pair.generate([7] * 9, plan=Plan.LOCAL)).admitted.digested_pages == 0
+        await pair.assert_nothing_held()
 
+
+async def test_which_pages_are_digested(subtests):
     with subtests.test("the share is kept"), pytest.MonkeyPatch.context() as monkeypatch:
         rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
         async with Pair(replace(FAKE, kv_digest_share=0.25, decode_cache="off", prefill_cache="off")) as pair:

@@ -40,11 +40,12 @@ def same(pair, expected):
 async def test_all_of_it_lands_and_nothing_else_changes(subtests, pair, prefill, link):
     for prompt_len, prefix_len, sources, targets in [
         (10, 0, ([5, 6, 30], [3, 4], [7]), ([9, 3, 4], [20, 8], [31])),
-        (10, 8, ([30], [3, 4], [7]), ([4], [20, 8], [31])),
+        (10, 8, ([30], [3, 4], [7]), ([11], [5, 6], [30])),
         (8, 8, ([], [3, 4], [7]), ([], [0, 1], [0])),  # a full hit
     ]:
         with subtests.test(prompt_len=prompt_len, prefix_len=prefix_len):
             expected = copied(pair, prefill, sources, targets)
+            assert not same(pair, expected)
             before, moved = [0] * (prefix_len // PAGE), prefill.sender.bytes_moved_total
 
             watch = pair.send_ticket(link, targets[0], prompt_len, prefix_len, carried=targets[1:])
