@@ -13,11 +13,10 @@ from services.cli import generate
 from services.cli.look import explain
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
-from services.router.ranks.balance import Balance
+from services.router.ranks.balance import Balance, Liveness
 from services.router.text.chats.rendered_chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import Unauthenticated
-from services.values.rank import RankKey
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage
 
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
@@ -404,13 +403,13 @@ async def test_health_says_whether_a_request_could_be_taken(
         cluster = FakeCluster(etcd_endpoint, model_dir, name, decode=(1,), plans=plans)
         async with cluster, http_of(cluster) as http:
             assert (await http.get("/health")).status_code == 200
-            balance = cluster.routers[0].cluster._balance
             for lost in ("decode", "prefill"):
                 with subtests.test(plans=plans, lost=lost), monkeypatch.context() as patch:
-                    patch.setattr(Balance, "report", lambda *_: None)  # it would end the silence
-                    balance.fell_silent(RankKey(f"{lost}-0", 0))
+                    is_lost = {f"{lost}-0": Liveness.SILENT}.get
+                    patch.setattr(
+                        Balance, "liveness", lambda _, rank, it=is_lost: it(rank.worker, Liveness.LIVE)
+                    )
                     answer = await http.get("/health")
                     assert answer.status_code == (200 if lost in usable_without else 503)
                     if lost not in usable_without:
                         assert f"no {lost} rank" in answer.json()["error"]["message"]
-                await cluster.until_placeable()

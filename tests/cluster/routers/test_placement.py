@@ -4,13 +4,11 @@ import asyncio
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request, prompt_of
 from services.engine.fake import continuation
 from services.router.placement import exclusion
-from services.router.placement.table import RankTable
 from services.wire.isthmus.v1 import generation_pb2
 
 PAGE_BYTES = BLOCK * 8
@@ -42,9 +40,6 @@ async def test_turns_move_their_delta_and_nowhere_is_explained(
     with subtests.test("where no rank can be chosen each says why"):
         async with FakeCluster(etcd_endpoint, model_dir, f"{cluster_name}-1", decode=(1, 1)) as cluster:
             _, finish = await cluster.generate(prompt_of(1), conversation_id="c")
-            monkeypatch.setattr(
-                RankTable, "_is_open", lambda table, asked: np.zeros(len(table.ids), np.bool_)
-            )
             monkeypatch.setattr(
                 exclusion, "of_rank", lambda rank, standing, asked: f"{rank.id.worker} is out"
             )
