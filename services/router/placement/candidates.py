@@ -14,16 +14,16 @@ from services.values.rank import Plan, RankId, RankKey
 class PromptToPlace:
     """This is what the placer is asked: where should this prompt go?"""
 
-    hashes: Sequence[BlockHash]  # They name its full index blocks.
+    hashes: Sequence[BlockHash]  # of its full index blocks
     prompt_tokens: int
     plans: frozenset[Plan]
-    pinned: RankKey | None = None  # It is the conversation's decode rank.
-    tried: frozenset[RankId] = frozenset()  # These incarnations failed it.
-    max_wait_s: float = inf  # It waits no longer for its turn.
-    most_tokens: int | None = None  # Prompt and output have no more together; None: nobody says.
-    at: RankId | None = None  # No other decode rank may be chosen: it holds the prompt for another answer.
-    answers: int = 1  # So many will be requested there.
-    reusable_tokens: float = inf  # Who computes it may take no more from a cache.
+    pinned: RankKey | None = None  # the conversation's decode rank
+    tried: frozenset[RankId] = frozenset()  # lives that failed it
+    max_wait_s: float = inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says
+    at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
+    answers: int = 1  # that will be asked for there
+    reusable_tokens: float = inf  # of it, that who computes it may take from a cache
 
     @property
     def most_reused(self) -> int:
@@ -35,25 +35,25 @@ class DecodeCandidate(NamedTuple):
     """This is a decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # A predicted decode_prefix_len under plan remote is worth so much.
-    pending_tokens: int  # They are queued or being computed there.
+    hit_tokens: int  # what a predicted decode_prefix_len under plan remote is worth
+    pending_tokens: int  # queued or being computed there
     prefill_tokens_per_s: float
-    running: int  # So many sequences run.
-    token_s: float  # A sequence gets its next token after so long.
-    free_tokens: int  # Free pages have room for them.
-    evictable_tokens: int  # They are cached and not locked.
-    excluded: str = ""  # This is why it cannot be chosen (draining, failed, ...); empty: it can.
-    queued: int = 0  # So many requests' prompts wait to be computed there.
-    matched_tokens: int = 0  # The index says so, before trust and predictions.
-    waiting_tokens: int = 0  # Requests that wait for pages before this one need so many.
-    own: bool = True  # It is of this router's share; see shares.py.
-    queue_wait_s: float = 0.0  # It has room for the next request then.
-    compute_wait_s: float = 0.0  # It computes the next prompt then; 0 where its rate is not known.
-    holds_tokens: float = inf  # One request may have so many, prompt and output together.
-    receives: bool = True  # Who does not receive prefill ranks' KV is chosen under plan local alone.
-    resume_tokens: int | None = None  # It goes on computing there in the hit; None: at its end.
-    matched_resume_tokens: int | None = None  # The index says this of it.
-    tokens_per_step: float = 0.0  # A sequence gets so many; 0: not known.
+    running: int  # sequences
+    token_s: float  # between two tokens of a sequence
+    free_tokens: int  # room in free pages
+    evictable_tokens: int  # cached, unlocked
+    excluded: str = ""  # why it cannot be chosen (draining, failed, ...); empty: it can
+    queued: int = 0  # requests whose prompts wait to be computed there
+    matched_tokens: int = 0  # what the index says, before trust and predictions
+    waiting_tokens: int = 0  # of requests that wait for pages before this one
+    own: bool = True  # of this router's share; see shares.py
+    queue_wait_s: float = 0.0  # until it has room for the next request
+    compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
+    holds_tokens: float = inf  # of one request, prompt and output together
+    receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
+    resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
+    matched_resume_tokens: int | None = None  # likewise, of what the index says
+    tokens_per_step: float = 0.0  # that a sequence gets; 0: not known
 
     @property
     def reused_tokens(self) -> int:
@@ -70,7 +70,7 @@ class PrefillCandidate(NamedTuple):
     """This is a prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # What is held of the prompt is worth so much.
+    hit_tokens: int  # what is held of the prompt is worth
     pending_tokens: int
     prefill_tokens_per_s: float
     free_tokens: int = 0
@@ -80,8 +80,8 @@ class PrefillCandidate(NamedTuple):
     matched_tokens: int = 0
     own: bool = True
     compute_wait_s: float = 0.0
-    holds_tokens: float = inf  # One prompt may have so many.
-    resume_tokens: int | None = None  # This is a predicted prefill_prefix_len; None: the hit.
+    holds_tokens: float = inf  # of one prompt
+    resume_tokens: int | None = None  # a predicted prefill_prefix_len; None: the hit
     matched_resume_tokens: int | None = None
 
     @property
@@ -97,14 +97,13 @@ Candidate = DecodeCandidate | PrefillCandidate
 class PlacementRequest:
     prompt_tokens: int
     kv_bytes_per_token: float
-    chunk_tokens: int  # Prefill computes, and sends, so many at a time.
-    pinned: RankKey | None = None  # It is the conversation's decode rank.
+    chunk_tokens: int  # prefill computes, and sends, so many tokens at a time
+    pinned: RankKey | None = None  # the conversation's decode rank
     plans: frozenset[Plan] = frozenset(Plan)
-    max_wait_s: float = inf  # It waits no longer for its turn.
-    # Prompt and output have no more together; None: nobody says, or no rank holds so many.
-    most_tokens: int | None = None
-    longest_tokens: float = 0  # The roomiest decode rank holds so many of one request.
-    carried_bytes: float = 0.0  # Tails and states cross, whatever decode holds.
+    max_wait_s: float = inf  # for its turn
+    most_tokens: int | None = None  # prompt and output together; None: nobody says, or no rank holds so many
+    longest_tokens: float = 0  # that the roomiest decode rank holds of one request
+    carried_bytes: float = 0.0  # tails and states at its end, that cross whatever decode holds
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

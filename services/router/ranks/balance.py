@@ -24,7 +24,7 @@ from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey
 from services.values.request import Admitted
 
-_REPORT_LAG_S = 0.05  # A request and a report that cross each other are no further apart.
+_REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
 
 _NO_LOAD = RankLoad()
@@ -35,12 +35,12 @@ _Figure = TypeVar("_Figure")  # a number of one rank, or of each of many
 class RankNow(NamedTuple):
     """The next request sees a rank so."""
 
-    load: RankLoad  # It was last reported so.
-    pending_tokens: int  # They are queued or being computed.
-    queued: int  # So many requests' prompts wait to be computed.
-    running: int  # Requests run at a decode rank until they end, at a prefill rank until admitted.
-    tokens_per_s: float  # Prompts are computed so fast: as reported, else as learned, else as usual.
-    is_measured: bool  # That rate was reported or learned.
+    load: RankLoad  # as last reported
+    pending_tokens: int  # queued or being computed
+    queued: int  # requests whose prompts wait to be computed
+    running: int  # requests: at a decode rank until ended, at a prefill rank until admitted
+    tokens_per_s: float  # of prompts: as it reports, else as learned, else as is usual
+    is_measured: bool  # that rate
 
     @property
     def compute_wait_s(self) -> float:
@@ -52,33 +52,33 @@ class RankNow(NamedTuple):
 class Figures(NamedTuple, Generic[_Figure]):
     """These are known of a rank whatever the time is; they are the columns of placement's table."""
 
-    pending_tokens: _Figure  # They were last reported.
+    pending_tokens: _Figure  # as last reported
     reported_s: _Figure
-    tokens_per_s: _Figure  # Prompts are computed so fast, as reported; 0: it does not say.
-    unseen_tokens: _Figure  # They were sent too late for the report.
-    queued: _Figure  # So many requests' prompts wait to be computed.
-    computing_tokens: _Figure  # They are ours, whenever they were sent.
-    oldest_sent_s: _Figure  # The first of these was sent then.
-    num_behind: _Figure  # So many of these requests are behind the first.
-    learned_tokens_per_s: _Figure  # This was learned from what prompts took; 0: never.
-    learned_s: _Figure  # It was learned then.
+    tokens_per_s: _Figure  # of prompts, as reported; 0: it does not say
+    unseen_tokens: _Figure  # sent too late for the report
+    queued: _Figure  # requests whose prompts wait to be computed
+    computing_tokens: _Figure  # ours, whenever they were sent
+    oldest_sent_s: _Figure  # the first of these
+    num_behind: _Figure  # of these requests, those behind the first
+    learned_tokens_per_s: _Figure  # of prompts, learned from what they took; 0: never
+    learned_s: _Figure  # when
     running: _Figure
     token_s: _Figure
     free_tokens: _Figure
     cached_tokens: _Figure
     waiting_tokens: _Figure
-    queue_wait_s: _Figure  # It has room for the next request then,
-    per_request_s: _Figure  # and for each further one so much later.
+    queue_wait_s: _Figure  # until it has room for the next request
+    per_request_s: _Figure  # and for each further one
 
 
 class Liveness(StrEnum):
     """A rank takes requests, or does not for one of these reasons."""
 
     LIVE = ""
-    SILENT = "silent"  # It did report and does so no more.
-    FAILED = "failed"  # It failed a request a moment ago.
-    STALLED = "stalled"  # It says so itself.
-    DRAINING = "draining"  # It says so itself.
+    SILENT = "silent"  # it did report and does so no more
+    FAILED = "failed"  # a request, a moment ago
+    STALLED = "stalled"  # by its own word
+    DRAINING = "draining"  # likewise
 
 
 class Balance:
