@@ -1,1 +1,1 @@
-"""This room decides where a request goes."""
+"""Where a request goes: the decision, and what it is made of."""

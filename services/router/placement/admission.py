@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from services.values.errors import NoCapacity
 from services.values.rank import Plan
 
-# A request may wait for so much of its time. The rest is for its prompt, its answer and wrong predictions.
+# Of the time that a request has. The rest is for its prompt and its answer, and for what is foretold wrongly.
 _WAIT_SHARE = 0.5
 _SOONEST_S = 1.0
 
@@ -36,10 +36,10 @@ class Queues(Protocol):
 
 
 class Waits(NamedTuple):
-    """The methods return the seconds that a request waits for its turn, infinite where the plan cannot be."""
+    """How long a request waits for its turn, in seconds; infinite where the plan cannot be."""
 
-    is_local: bool  # This says whether plan local can be,
-    is_remote: bool  # and this whether plan remote can.
+    is_local: bool  # whether plan local can be, and
+    is_remote: bool  # plan remote
 
     def local_s(self, decodes: Queues) -> _Seconds:
         if not self.is_local:
@@ -47,7 +47,7 @@ class Waits(NamedTuple):
         return np.maximum(decodes.queue_wait_s, decodes.compute_wait_s)
 
     def remote_s(self, decodes: Queues, compute_s: float) -> _Seconds:
-        """Return the waits with a prefill rank that computes the prompt in `compute_s`."""
+        """With a prefill rank that computes it in `compute_s`."""
         if not self.is_remote:
             return np.full(len(decodes.queue_wait_s), inf)
         return np.where(decodes.receives, decodes.queue_wait_s + compute_s, inf)
@@ -60,7 +60,7 @@ def waits_of(plans: frozenset[Plan]) -> Waits:
 
 
 def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:
-    """Return the seconds that a request may wait whose deadline is in `remaining_s`."""
+    """`remaining_s`: until the request's deadline."""
     return min(max_wait_s, _WAIT_SHARE * remaining_s)
 
 

@@ -1,4 +1,4 @@
-"""A decision chooses a decode rank, a prefill rank and a plan by price. Pure.
+"""Chooses (decode rank, prefill rank, plan) by price. Pure.
 
 Every rank is priced. Under plan remote each decode rank is priced with the prefill ranks that may be the best
 for any (shortlist.py), all of them over a typical link. Where links differ, the pairs of the best few of both
@@ -35,7 +35,7 @@ _MAX_RANKED = 64
 
 
 class _Option(NamedTuple):
-    """One way to serve the request has a decode rank's row, and a prefill rank's under plan remote."""
+    """One way to serve the request: a decode rank's row, and a prefill rank's under plan remote."""
 
     total_s: float
     decode: int
@@ -61,14 +61,14 @@ class Decision:
 
     @property
     def excluded(self) -> tuple[Candidate, ...]:
-        """Return those that could not be chosen, each with its reason."""
+        """Those that could not be chosen, each with its reason."""
         pricing = self._market.pricing
         return (*pricing.decodes.excluded(), *pricing.prefills.excluded())
 
     @property
     def ranked(self) -> tuple[Priced, ...]:
-        """Return the cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first,
-        with `chosen` among them."""
+        """The cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first, `chosen`
+        among them."""
         chosen, pricing = self.chosen, self._market.pricing
         ways = [chosen]
         shown: set[object] = {chosen.prefill and chosen.prefill.id, (chosen.decode.id, chosen.plan)}
@@ -84,7 +84,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Nowhere:
-    """This stands in the place of a decision where nothing can be chosen, and says why of each rank."""
+    """In the place of a decision where nothing can be chosen: why, and all that was looked at."""
 
     reason: str
     candidates: tuple[Candidate, ...]
@@ -99,8 +99,8 @@ def place(
     tie: float,
     spare_ranks: int = 1,
 ) -> Decision:
-    """Decide by price where the request goes. Of equally cheap ranks those with the fewest requests come
-    first, and `tie` in [0, 1) splits those that are equal in that too.
+    """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
+    `tie` in [0, 1) splits those that are equal in that too.
 
     The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
@@ -152,7 +152,7 @@ def _priced(pricing: PriceList, option: _Option) -> Priced:
 
 
 class _Market:
-    """A market offers all ways to serve a request by their price; `home` is a decode rank's row."""
+    """All ways to serve a request by their price; `home` is a decode rank's row."""
 
     def __init__(self, pricing: PriceList, home: int | None, tie: float) -> None:
         self.pricing = pricing
@@ -327,7 +327,7 @@ def _pick(options: Sequence[_Option], total_s: float, tie: float) -> tuple[_Opti
 
 
 def _another(tie: float, prime: int) -> float:
-    """Return a number in [0, 1) that is all but independent of `tie`."""
+    """A number in [0, 1) that is all but independent of `tie`."""
     return tie * prime % 1.0
 
 

@@ -1,4 +1,4 @@
-"""These functions say why a rank may not be chosen for a request. Pure.
+"""May this rank be chosen for a request? The reason where it may not. Pure.
 
     of_rank          what the rank itself tells: it failed this request, drains, is not connected, holds too
                      little, is not live, has another KV layout
@@ -25,7 +25,7 @@ TOO_LONG = "its queue is too long"
 
 
 class Standing(NamedTuple):
-    """A router knows this of a rank, of all that can exclude it."""
+    """What a router knows of a rank, of all that can exclude it."""
 
     liveness: Liveness
     is_connected: bool  # the stream to a decode rank

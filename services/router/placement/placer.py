@@ -1,4 +1,4 @@
-"""The placer makes decisions of what one router knows; outcomes.py has the way back, to what it knows next.
+"""From what one router knows of the ranks to a decision; outcomes.py has the way back, to what it knows next.
 
 It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
 """
@@ -40,8 +40,8 @@ _SHORTEST = PromptToPlace((), 1, frozenset(Plan))
 
 
 class Placer:
-    """Each router has one; `index` is its mirror's. `progress` of a rank changes with every record of it that
-    the index takes in; `is_connected` says whether the stream to a decode rank is up."""
+    """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
+    index takes in; `is_connected`: whether the stream to a decode rank is up."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Placer:
         balance.changed = self.changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """Take these as the ranks that there are now, of each role in the order of their keys."""
+        """Those that there are now, of each role in the order of their keys."""
         self._decodes, self._prefills = decodes, prefills
         self._table = self._new_table()
         self._longest_tokens = max(
@@ -83,7 +83,7 @@ class Placer:
         return RankTable(self._decodes, self._prefills, self._balance, self._index, self._is_connected, block)
 
     def set_share(self, share: Share) -> None:
-        """Take this as the share of the ranks that this router prefers."""
+        """This router's, of the ranks that all routers place on."""
         if share != self._share:
             self._share = share
             self._note_share()
@@ -93,7 +93,7 @@ class Placer:
         self._table.set_own(frozenset[RankKey]().union(*map(self._share.own, sides)))
 
     def changed(self, key: RankKey) -> None:
-        """Look at a rank again: something else is known of it, or the stream to it is up or down."""
+        """Something else is known of the rank, or the stream to it is up or down."""
         row = self._table.rows.get(key)
         if row is None:
             return
@@ -111,7 +111,7 @@ class Placer:
         return decision if asked.at is None else replace(decision, reason="same_prompt")
 
     def explain(self, asked: PromptToPlace, tie: float) -> Decision | Nowhere:
-        """Decide as `place`, with enough of the ranks compared to be shown."""
+        """As `place`, with enough of the ranks compared to be shown."""
         decodes, prefills = self._table.sides(asked)
         request = self._request(asked, decodes, prefills)
         bandwidth, weights = self._bandwidth(), self._settings.weights
@@ -122,7 +122,7 @@ class Placer:
             return Nowhere(str(error), (*decodes.all(), *prefills.all()))
 
     def check_waits(self, asked: PromptToPlace) -> None:
-        """Raise NoCapacity if it would wait too long wherever it can go."""
+        """Raises NoCapacity if it would wait too long wherever it can go."""
         if asked.max_wait_s == math.inf:
             return
         decodes, prefills = self._table.sides(asked, with_hits=False)
@@ -131,7 +131,7 @@ class Placer:
             raise refusal(wait_s, asked.max_wait_s)
 
     def exclusion(self, rank: Registration) -> str:
-        """Return why the shortest prompt cannot choose the rank, or nothing where it can."""
+        """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
         row = self._table.rows.get(rank.id.key)
         return "" if row is None else self._table.exclusion(row, _SHORTEST)
 
@@ -143,11 +143,11 @@ class Placer:
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
-        """Note that the request went out. What becomes of it is for `outcomes`."""
+        """The request went out. What becomes of it is for `outcomes`."""
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
-        """Return the bytes of window tails and states at a prompt's end."""
+        """Tails and states at a prompt's end."""
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0
 
     def _bandwidth(self) -> Bandwidth | float:
@@ -178,5 +178,5 @@ class Placer:
         self._table.set_apart({key: what for key, what in found if what})
 
     def _drains(self, rank: Registration) -> bool:
-        """Return whether it drains: its load says so too, which needs no etcd."""
+        """Its load says so too, which needs no etcd."""
         return rank.draining or self._balance.load(rank.id.key).draining

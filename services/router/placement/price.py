@@ -1,4 +1,4 @@
-"""These formulas say what it costs to serve a request somewhere, in seconds by name. Pure.
+"""What it costs to serve a request somewhere, in seconds by name. Pure.
 
     remote  T = wait_prefill + max(compute, transfer) + last_chunk + carried + overhead + occupy
                 + evict_prefill + at_decode
@@ -36,7 +36,7 @@ _NOTHING = 0.0
 
 @dataclass(frozen=True, slots=True)
 class PriceWeights:
-    """These weights say how much of what a request costs others counts as if it waited so long itself."""
+    """How much of what a request costs others counts as if it waited so long itself. See bench.placement."""
 
     # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
     # the wait is shortest: as many will come to wait behind this one. While a rank is idle they are free.
@@ -57,14 +57,13 @@ class PriceWeights:
     remote_overhead_s: float = 0.005
 
     def is_near(self, total_s: float, best_s: float, held_s: float = inf) -> bool:
-        """Return whether a price is within the slack of the best one; what the rank holds takes `held_s` to
-        compute."""
+        """Whether a price is within the slack of the best one; `held_s`: to compute what the rank holds."""
         return total_s <= best_s + self.slack_ratio * min(best_s, held_s) + self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """This is the price of one way. `terms` are named seconds; `prefill` is None under plan local."""
+    """One way to serve the request. `terms` are named seconds; `prefill` is None under plan local."""
 
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
@@ -77,7 +76,7 @@ class Priced:
 
     @property
     def terms_ms(self) -> str:
-        """Return those that are not nothing in a log's one word: "compute:164.17,itl:32.83"."""
+        """Those that are not nothing, in a log's one word: "compute:164.17,itl:32.83"."""
         return ",".join(f"{name}:{1e3 * seconds:.2f}" for name, seconds in self.terms if seconds)
 
 
@@ -90,7 +89,7 @@ _Perhaps = TypeVar("_Perhaps")  # likewise, or nothing
 
 
 class Senders(NamedTuple, Generic[_Sure, _Perhaps]):
-    """These are the prefill ranks' parts of the price, in seconds."""
+    """The prefill ranks' parts of the price, in seconds."""
 
     wait_s: _Sure
     compute_s: _Sure
@@ -100,7 +99,7 @@ class Senders(NamedTuple, Generic[_Sure, _Perhaps]):
 
 
 class Receivers(NamedTuple, Generic[_Sure, _Perhaps]):
-    """These are the decode ranks' parts, in seconds; `delta` is what they lack, in tokens."""
+    """The decode ranks' parts, in seconds; `delta` is what they lack, in tokens."""
 
     wait_s: _Sure
     compute_s: _Sure  # under plan local
@@ -115,7 +114,7 @@ class Receivers(NamedTuple, Generic[_Sure, _Perhaps]):
 
 
 class PriceList:
-    """A price list is one request's. At least one decode rank is open."""
+    """The price list of one request: of the ranks that are open, at least one of them a decode rank."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class PriceList:
         self.weights = weights
         self.bandwidth = bandwidth
         self.decodes, self.prefills = decodes, prefills
-        # It cannot become more than the roomiest rank holds.
+        # More than the roomiest rank holds it cannot become.
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.occupy, self.occupy_local = self._occupy(prefills), self._occupy(decodes)
         self.receivers = self._receivers()
@@ -141,7 +140,7 @@ class PriceList:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Return the mean rate of who may compute evicted KV again: prefill ranks, if there are any."""
+        """What computes evicted KV again: whichever prefill rank is chosen one day, if there are any."""
         side = self.prefills if self.prefills.num_open else self.decodes
         rates = side.rate if side.are_open else side.rate[side.is_open]
         return float(np.add.reduce(rates)) / len(rates)
@@ -195,7 +194,7 @@ class PriceList:
         return np.maximum(0.0, shortage) * self.decodes.token_s / np.maximum(1.0, self.decodes.running)
 
     def _outgrow_s(self) -> _Term:
-        """Return what a move costs where a rank does not hold all that the request may grow to."""
+        """Of those that do not hold all that it may grow to."""
         holds = self.decodes.holds
         if lowest(holds) >= self.grows_to:
             return _NOTHING

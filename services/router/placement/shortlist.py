@@ -1,4 +1,4 @@
-"""A shortlist has the few of many ranks that may be the best, by their prices. Pure.
+"""Of many ranks the few that may be the best, by their prices. Pure.
 
 Under one bandwidth the price of a pair is
 

@@ -1,4 +1,4 @@
-"""A side has one role's ranks as one request sees them, by columns with a number for each. Pure.
+"""The ranks of one role as one request sees them, by columns: an array has a number for each rank. Pure.
 
 All ranks are priced at once, so that a decision costs a few dozen operations on arrays however many they are.
 A row is a rank's place in each column.

@@ -1,4 +1,4 @@
-"""The table has what one router knows of all ranks: a column for each figure, kept as it changes. Pure.
+"""What one router knows of all ranks, as a table: a column for each figure, kept as it changes. Pure.
 
 A decision takes two sides of it (sides.py), with the figures as they are now and what each rank holds of the
 prompt. Decode ranks come first, then prefill ranks, so that both are reckoned with at once.
@@ -26,7 +26,7 @@ from services.values.registration import Registration
 
 
 class RankTable:
-    """A table is made anew when there are other ranks."""
+    """The ranks that there are now; made anew when these change."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RankTable:
         is_connected: Callable[[RankKey], bool],
         index_block: int,
     ) -> None:
-        """An index block has `index_block` tokens."""
+        """`index_block` in tokens."""
         self.ranks = (*decodes, *prefills)
         self._num_decodes = len(decodes)
         self.ids = [rank.id for rank in self.ranks]
@@ -70,7 +70,7 @@ class RankTable:
     # -- what changes -----------------------------------------------------------------------------
 
     def update(self, key: RankKey) -> None:
-        """Look at a rank again: something else is known of it, or its stream is up or down."""
+        """Something else is known of the rank, or its stream is up or down."""
         if (row := self.rows.get(key)) is not None:
             figures = self._balance.figures(key, self.ranks[row].layout.page_size)
             self._figures[:, row] = figures
@@ -83,13 +83,13 @@ class RankTable:
             )
 
     def set_apart(self, apart: Mapping[RankKey, str]) -> None:
-        """Take these as the ranks of another layout than plan remote's; the values say in what it differs."""
+        """Their layout is another than the one of plan remote, in what."""
         self._apart = apart
         self.receives = np.array([key not in apart for key in self._keys], np.bool_)
         self._divide()
 
     def set_own(self, own: frozenset[RankKey]) -> None:
-        """Take these as this router's share."""
+        """They are this router's share."""
         self.own = np.array([key in own for key in self._keys], np.bool_)
         self._divide()
 
@@ -132,7 +132,7 @@ class RankTable:
         )
 
     def _divide(self) -> None:
-        """Cut by role what does not change from request to request."""
+        """What of the roles' rows changes with no request is cut once."""
         num_decodes = self._num_decodes
         self._parts = self._part(0, num_decodes), self._part(num_decodes, len(self.ids))
 
@@ -154,7 +154,7 @@ class RankTable:
         return is_open
 
     def tokens_per_step(self, row: int) -> float:
-        """Return the tokens that a sequence gets in a step there, or 0 where that is not known."""
+        """That a sequence gets there; 0: not known."""
         return self._balance.load(self._keys[row]).tokens_per_step
 
     def exclusion(self, row: int, asked: PromptToPlace) -> str:
@@ -252,7 +252,7 @@ class RankTable:
 
 
 class _Part(NamedTuple):
-    """A part has the columns of a side that are the same whatever is asked."""
+    """What a side's first columns are, whatever is asked."""
 
     cut: slice  # its rows of the table
     ids: Sequence[RankId]
@@ -269,7 +269,7 @@ class _Part(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """One request sees these figures of all rows of a table."""
+    """What one request sees of a table's rows, as figures of all of them."""
 
     table: RankTable
     asked: PromptToPlace
@@ -373,7 +373,7 @@ def _note(rows: set[int], row: int, is_one: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Hits:
-    """Each row holds so many tokens of a prompt."""
+    """What each row holds of a prompt, in tokens."""
 
     matched: Numbers
     hit: Numbers

@@ -1,1 +1,1 @@
-"""Here is what one router knows of the ranks beyond the index. Pure."""
+"""What one router knows of the ranks beyond the index. Pure."""

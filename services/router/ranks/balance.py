@@ -1,4 +1,4 @@
-"""A router knows more than the index: how fast ranks are, what it sent them, and who fails.
+"""What one router knows of the ranks beyond the index: how fast they are, what it sent them, who fails.
 
 The owner tells it what happens and asks when it prices a request. The clock is passed in: monotonic,
 in seconds. Nothing here does I/O. A request in flight:
@@ -33,7 +33,7 @@ _Figure = TypeVar("_Figure")  # a number of one rank, or of each of many
 
 
 class RankNow(NamedTuple):
-    """The next request sees a rank so."""
+    """A rank as the next request sees it."""
 
     load: RankLoad  # as last reported
     pending_tokens: int  # queued or being computed
@@ -44,13 +44,12 @@ class RankNow(NamedTuple):
 
     @property
     def compute_wait_s(self) -> float:
-        """Return the seconds until the rank computes the next prompt; 0 too where its rate was never
-        measured."""
+        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
         return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
 class Figures(NamedTuple, Generic[_Figure]):
-    """These are known of a rank whatever the time is; they are the columns of placement's table."""
+    """What is known of a rank, whatever the time is: the columns of placement's table."""
 
     pending_tokens: _Figure  # as last reported
     reported_s: _Figure
@@ -72,7 +71,7 @@ class Figures(NamedTuple, Generic[_Figure]):
 
 
 class Liveness(StrEnum):
-    """A rank takes requests, or does not for one of these reasons."""
+    """Whether a rank takes requests, or why not."""
 
     LIVE = ""
     SILENT = "silent"  # it did report and does so no more
@@ -130,14 +129,13 @@ class Balance:
             self.changed(prefill)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
-        """Return the bytes a second between the two, else as is usual for that prefill rank, else for any."""
+        """Bytes a second between the two, else as is usual for that prefill rank, else for any."""
         return self._speeds.bandwidth(prefill, decode, self.clock())
 
     # -- in flight --------------------------------------------------------------------------------
 
     def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
-        """Note that the request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under
-        plan local.
+        """The request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under plan local.
 
         Sent again, to other ranks, it is no longer with the first ones.
         """
@@ -151,14 +149,14 @@ class Balance:
             self.changed(decode)
 
     def admitted(self, request_id: str) -> None:
-        """Note that its prompt has been computed. Nothing happens if it is not in flight."""
+        """Its prompt has been computed. Nothing happens if it is not in flight."""
         flight = self._flights.get(request_id)
         if flight is not None and (rank := self._ranks.get(flight.computing)) is not None:
             rank.drop(request_id)
             self.changed(flight.computing)
 
     def ended(self, request_id: str) -> None:
-        """Note that it left, however that came. Nothing happens if it is not in flight."""
+        """It left, however that came. Nothing happens if it is not in flight."""
         self.admitted(request_id)
         flight = self._flights.pop(request_id, None)
         if flight is not None and (rank := self._ranks.get(flight.decode)) is not None:
@@ -166,7 +164,7 @@ class Balance:
             self.changed(flight.decode)
 
     def now(self, rank: RankKey) -> RankNow:
-        """Return what was last reported, with what we sent too late for that.
+        """What was last reported, and what we sent too late for that.
 
         A report counts every router's requests that had reached the rank, so ours from before it are not
         counted again. Since it was made the rank has gone on: with one chunk at most, for it reports after
@@ -221,28 +219,27 @@ class Balance:
 
     @property
     def usual_tokens_per_s(self) -> float:
-        """Return the rate of a rank of which none was reported or learned."""
+        """The rate of a rank of which none was reported or learned."""
         return self._speeds.usual_rate
 
     @property
     def chunk_tokens(self) -> int:
-        """Return the tokens that a rank has computed at most since its last report."""
+        """The tokens that a rank has computed at most since its last report."""
         return self._chunk_tokens
 
     @property
     def only_bandwidth(self) -> float | None:
-        """Return the bytes a second of every link as long as none was measured, or None when they may
-        differ."""
+        """The bytes a second of every link, as long as none was measured; None: they may differ."""
         return self._speeds.only_bandwidth
 
     @property
     def failing(self) -> Iterable[RankKey]:
-        """Return the ranks that have failed and have not served since."""
+        """Ranks that have failed, and have not served since."""
         return self._failures
 
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
-        """Return the seconds until a decode rank has room for the next request and for so many others
-        behind it, or 0 where nobody waits or it is not known."""
+        """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
+        there, or it is not known."""
         known = self._ranks.get(rank)
         if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
             return 0.0
@@ -257,26 +254,26 @@ class Balance:
     # -- health -----------------------------------------------------------------------------------
 
     def report(self, rank: RankKey, load: RankLoad) -> None:
-        """Take in what a rank reported of itself."""
+        """What a rank said of itself."""
         now = self.clock()
         self._silent.discard(rank)
         self._of(rank).report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
-        """Note that the rank no longer reports: what it reported last is no news, and only ours are known."""
+        """The rank no longer reports: what it said last is no news, and only ours are known."""
         if (known := self._ranks.get(rank)) is not None:
             known.forget_report()
             self.changed(rank)
 
     def fell_silent(self, rank: RankKey) -> None:
-        """Exclude the rank until its next report: it did report and does so no more, and what is sent there
-        would hang with it."""
+        """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
+        next report."""
         self._silent.add(rank)
         self.changed(rank)
 
     def load(self, rank: RankKey) -> RankLoad:
-        """Return the last report; all is zero before the first."""
+        """The last report; all zero before the first."""
         known = self._ranks.get(rank)
         return _NO_LOAD if known is None else known.load
 
@@ -305,12 +302,12 @@ class Balance:
         return Liveness.DRAINING if known.load.draining else Liveness.LIVE
 
     def takes_nothing(self, rank: RankKey) -> bool:
-        """Return whether the rank is silent, stalled or draining, whether or not it has failed too."""
+        """Whether the rank is silent, stalled or draining, whether or not it has failed too."""
         load = self.load(rank)
         return rank in self._silent or load.stalled or load.draining
 
     def forget(self, rank: RankKey) -> None:
-        """Forget a rank that went away or began a new incarnation: nothing known of it holds any longer.
+        """The rank went away or began a new life: nothing known of it holds any longer.
 
         Requests in flight there pend and run nowhere, until they are sent again or ended.
         """
@@ -327,7 +324,7 @@ class Balance:
     # -- soon to be cached ------------------------------------------------------------------------
 
     def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
-        """Predict that the rank will soon hold these blocks of a prompt that it was sent; see Predictions."""
+        """The rank was sent a prompt of these blocks and will soon hold them; see Predictions."""
         self.predictions.add(rank, hashes, self.clock(), ttl_s)
 
 
@@ -341,7 +338,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _KnownRank:
-    """This is one rank's report with our requests there. `unseen` came too late to be in the report."""
+    """One rank's report and our requests there. `unseen` came too late to be in the report."""
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
@@ -371,8 +368,7 @@ class _KnownRank:
             self.unseen_tokens -= flight.uncached_tokens
 
     def least_pending(self, now: float, tokens_per_s: float) -> int:
-        """Return our tokens that it cannot have computed since the oldest of them, which there is, was
-        sent."""
+        """Tokens of ours that it cannot have computed since the oldest of them, which there is, was sent."""
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
@@ -405,4 +401,4 @@ class _Failure:
 
 
 def _nobody_asks(rank: RankKey) -> None:
-    """Nobody is told until somebody sets `changed`."""
+    """Until somebody sets `changed`."""

@@ -1,4 +1,4 @@
-"""A router learns from what requests took how fast ranks compute and links carry. Pure.
+"""How fast ranks compute and links carry, learned from what requests took. Pure.
 
 Waiting behind others, and what is not measured, only ever makes a rank look slower than it is. So a sample
 above what was learned counts for more than one below, and one that is far off counts as less far.
@@ -36,7 +36,7 @@ def kept_of(age_s: Number) -> Number:
 
 @dataclass(slots=True)
 class _Learned:
-    """This is a mean of the first samples that turns into an exponential one."""
+    """A mean of the first samples that turns into an exponential one."""
 
     value: float  # before the first sample: what is assumed
     weight: float = 0.0  # of all samples
@@ -56,8 +56,7 @@ class _Learned:
 
 @dataclass(slots=True)
 class _Sender:
-    """This was learned of the links of one prefill rank, of which the one not used for longest comes
-    first."""
+    """What was learned of the links of one prefill rank, the one not used for longest first."""
 
     mean: _Learned
     links: dict[RankKey, _Learned] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class _Sender:
 
 
 class Speeds:
-    """These are the rates of ranks and the bandwidths of links."""
+    """Rates of ranks and bandwidths of links, from what requests took."""
 
     def __init__(self, prior_tokens_per_s: float, prior_bandwidth: float, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -97,12 +96,12 @@ class Speeds:
         self._usual_bandwidth.add(sample, 1.0, now)
 
     def knows(self, rank: RankKey) -> bool:
-        """Return whether its rate was measured."""
+        """Whether its rate was measured."""
         return rank in self._rates
 
     @property
     def usual_rate(self) -> float:
-        """Return the rate of a rank that was not measured."""
+        """The rate of a rank that was not measured."""
         return self._usual_rate.value
 
     def learned(self, rank: RankKey) -> tuple[float, float]:
@@ -124,7 +123,7 @@ class Speeds:
 
     @property
     def only_bandwidth(self) -> float | None:
-        """Return the bandwidth of all links as long as no link was measured, else None."""
+        """The bandwidth of all links, as long as no link was measured."""
         return None if self._senders else self._usual_bandwidth.value
 
     def forget(self, rank: RankKey) -> None:
@@ -135,7 +134,7 @@ class Speeds:
 
 
 def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
-    """Return the bandwidth with which placement would have foretold what this request took.
+    """The bandwidth with which placement would have foretold what this request took.
 
     `transfer_s` is what the computation did not hide. With C the compute time, D the bytes of the delta and L
     those that go last, of its last chunk and what is carried, placement says max(C, D / b) + L / b; set equal

@@ -1,4 +1,4 @@
-"""Explain and WatchCluster report what a request could be placed on, with prices."""
+"""What a request could be placed on, with prices, as Explain and WatchCluster tell it."""
 
 import math
 
@@ -11,14 +11,14 @@ from services.wire.isthmus.v1 import generation_pb2
 
 
 def all_candidates(decision: Decision | Nowhere, pinned: RankKey | None) -> list[generation_pb2.Candidate]:
-    """Return them with the cheapest first, then those without a price. The conversation is at `pinned`."""
+    """Cheapest first, then those without a price. `pinned`: where the conversation is."""
     if isinstance(decision, Nowhere):
         return [_unpriced(rank, pinned) for rank in decision.candidates]
     return _candidates(decision, decision.ranked, pinned)
 
 
 def few_candidates(decision: Decision, pinned: RankKey | None, most: int) -> list[generation_pb2.Candidate]:
-    """Return the cheapest `most` likewise, with the choice among them."""
+    """Likewise, the choice among them."""
     ranked = decision.ranked
     cheapest = ranked[:most]
     if decision.chosen not in cheapest:
@@ -83,5 +83,5 @@ def _unpriced(rank: Candidate, pinned: RankKey | None) -> generation_pb2.Candida
 
 
 def _context_tokens(rank: Candidate) -> int:
-    """Return the tokens that the rank holds of a request, or 0 where nothing bounds them."""
+    """0: it is bounded by nothing."""
     return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0

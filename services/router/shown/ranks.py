@@ -1,4 +1,4 @@
-"""ListRanks and WatchCluster report the ranks so."""
+"""The ranks, as ListRanks and WatchCluster tell them."""
 
 from services.router.cluster import Cluster, RankStatus
 from services.wire import convert
