@@ -37,7 +37,6 @@ from services.prefill.prefill_service import PrefillService
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
-from services.router.placement.sides import side_of
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash, KvLayout
 from services.values.load import RankLoad
@@ -196,8 +195,7 @@ class Planner:
             plans=plans,
             carried_bytes=carried_bytes(layout, len(ids)),
         )
-        sides = side_of([decode]), side_of([prefill])
-        decision = place(wanted, *sides, self._balance.bandwidth, PriceWeights(), 0.0)
+        decision = place(wanted, [decode], [prefill], self._balance.bandwidth, PriceWeights(), 0.0)
         is_remote = decision.chosen.plan is Plan.REMOTE
         hit = prefill.reused_tokens if is_remote else decode.reused_tokens
         self._balance.sent(

@@ -11,16 +11,10 @@ from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.placement.candidates import (
-    DecodeCandidate,
-    PlacementRequest,
-    PrefillCandidate,
-    PromptToPlace,
-)
+from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
-from services.router.placement.sides import side_of
 from services.router.ranks.balance import Balance
 from services.router.ranks.shares import Share
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
@@ -73,10 +67,10 @@ class Ours:
         self._placed[request.number] = asked.hashes, decision
         return _ranks_of(decision)
 
-    def _asked(self, request: TraceRequest) -> PromptToPlace:
+    def _asked(self, request: TraceRequest) -> Asked:
         hashes = sequence_hashes(request.blocks, 1, _SEED)
         pinned = self._pins.of(request.session, self._router)
-        return PromptToPlace(hashes, request.prompt_tokens, self._plans, pinned)
+        return Asked(hashes, request.prompt_tokens, self._plans, pinned)
 
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]
@@ -126,8 +120,8 @@ class Oracle:
         )
         return place(
             asked,
-            side_of([self._decode_candidate(rank, request) for rank in fleet.decodes]),
-            side_of([self._prefill_candidate(rank, request) for rank in fleet.prefills]),
+            [self._decode_candidate(rank, request) for rank in fleet.decodes],
+            [self._prefill_candidate(rank, request) for rank in fleet.prefills],
             lambda _sender, _receiver: timing.bytes_per_s,
             fleet.weights,
             self._random.random(),

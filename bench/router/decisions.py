@@ -29,7 +29,7 @@ import numpy as np
 from bench.report import Row, verdict
 from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.placement.candidates import PromptToPlace
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -122,7 +122,7 @@ class _Router:
         self._system = self._ids(_SYSTEM_BLOCKS * _INDEX_BLOCK)
         self._conversations = [self._conversation() for _ in range(_CONVERSATIONS)]
         self._fill_index()
-        self._in_flight: deque[tuple[str, PromptToPlace, Decision, _Prompt]] = deque()
+        self._in_flight: deque[tuple[str, Asked, Decision, _Prompt]] = deque()
 
     def next_prompt(self) -> _Prompt:
         if self._rng.random() < _NEW_SHARE:
@@ -140,7 +140,7 @@ class _Router:
         for rank in (*self._decodes, *self._prefills):
             self._report(rank, queued_tokens=100_000)
 
-    def settle(self, name: str, asked: PromptToPlace, decision: Decision, prompt: _Prompt) -> int:
+    def settle(self, name: str, asked: Asked, decision: Decision, prompt: _Prompt) -> int:
         """Note what was decided, and the end of what was decided long ago; nanoseconds."""
         self._in_flight.append((name, asked, decision, prompt))
         most = _PER_RANK_IN_FLIGHT * len(self._decodes)
@@ -227,7 +227,7 @@ def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
         began = time.thread_time_ns()
         hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
         hashed = time.thread_time_ns()
-        asked = PromptToPlace(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned)
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned)
         decision = router.placer.place(asked, tie)
         placed = time.thread_time_ns()
         spent.hash.append(hashed - began - _CLOCK_NS)
@@ -244,7 +244,7 @@ def _refuse(router: _Router) -> list[int]:
     for _ in range(_REFUSALS):
         prompt, tie = router.next_prompt(), rng.random()
         hashes = tuple(sequence_hashes(prompt.ids, _INDEX_BLOCK, _SEED))
-        asked = PromptToPlace(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, max_wait_s=_MAX_WAIT_S)
+        asked = Asked(hashes, len(prompt.ids), frozenset(Plan), prompt.pinned, max_wait_s=_MAX_WAIT_S)
         began = time.thread_time_ns()
         with suppress(NoCapacity):
             router.placer.place(asked, tie)
@@ -265,7 +265,7 @@ def _registration(role: Role, number: int) -> Registration:
     return Registration(role, address, _LAYOUT, "bench", 131_072, _TOTAL_PAGES, "fake")
 
 
-def _admitted(decision: Decision, asked: PromptToPlace) -> Admitted:
+def _admitted(decision: Decision, asked: Asked) -> Admitted:
     chosen, tokens = decision.chosen, asked.prompt_tokens
     decode_hit = min(chosen.decode.hit_tokens, tokens - 1)
     prefill_hit = 0 if chosen.prefill is None else min(chosen.prefill.hit_tokens, tokens - 1)

@@ -19,7 +19,7 @@ from services.router.links.coalescing import Coalescing
 from services.router.links.connections import Connections
 from services.router.links.decode_client import DecodeClient
 from services.router.links.prefill_watch import PrefillWatch
-from services.router.placement.candidates import PromptToPlace
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.pool_ends import length_means
@@ -239,8 +239,7 @@ class Cluster:
         """Raise NoCapacity if so many answers would wait longer than that wherever they can go."""
         self._refresh()
         plans = self._known_plans
-        shortest = PromptToPlace(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers)
-        self._placer.check_waits(shortest)
+        self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self) -> None:
         """Raise Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
@@ -340,10 +339,10 @@ class Cluster:
         conversation_id: str,
         excluded: frozenset[RankId],
         max_wait_s: float = math.inf,
-    ) -> PromptToPlace:
+    ) -> Asked:
         self._refresh()
         self._placer.set_share(Share(*self._mirror.place_among_routers()))
-        return PromptToPlace(
+        return Asked(
             prompt.hashes,
             len(prompt.ids),
             self._plans(),
@@ -360,7 +359,7 @@ class Cluster:
         most = prompt.most_tokens
         return None if most is None else min(most, self._model_context_tokens)
 
-    def _placed(self, asked: PromptToPlace, prompt: HashedPrompt, decision: Decision) -> Placed:
+    def _placed(self, asked: Asked, prompt: HashedPrompt, decision: Decision) -> Placed:
         chosen = decision.chosen
         prefill = None
         if chosen.prefill is not None:
@@ -474,8 +473,7 @@ class Cluster:
     def _open_client(self, address: RankAddress) -> DecodeClient:
         rank = address.id.key
         on_load, on_lost = partial(self._report, rank), partial(self.failed, address.id)
-        on_connection = partial(self._placer.changed, rank)
-        return DecodeClient(address, self._tls, on_load, on_lost, self._coalescing, on_connection)
+        return DecodeClient(address, self._tls, on_load, on_lost, self._coalescing)
 
     def _open_watch(self, address: RankAddress) -> PrefillWatch:
         rank = address.id.key

@@ -13,13 +13,12 @@ def model_dir():
 
 
 def _looks_slow(monkeypatch, worker):
-    figures = Balance.figures
+    now = Balance.now
 
-    def as_if(balance, rank, page_size):
-        tokens_per_s = 10.0 if rank.worker == worker else 1e6
-        return figures(balance, rank, page_size)._replace(tokens_per_s=tokens_per_s)
+    def as_if(balance, rank):
+        return now(balance, rank)._replace(tokens_per_s=10.0 if rank.worker == worker else 1e6)
 
-    monkeypatch.setattr(Balance, "figures", as_if)
+    monkeypatch.setattr(Balance, "now", as_if)
 
 
 @pytest.fixture

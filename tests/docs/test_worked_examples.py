@@ -11,7 +11,6 @@ from services.kv.transfer_plan import merge_moves
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceList, PriceWeights
-from services.router.placement.sides import side_of
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId
 from services.values.rank import Generation, RankId, Room
 
@@ -66,13 +65,14 @@ def prices():
     ]
     p0 = PrefillCandidate(RankId("p0", 0, Generation(3)), 512, 0, TOKENS_PER_S, 50_000)
     request = PlacementRequest(2_000, 128 * 2**10, 512)
-    sides = side_of(decodes), side_of([p0])
-    decision = place(request, *sides, bandwidth, PriceWeights(), tie=0.5)
-    listed = PriceList(request, PriceWeights(), bandwidth, *sides)
+    decision = place(request, decodes, [p0], bandwidth, PriceWeights(), tie=0.5)
+    listed = PriceList(request, PriceWeights(), bandwidth, decodes, [p0])
+    sender = listed.sender(p0)
     ways = []
-    for row, decode in enumerate(decodes):
-        ways.append((f"remote p0 -> {decode.id.worker}", listed.remote_terms(row, 0, BYTES_PER_S)))
-        ways.append((f"local        {decode.id.worker}", listed.local_terms(row)))
+    for decode in decodes:
+        receiver = listed.receiver(decode)
+        ways.append((f"remote p0 -> {decode.id.worker}", listed.remote_terms(receiver, sender, BYTES_PER_S)))
+        ways.append((f"local        {decode.id.worker}", listed.local_terms(receiver)))
     ways.sort(key=lambda way: sum(way[1].values()))
     assert decision.chosen.total_s == pytest.approx(sum(ways[0][1].values()))
     return "\n".join(price_line(name, terms) for name, terms in ways)

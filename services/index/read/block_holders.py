@@ -147,11 +147,6 @@ class BlockHolders:
         self._num_dead_blocks += self.num_blocks(column)
         self._num_blocks[column] = 0
 
-    @property
-    def num_columns(self) -> int:
-        """The number of columns that there may be; each is below it."""
-        return len(self._alone)
-
     def num_blocks(self, column: int) -> int:
         return int(self._num_blocks[column])
 

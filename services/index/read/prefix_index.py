@@ -13,26 +13,22 @@ Deltas wait until somebody asks, or until there are many: all at once cost littl
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.index.read.block_holders import BlockHolders, Run, columns_of, packed
 from services.index.read.hash_table import PackedHashes
 from services.index.read.resumable_blocks import ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
-_FEW_COLUMNS = 8
 _MOST_WAITING = 4096  # So many blocks take about a millisecond.
 
 
 class Held:
     """This says who holds how much of one prompt, for as long as nothing changes."""
 
-    __slots__ = ("_columns", "_keys", "_num_columns", "_runs")
+    __slots__ = ("_columns", "_keys", "_runs")
 
-    def __init__(
-        self, runs: list[Run], columns: dict[RankKey, int], keys: dict[int, RankKey], num_columns: int
-    ) -> None:
-        self._runs, self._columns, self._keys, self._num_columns = runs, columns, keys, num_columns
+    def __init__(self, runs: list[Run], columns: dict[RankKey, int], keys: dict[int, RankKey]) -> None:
+        self._runs, self._columns, self._keys = runs, columns, keys
 
     def depth(self, key: RankKey) -> int:
         """Return how many leading blocks the rank holds."""
@@ -44,17 +40,13 @@ class Held:
                 return depth
         return 0
 
-    def depths_of(self, columns: NDArray[np.intp], unit: int = 1) -> NDArray[np.float64]:
-        """Return `depth` times `unit` of each of the ranks with these columns; see PrefixIndex.columns."""
-        depths = np.zeros(self._num_columns + 1)
-        for depth, mask in self._runs:
-            if mask.bit_count() <= _FEW_COLUMNS:
-                depths[columns_of(mask)] = depth * unit
-            else:
-                octets = np.frombuffer(mask.to_bytes(self._num_columns // 8 + 1, "little"), np.uint8)
-                is_held = np.unpackbits(octets, count=len(depths), bitorder="little").view(np.bool_)
-                depths[is_held] = depth * unit
-        return depths[columns]
+    def num_beyond(self, depth: int) -> int:
+        """Return how many ranks hold more blocks than that."""
+        return self._mask(depth).bit_count()
+
+    def beyond(self, depth: int) -> list[RankKey]:
+        """Return those ranks, in no order."""
+        return [self._keys[column] for column in columns_of(self._mask(depth))]
 
     def depths(self) -> dict[RankKey, int]:
         """Return the depths of all that hold any."""
@@ -68,6 +60,9 @@ class Held:
                 depths[self._keys[ends.bit_length() - 1]] = depth
             deeper = mask
         return depths
+
+    def _mask(self, depth: int) -> int:
+        return next((mask for deep, mask in self._runs if deep > depth), 0)
 
 
 class PrefixIndex:
@@ -83,7 +78,6 @@ class PrefixIndex:
         self._holders = BlockHolders()
         self._generations: dict[RankKey, Generation] = {}  # It is that of the incarnation that holds them.
         self._columns: dict[RankKey, int] = {}
-        self.column_changes = 0  # It counts how often a rank took a column or gave it back.
         self._keys: dict[int, RankKey] = {}  # The keys are columns.
         self._waiting: list[tuple[int, bool, PackedHashes]] = []
         self._num_waiting = 0
@@ -128,7 +122,6 @@ class PrefixIndex:
         self._give_column(key)
         self._generations[key] = rank.generation
         self._columns[key], self._keys[draft] = draft, key
-        self.column_changes += 1
         self._holders.show(draft)
 
     def drop_draft(self, draft: int) -> None:
@@ -198,7 +191,6 @@ class PrefixIndex:
         if (column := self._columns.pop(key, None)) is not None:
             self._holders.give_column(column)
             del self._keys[column]
-            self.column_changes += 1
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
         """Forget the blocks beyond `present_depth`, which the rank said that it holds of this sequence.
@@ -218,18 +210,11 @@ class PrefixIndex:
 
     # -- look-ups --------------------------------------------------------------------------------------
 
-    def columns(self, keys: Iterable[RankKey]) -> NDArray[np.intp]:
-        """Return each rank's column for Held.depths_of; they hold until `column_changes` changes.
-
-        The column of a rank of which nothing is known is -1: that is the last one, and nobody's.
-        """
-        return np.array([self._columns.get(key, -1) for key in keys], np.intp)
-
     def held(self, hashes: Sequence[int]) -> Held:
         """Look up once for all ranks who holds how much of a prompt."""
         self.take_in()
         runs = self._holders.runs(hashes) if hashes else []
-        return Held(runs, self._columns, self._keys, self._holders.num_columns)
+        return Held(runs, self._columns, self._keys)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         """Return how many leading blocks of the sequence the rank holds."""

@@ -54,16 +54,13 @@ class DecodeClient:
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
         coalescing: Coalescing | None = None,
-        on_connection: Callable[[], None] = lambda: None,
     ) -> None:
-        """`coalescing` says how long tokens wait for others of their request; with None they never do.
-        `on_connection` is called when the rank has spoken on a new stream, and when that is lost."""
+        """`coalescing` says how long tokens wait for others of their request; with None they never do."""
         self.address = address
         self._coalescing = coalescing
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
-        self._on_connection = on_connection
         self._commands = Commands()
         self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
         self._numbers: dict[str, int] = {}  # of each request
@@ -143,7 +140,6 @@ class DecodeClient:
             if self.connected.is_set():
                 log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
                 self.connected.clear()
-                self._on_connection()
                 self._fail_all(reason)
                 self._on_lost()
             await asyncio.sleep(_RETRY_S)
@@ -164,9 +160,7 @@ class DecodeClient:
         """Read until the rank has ended the stream with OK."""
         while (message := await call.read()) is not grpc.aio.EOF:
             self._silence.heard()
-            if not self.connected.is_set():
-                self.connected.set()
-                self._on_connection()
+            self.connected.set()
             self._receive(message)
         await _raise_status(call)
 

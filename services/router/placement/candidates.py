@@ -11,7 +11,7 @@ from services.values.rank import Plan, RankId, RankKey
 
 
 @dataclass(frozen=True, slots=True)
-class PromptToPlace:
+class Asked:
     """A prompt to be placed."""
 
     hashes: Sequence[BlockHash]  # of its full index blocks
@@ -21,6 +21,7 @@ class PromptToPlace:
     tried: frozenset[RankId] = frozenset()  # lives that failed it
     max_wait_s: float = inf  # for its turn
     most_tokens: int | None = None  # prompt and output together; None: nobody says
+    must_hold: int = 0  # tokens of it, for a decode rank to be chosen
     at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
     answers: int = 1  # that will be asked for there
     reusable_tokens: float = inf  # of it, that who computes it may take from a cache

@@ -1,21 +1,18 @@
 """Chooses (decode rank, prefill rank, plan) by price. Pure.
 
-Every rank is priced. Under plan remote each decode rank is priced with the prefill ranks that may be the best
-for any (shortlist.py), all of them over a typical link. Where links differ, the pairs of the best few of both
-sides are priced with their own: the best of these, not always of all.
+Not every pair is priced, but those of the shortlists of both sides. Under several bandwidths the shortlists
+are made with a typical one and a few spare ranks a side, and the pairs in them are priced with their own: the
+best of these, not always of all.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from math import inf
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
-from services.router.placement.admission import refusal
+from services.router.placement.admission import Waits, refusal
 from services.router.placement.candidates import (
     Candidate,
     DecodeCandidate,
@@ -23,26 +20,22 @@ from services.router.placement.candidates import (
     PrefillCandidate,
 )
 from services.router.placement.exclusion import beside_others, shortest_wait_s
-from services.router.placement.price import Bandwidth, Priced, PriceList, PriceWeights
-from services.router.placement.shortlist import cheapest, front
-from services.router.placement.sides import Flags, Numbers, Side, highest
+from services.router.placement.price import (
+    Bandwidth,
+    Option,
+    Priced,
+    PriceList,
+    PriceWeights,
+    Receiver,
+    Sender,
+)
+from services.router.placement.shortlist import best_few, least_crowded_first, shortlist
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 
 _SPARE_RANKS = 4  # a side, at least, where there are so many
 _BANDWIDTH_SAMPLES = 5
 _MAX_RANKED = 64
-
-
-class _Option(NamedTuple):
-    """One way to serve the request: a decode rank's row, and a prefill rank's under plan remote."""
-
-    total_s: float
-    decode: int
-    prefill: int | None
-    own: bool  # who computes is of this router's share
-    crowd: float  # requests there
-    bytes_per_s: float = inf  # between the two, as it was when this was priced
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +45,26 @@ class Decision:
     The rest is kept to explain it."""
 
     chosen: Priced
+    excluded: tuple[Candidate, ...]
     reason: str
-    longest_decode_hit: int  # tokens held, of all decode ranks
+    longest_decode_hit: int  # tokens held, of all ranks that were looked at
     longest_decode_reuse: int  # tokens that it would not compute, likewise
     longest_prefill_reuse: int
-    _market: "_Market" = field(compare=False, repr=False)
-    _spare_ranks: int = field(compare=False, repr=False)
-
-    @property
-    def excluded(self) -> tuple[Candidate, ...]:
-        """Those that could not be chosen, each with its reason."""
-        pricing = self._market.pricing
-        return (*pricing.decodes.excluded(), *pricing.prefills.excluded())
+    _compared: "tuple[Option, ...]" = field(compare=False, repr=False)
+    _pricing: "PriceList" = field(compare=False, repr=False)
 
     @property
     def ranked(self) -> tuple[Priced, ...]:
         """The cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first, `chosen`
         among them."""
-        chosen, pricing = self.chosen, self._market.pricing
+        chosen = self.chosen
         ways = [chosen]
         shown: set[object] = {chosen.prefill and chosen.prefill.id, (chosen.decode.id, chosen.plan)}
-        for option in sorted(self._market.options(self._spare_ranks), key=lambda option: option.total_s):
-            plan = Plan.LOCAL if option.prefill is None else Plan.REMOTE
-            prefill = None if option.prefill is None else pricing.prefills.ids[option.prefill]
-            names = {prefill, (pricing.decodes.ids[option.decode], plan)}
+        for option in sorted(self._compared, key=lambda option: option.total_s):
+            names = {option.prefill and option.prefill.id, (option.decode.id, option.plan)}
             if not names <= shown | {None} and len(ways) < _MAX_RANKED:
                 shown |= names
-                ways.append(_priced(pricing, option))
+                ways.append(self._pricing.priced(option))
         return tuple(sorted(ways, key=lambda priced: priced.total_s))
 
 
@@ -92,12 +78,12 @@ class Nowhere:
 
 def place(
     request: PlacementRequest,
-    decodes: Side,
-    prefills: Side,
-    bandwidth: Bandwidth | float,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    bandwidth: Bandwidth,
     weights: PriceWeights,
     tie: float,
-    spare_ranks: int = 1,
+    spare_ranks: int = _SPARE_RANKS,
 ) -> Decision:
     """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
     `tie` in [0, 1) splits those that are equal in that too.
@@ -106,7 +92,6 @@ def place(
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
     price is within the slack of the best one; then the cheapest one of this router's share does. With more
     `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded.
-    Rows that the others rule out are closed in both sides.
 
     Raises:
         NoCapacity: the request would wait longer than it may at each rank that could serve.
@@ -116,192 +101,146 @@ def place(
         wait_s = shortest_wait_s(request, decodes, prefills)
         if request.max_wait_s < wait_s < inf:
             raise refusal(wait_s, request.max_wait_s)
-    beside_others(request, decodes, prefills)
-    if not decodes.num_open:
+    decodes, prefills = beside_others(request, decodes, prefills)
+    open_decodes = [decode for decode in decodes if not decode.excluded]
+    open_prefills = [prefill for prefill in prefills if not prefill.excluded]
+    if not open_decodes:
         raise _nowhere("decode", decodes)
-    if request.plans == {Plan.REMOTE} and not prefills.num_open:
+    if request.plans == {Plan.REMOTE} and not open_prefills:
         raise _nowhere("prefill", prefills)
-    pricing = PriceList(request, weights, bandwidth, decodes, prefills)
-    home = _home(request, decodes)
-    market = _Market(pricing, home and home.row, tie)
-    chosen, reason = _choose(market.options(spare_ranks), home, weights, tie)
-    held = highest(decodes.hit)
+    pricing = PriceList(request, weights, bandwidth, open_decodes, open_prefills)
+    home = _home(request, open_decodes)
+    options = _options(pricing, open_decodes, open_prefills, home and home.decode, tie, spare_ranks)
+    chosen, reason = _choose(options, home, weights, tie)
+    excluded: list[Candidate] = [decode for decode in decodes if decode.excluded]
+    excluded += [prefill for prefill in prefills if prefill.excluded]
     return Decision(
-        chosen=_priced(pricing, chosen),
+        chosen=pricing.priced(chosen),
+        excluded=tuple(excluded),
         reason=reason,
-        longest_decode_hit=int(held),
-        longest_decode_reuse=int(held if decodes.reused is decodes.hit else highest(decodes.reused)),
-        longest_prefill_reuse=int(highest(prefills.reused)) if len(prefills) else 0,
-        _market=market,
-        _spare_ranks=max(spare_ranks, _SPARE_RANKS),
+        longest_decode_hit=max(decode.hit_tokens for decode in decodes),
+        longest_decode_reuse=max(decode.reused_tokens for decode in decodes),
+        longest_prefill_reuse=max((prefill.reused_tokens for prefill in prefills), default=0),
+        _compared=tuple(options),
+        _pricing=pricing,
     )
 
 
-def _priced(pricing: PriceList, option: _Option) -> Priced:
-    decode = pricing.decodes.candidate(option.decode, "")
-    assert isinstance(decode, DecodeCandidate)
-    if option.prefill is None:
-        return Priced(decode, None, Plan.LOCAL, tuple(pricing.local_terms(option.decode).items()))
-    prefill = pricing.prefills.candidate(option.prefill, "")
-    assert isinstance(prefill, PrefillCandidate)
-    terms = pricing.remote_terms(option.decode, option.prefill, option.bytes_per_s)
-    return Priced(decode, prefill, Plan.REMOTE, tuple(terms.items()))
-
-
-# -- what is worth comparing ------------------------------------------------------------------------
-
-
-class _Market:
-    """All ways to serve a request by their price; `home` is a decode rank's row."""
-
-    def __init__(self, pricing: PriceList, home: int | None, tie: float) -> None:
-        self.pricing = pricing
-        self._home = home
-        self._tie = tie
-
-    def options(self, count: int) -> list[_Option]:
-        """Return the best way, the best one of this router's share and the home's own; at least one.
-
-        Of each side's ranks the `count` cheapest are among them.
-        """
-        request, options = self.pricing.request, list[_Option]()
-        if Plan.LOCAL in request.plans:
-            options += self._locals(count)
-        if Plan.REMOTE in request.plans and self.pricing.prefills.num_open:
-            options += self._remotes(count)
-        return options
-
-    def _locals(self, count: int) -> list[_Option]:
-        decodes, waits = self.pricing.decodes, self.pricing.request.waits
-        prices_s = decodes.if_open(self.pricing.local_s())
-        if (max_wait_s := self.pricing.request.max_wait_s) < inf:
-            prices_s = _where(waits.local_s(decodes) <= max_wait_s, prices_s)
-        rows = cheapest(prices_s, decodes.running, self._tie, count)
-        if not all(decodes.own[row] for row in rows):
-            rows += _others(rows, cheapest(_where(decodes.own, prices_s), decodes.running, self._tie))
-        rows += _others(rows, [self._home])
-        return [
-            _Option(total_s, row, None, decodes.own.item(row), decodes.running.item(row))
-            for row in rows
-            if (total_s := prices_s.item(row)) < inf
-        ]
-
-    def _remotes(self, count: int) -> list[_Option]:
-        pricing, decodes, prefills = self.pricing, self.pricing.decodes, self.pricing.prefills
-        senders = self._senders()
-        bytes_per_s = pricing.bandwidth
-        if callable(bytes_per_s):
-            bytes_per_s, count = self._typical_bandwidth(senders[0]), max(count, _SPARE_RANKS)
-        prices_s = {sender: self._with_sender_s(sender, bytes_per_s) for sender in senders}
-        lowest_s = reduce(np.minimum, prices_s.values())
-        rows = cheapest(lowest_s, decodes.running, self._tie, count)
-        rows += [row for row in _others(rows, [self._home]) if lowest_s[row] < inf]
-        if not rows:
-            return []
-        if count == 1:
-            links = [[bytes_per_s] * len(senders)] * len(rows)
-            totals = [[prices_s[sender].item(row) for sender in senders] for row in rows]
-        else:
-            own_s = prefills.if_open(pricing.senders.fixed_s + pricing.senders.compute_s)
-            senders += _others(senders, cheapest(own_s, prefills.queued, _another(self._tie, 7919), count))
-            links, totals = self._over_own_links(rows, senders)
-        return [
-            _Option(
-                total_s,
-                row,
-                sender,
-                prefills.own.item(sender),
-                decodes.running.item(row) + prefills.queued.item(sender),
-                bytes_per_s,
-            )
-            for row, of_row, row_links in zip(rows, totals, links, strict=True)
-            for sender, total_s, bytes_per_s in zip(senders, of_row, row_links, strict=True)
-            if total_s < inf
-        ]
-
-    def _over_own_links(
-        self, rows: Sequence[int], senders: Sequence[int]
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the bandwidths of these pairs, and their prices; infinite where one would wait too long."""
-        pricing, pairs = self.pricing, (np.array(rows), np.array(senders))
-        links = pricing.bandwidths(rows, senders)
-        prices_s = pricing.remote_s(*pairs, links)
-        if (max_wait_s := pricing.request.max_wait_s) < inf:
-            at_decode_s = pricing.decodes.queue_wait_s[pairs[0], None]
-            prices_s = _where(at_decode_s + pricing.prefills.compute_wait_s[pairs[1]] <= max_wait_s, prices_s)
-        return links.tolist(), prices_s.tolist()
-
-    def _senders(self) -> list[int]:
-        """Return the prefill ranks that may be the best for some decode rank, and those of this router's."""
-        prefills, senders, tie = self.pricing.prefills, self.pricing.senders, _another(self._tie, 7919)
-        fixed_s = prefills.if_open(senders.fixed_s)
-        waits_s = prefills.compute_wait_s if self.pricing.request.max_wait_s < inf else None
-        chosen = front(fixed_s, senders.compute_s, waits_s, prefills.queued, tie)
-        if not all(prefills.own[row] for row in chosen):
-            own_s = _where(prefills.own, fixed_s)
-            chosen += _others(chosen, front(own_s, senders.compute_s, waits_s, prefills.queued, tie))
-        return chosen
-
-    def _with_sender_s(self, sender: int, bytes_per_s: float) -> Numbers:
-        """Return each decode rank's price with this prefill rank; infinite where it cannot be."""
-        pricing, decodes, max_wait_s = self.pricing, self.pricing.decodes, self.pricing.request.max_wait_s
-        prices_s = decodes.if_open(pricing.with_sender_s(sender, bytes_per_s))
-        if not decodes.all_receive:
-            prices_s = _where(decodes.receives, prices_s)
+def _options(
+    pricing: PriceList,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    """What is worth comparing, the home's own among it; at least one option."""
+    request, options = pricing.request, list[Option]()
+    waits, max_wait_s = request.waits, request.max_wait_s
+    receivers = [pricing.receiver(decode) for decode in decodes]
+    if Plan.LOCAL in request.plans:
+        in_time = receivers
         if max_wait_s < inf:
-            waits_s = decodes.queue_wait_s + pricing.prefills.compute_wait_s.item(sender)
-            prices_s = _where(waits_s <= max_wait_s, prices_s)
-        return prices_s
-
-    def _typical_bandwidth(self, sender: int) -> float:
-        receivers = np.flatnonzero(self.pricing.decodes.receives)
-        if not len(receivers):
-            return 1.0  # nobody's
-        step = -(-len(receivers) // _BANDWIDTH_SAMPLES)
-        return median(self.pricing.bandwidths(receivers[::step].tolist(), [sender]).ravel().tolist())
-
-
-def _where(may_be: Flags, prices_s: Numbers) -> Numbers:
-    return np.where(may_be, prices_s, inf)
+            in_time = [each for each in receivers if waits.local_s(each.decode) <= max_wait_s]
+        options += _local_options(pricing, in_time, home, tie, spare_ranks) if in_time else []
+    if Plan.REMOTE in request.plans and prefills:
+        in_time = [each for each in receivers if each.decode.receives]
+        if max_wait_s < inf:
+            compute_s = min(prefill.compute_wait_s for prefill in prefills)
+            in_time = [each for each in in_time if waits.remote_s(each.decode, compute_s) <= max_wait_s]
+        senders = [pricing.sender(prefill) for prefill in prefills]
+        options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
+    return options
 
 
-def _others(rows: list[int], more: Sequence[int | None]) -> list[int]:
-    return [row for row in more if row is not None and row not in rows]
+def _local_options(
+    pricing: PriceList,
+    receivers: Sequence[Receiver],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    local_s = [pricing.local_s(receiver) for receiver in receivers]
+    decodes = [receiver.decode for receiver in receivers]
+    crowds = [decode.running for decode in decodes]
+    nothing = [0.0] * len(receivers)
+    chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
+    return [Option(local_s[index], decodes[index], None) for index in _with_home(receivers, chosen, home)]
 
 
-# -- the choice -------------------------------------------------------------------------------------
+def _remote_options(
+    pricing: PriceList,
+    receivers: Sequence[Receiver],
+    senders: Sequence[Sender],
+    home: DecodeCandidate | None,
+    tie: float,
+    spare_ranks: int,
+) -> list[Option]:
+    """At least one, for each receiver has a sender with which it is in time."""
+    waits, max_wait_s = pricing.request.waits, pricing.request.max_wait_s
+    queue_waits_s, compute_waits_s = _waits_that_matter(waits, receivers, senders, max_wait_s)
+    chosen = best_few(
+        [sender.fixed_s for sender in senders],
+        [sender.compute_s for sender in senders],
+        compute_waits_s,
+        [sender.prefill for sender in senders],
+        [sender.prefill.queued for sender in senders],
+        _another(tie, 7919),
+        spare_ranks,
+    )
+    senders = [senders[i] for i in chosen]
+    bytes_per_s = _typical_bandwidth(pricing.bandwidth, senders[0], receivers)
+    prices = [pricing.receiving_s(receiver, bytes_per_s) for receiver in receivers]
+    chosen = shortlist(
+        [fixed for fixed, _ in prices],
+        [moved for _, moved in prices],
+        queue_waits_s,
+        [receiver.decode.running for receiver in receivers],
+        tie,
+        spare_ranks,
+    )
+    options: list[Option] = []
+    for index in _with_home(receivers, chosen, home):
+        receiver, in_time = receivers[index], senders
+        if max_wait_s < inf:
+            in_time = [
+                sender
+                for sender in senders
+                if waits.remote_s(receiver.decode, sender.prefill.compute_wait_s) <= max_wait_s
+            ]
+        options += pricing.remotes(receiver, in_time, bytes_per_s, prices[index])
+    return options
 
 
-class _Home(NamedTuple):
-    row: int
-    reason: str
-    held_s: float  # to compute what it holds, where the pin alone makes it the home
+def _waits_that_matter(
+    waits: Waits, receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
+) -> tuple[list[float], list[float]]:
+    """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
+    if max_wait_s == inf:
+        return [0.0] * len(receivers), [0.0] * len(senders)
+    queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
+    compute_waits_s = [sender.prefill.compute_wait_s for sender in senders]
+    fullest = max(receivers, key=lambda receiver: receiver.decode.queue_wait_s)
+    if waits.remote_s(fullest.decode, max(compute_waits_s)) <= max_wait_s:
+        return [0.0] * len(receivers), [0.0] * len(senders)
+    return queue_waits_s, compute_waits_s
 
 
-def _home(request: PlacementRequest, decodes: Side) -> _Home | None:
-    pinned = request.pinned
-    if pinned is not None and (row := decodes.rows.get(pinned)) is not None and decodes.is_open[row]:
-        has_room = decodes.waiting[row] <= decodes.free[row] + decodes.evictable[row]
-        return _pinned(request, decodes, row) if has_room else None
-    hits = decodes.hit if decodes.are_open else np.where(decodes.is_open, decodes.hit, -1)
-    row = int(hits.argmax())
-    # Less than half is a system prompt that many share: that alone makes nobody's home.
-    if 2 * hits[row] >= request.prompt_tokens and np.count_nonzero(hits == hits[row]) == 1:
-        return _Home(row, "longest_prefix", inf)
-    return None
-
-
-def _pinned(request: PlacementRequest, decodes: Side, row: int) -> _Home:
-    hit_tokens = decodes.hit.item(row)
-    holds_most = 2 * hit_tokens >= request.prompt_tokens
-    return _Home(row, "pinned", inf if holds_most else hit_tokens / decodes.rate.item(row))
+def _with_home(receivers: Sequence[Receiver], chosen: list[int], home: DecodeCandidate | None) -> list[int]:
+    """The chosen, and the home if it is one of them all."""
+    if home is None or any(receivers[index].decode is home for index in chosen):
+        return chosen
+    return chosen + [index for index, receiver in enumerate(receivers) if receiver.decode is home]
 
 
 def _choose(
-    options: Sequence[_Option], home: _Home | None, weights: PriceWeights, tie: float
-) -> tuple[_Option, str]:
+    options: Sequence[Option],
+    home: "_Home | None",
+    weights: PriceWeights,
+    tie: float,
+) -> tuple[Option, str]:
     best_s = min(option.total_s for option in options)
-    at_home = [option for option in options if home is not None and option.decode == home.row]
+    at_home = [option for option in options if home is not None and option.decode is home.decode]
     if home is not None and at_home:
         home_s = min(option.total_s for option in at_home)
         if weights.is_near(home_s, best_s, home.held_s):
@@ -318,12 +257,45 @@ def _choose(
     return option, "tie" if num_equal > 1 else "cheapest"
 
 
-def _pick(options: Sequence[_Option], total_s: float, tie: float) -> tuple[_Option, int]:
-    """Return one of those that cost so much, the least crowded split by the tie, and their number."""
+def _pick(options: Sequence[Option], total_s: float, tie: float) -> tuple[Option, int]:
     equal = [option for option in options if option.total_s == total_s]
-    fewest = min(option.crowd for option in equal)
-    least = [option for option in equal if option.crowd == fewest]
-    return least[int(_another(tie, 104729) * len(least))], len(equal)
+    return least_crowded_first(equal, _crowd, _another(tie, 104729))[0], len(equal)
+
+
+def _crowd(option: Option) -> int:
+    return option.decode.running + (option.prefill.queued if option.prefill is not None else 0)
+
+
+class _Home(NamedTuple):
+    decode: DecodeCandidate
+    reason: str
+    held_s: float  # to compute what it holds, where the pin alone makes it the home
+
+
+def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Home | None:
+    pinned = request.pinned
+    if pinned is not None:
+        for decode in decodes:
+            if decode.id.key == pinned:
+                return _pinned(request, decode) if decode.has_room else None
+    longest = max(decode.hit_tokens for decode in decodes)
+    holders = [decode for decode in decodes if decode.hit_tokens == longest]
+    # Less than half is a system prompt that many share: that alone makes nobody's home.
+    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
+        return _Home(holders[0], "longest_prefix", inf)
+    return None
+
+
+def _pinned(request: PlacementRequest, decode: DecodeCandidate) -> _Home:
+    holds_most = 2 * decode.hit_tokens >= request.prompt_tokens
+    held_s = inf if holds_most else decode.hit_tokens / decode.prefill_tokens_per_s
+    return _Home(decode, "pinned", held_s)
+
+
+def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence[Receiver]) -> float:
+    step = -(-len(receivers) // _BANDWIDTH_SAMPLES)
+    sender_key = sender.prefill.id.key
+    return median(bandwidth(sender_key, receiver.decode.id.key) for receiver in receivers[::step])
 
 
 def _another(tie: float, prime: int) -> float:
@@ -331,9 +303,9 @@ def _another(tie: float, prime: int) -> float:
     return tie * prime % 1.0
 
 
-def _nowhere(role: str, side: Side) -> Unavailable:
-    if not len(side):
+def _nowhere(role: str, candidates: Sequence[Candidate]) -> Unavailable:
+    if not candidates:
         return Unavailable(f"there is no {role} rank")
-    reasons = Counter(candidate.excluded for candidate in side.excluded())
+    reasons = Counter(candidate.excluded for candidate in candidates)
     listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     return Unavailable(f"no {role} rank can take the request: {listed}")

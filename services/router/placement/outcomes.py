@@ -63,7 +63,7 @@ class Outcomes:
         chosen: Priced,
         reusable_tokens: float = inf,
     ) -> None:
-        """The request went out; see PromptToPlace.reusable_tokens."""
+        """The request went out; see Asked.reusable_tokens."""
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
         uncached_tokens = max(1, prompt_tokens - (prefill or decode).reused_tokens)

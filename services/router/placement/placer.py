@@ -1,31 +1,46 @@
 """From what one router knows of the ranks to a decision; outcomes.py has the way back, to what it knows next.
 
 It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
+
+Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
+interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
+cheaper; likewise if it can go on computing further into the prompt. The index says who may hold the next
+block; the first few in the order are taken in any case, the first few of this router's share, and the pinned
+one.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from services.index.read.prefix_index import PrefixIndex
+from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
-from services.router.placement.admission import bound_s, refusal
-from services.router.placement.candidates import PlacementRequest, PromptToPlace
+from services.router.placement.admission import bound_s, refusal, waits_of
+from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, Nowhere, place
+from services.router.placement.hits import Found, Hit, Hits
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
-from services.router.placement.price import Bandwidth, PriceWeights
-from services.router.placement.sides import Side
-from services.router.placement.table import RankTable
+from services.router.placement.price import PriceWeights
+from services.router.placement.sight import Queue, Sight
 from services.router.ranks.balance import Balance
+from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
-from services.values.errors import NoCapacity, Unavailable
+from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
-from services.values.rank import Plan, RankKey
+from services.values.rank import Plan, RankKey, Role
 from services.values.registration import NO_CACHE, Registration
 
+_FEW = 16  # ranks of a role that are all priced
+_LEAST_LOADED = 6  # of many, priced in any case
+_OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
+_PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
+_DEEPEST = 128  # blocks of a prompt, of those that somebody can go on after
+_USUAL_TOKENS = 4_096  # for which a rank should have room
+_SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
 _EXPLAINED = 64  # a side; more are not shown
 
 
@@ -36,7 +51,16 @@ class PlacerSettings:
     weights: PriceWeights
 
 
-_SHORTEST = PromptToPlace((), 1, frozenset(Plan))
+_SHORTEST = Asked((), 1, frozenset(Plan))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The ranks of one role; where they are many, in the order of load too. `own` are this router's share."""
+
+    ranks: dict[RankKey, Registration] = field(default_factory=dict)
+    order: LoadOrder | None = None
+    own: frozenset[RankKey] = frozenset()
 
 
 class Placer:
@@ -55,85 +79,260 @@ class Placer:
         self._index = index
         self._balance = balance
         self._is_connected = is_connected
-        self._decodes: Sequence[Registration] = ()
-        self._prefills: Sequence[Registration] = ()
-        self._table = self._new_table()
+        self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
-        self._longest_tokens = 0  # that a decode rank holds of one request
+        self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
         self._draining: frozenset[RankKey] = frozenset()
+        self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
+        self._hits = Hits(index, balance, settings.index_block)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
-        balance.changed = self.changed
+        balance.changed = self._changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Those that there are now, of each role in the order of their keys."""
-        self._decodes, self._prefills = decodes, prefills
-        self._table = self._new_table()
-        self._longest_tokens = max(
-            (rank.max_context_tokens for rank in decodes if not rank.draining), default=0
-        )
-        self._note_share()
+        self._decodes, self._prefills = self._side(decodes), self._side(prefills)
+        staying = [rank.max_context_tokens for rank in decodes if not rank.draining]
+        self._longest_tokens, self._shortest_tokens = max(staying, default=0), min(staying, default=0)
         self._note_layout()
-        ranks = self._table.ranks
+        ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
-        self.outcomes.telling = frozenset(self._table.telling)
+        telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
+        self._hits.telling = self.outcomes.telling = telling
 
-    def _new_table(self) -> RankTable:
-        block = self._settings.index_block
-        return RankTable(self._decodes, self._prefills, self._balance, self._index, self._is_connected, block)
+    @property
+    def _has_many(self) -> bool:
+        return self._decodes.order is not None or self._prefills.order is not None
 
     def set_share(self, share: Share) -> None:
         """This router's, of the ranks that all routers place on."""
         if share != self._share:
             self._share = share
-            self._note_share()
-
-    def _note_share(self) -> None:
-        sides = ([rank.id.key for rank in side] for side in (self._decodes, self._prefills))
-        self._table.set_own(frozenset[RankKey]().union(*map(self._share.own, sides)))
-
-    def changed(self, key: RankKey) -> None:
-        """Something else is known of the rank, or the stream to it is up or down."""
-        row = self._table.rows.get(key)
-        if row is None:
-            return
-        self._table.update(key)
-        if self._drains(self._table.ranks[row]) is not (key in self._draining):
-            self._note_layout()
+            self._decodes, self._prefills = (
+                replace(side, own=share.own(side.ranks)) for side in (self._decodes, self._prefills)
+            )
 
     # -- placing ----------------------------------------------------------------------------------
 
-    def place(self, asked: PromptToPlace, tie: float) -> Decision:
+    def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
-        decodes, prefills = self._table.sides(asked)
-        request = self._request(asked, decodes, prefills)
-        decision = place(request, decodes, prefills, self._bandwidth(), self._settings.weights, tie)
-        return decision if asked.at is None else replace(decision, reason="same_prompt")
-
-    def explain(self, asked: PromptToPlace, tie: float) -> Decision | Nowhere:
-        """As `place`, with enough of the ranks compared to be shown."""
-        decodes, prefills = self._table.sides(asked)
-        request = self._request(asked, decodes, prefills)
-        bandwidth, weights = self._bandwidth(), self._settings.weights
+        sight = self._sight(asked)
+        if self._has_many:  # else all are looked at, and their waits with them
+            self._check_waits(sight)
+        if asked.at is not None:
+            return replace(self._place(sight, tie, self._few), reason="same_prompt")
+        fitting = self._where_it_fits(asked)
         try:
-            return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
-        except (NoCapacity, Unavailable) as error:
-            exclusion.beside_others(request, decodes, prefills)
-            return Nowhere(str(error), (*decodes.all(), *prefills.all()))
+            return self._place(sight if fitting is asked else self._sight(fitting), tie, self._few)
+        except IsthmusError:
+            if fitting is asked and not self._has_many:
+                raise
+            # Those looked at are excluded: look at all of them, and say what is wrong with each.
+            return self._place(sight, tie, self._all)
 
-    def check_waits(self, asked: PromptToPlace) -> None:
-        """Raises NoCapacity if it would wait too long wherever it can go."""
+    def _sight(self, asked: Asked) -> Sight:
+        return Sight(asked, self._balance, self._index, self._is_connected, self._apart)
+
+    def _where_it_fits(self, asked: Asked) -> Asked:
+        """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
+        looked at, and those are to be among them."""
+        most = asked.most_tokens
+        if most is None or not self._shortest_tokens < most <= self._longest_tokens:
+            return asked
+        return replace(asked, must_hold=most)
+
+    def check_waits(self, asked: Asked) -> None:
+        """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
+        self._check_waits(self._sight(asked))
+
+    def _check_waits(self, sight: Sight) -> None:
+        asked = sight.asked
         if asked.max_wait_s == math.inf:
             return
-        decodes, prefills = self._table.sides(asked, with_hits=False)
-        wait_s = exclusion.shortest_wait_s(self._request(asked, decodes, prefills), decodes, prefills)
+        decodes, prefills = self._queues(self._decodes, sight), self._queues(self._prefills, sight)
+        wait_s = waits_of(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
         if asked.max_wait_s < wait_s < math.inf:
             raise refusal(wait_s, asked.max_wait_s)
 
+    def _queues(self, side: _Side, sight: Sight) -> Iterator[Queue]:
+        """Of those that may be chosen but for the wait."""
+        keys = side.ranks if side.order is None else side.order
+        return (Queue(sight, key) for key in keys if not sight.exclusion(key, side.ranks[key]))
+
     def exclusion(self, rank: Registration) -> str:
         """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
-        row = self._table.rows.get(rank.id.key)
-        return "" if row is None else self._table.exclusion(row, _SHORTEST)
+        return self._sight(_SHORTEST).exclusion(rank.id.key, rank)
+
+    def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
+        """As `place`, with every rank looked at and enough of them compared."""
+        request, decodes, prefills = self._looked_at(self._sight(asked), self._all)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        try:
+            return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
+        except (NoCapacity, Unavailable) as error:
+            all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
+            return Nowhere(str(error), (*all_decodes, *all_prefills))
+
+    def _place(self, sight: Sight, tie: float, find: Callable[[_Side, Sight], list[Found]]) -> Decision:
+        request, decodes, prefills = self._looked_at(sight, find)
+        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        return place(request, decodes, prefills, bandwidth, weights, tie)
+
+    def _looked_at(
+        self, sight: Sight, find: Callable[[_Side, Sight], list[Found]]
+    ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
+        asked = sight.asked
+        receivers = find(self._receiving(asked), sight)
+        senders = find(self._prefills, sight) if Plan.REMOTE in asked.plans else []
+        decodes = [
+            self._decode_candidate(rank, hit, sight)
+            for rank, hit in zip(receivers, self._hits.of(receivers, sight), strict=True)
+        ]
+        prefills = [
+            self._prefill_candidate(rank, hit, sight)
+            for rank, hit in zip(senders, self._hits.of(senders, sight), strict=True)
+        ]
+        return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
+
+    def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
+        layout, most = self._layout, asked.most_tokens
+        return PlacementRequest(
+            prompt_tokens=asked.prompt_tokens,
+            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
+            chunk_tokens=self._settings.chunk_tokens,
+            pinned=asked.pinned,
+            plans=asked.plans,
+            max_wait_s=max_wait_s,
+            most_tokens=most if most is not None and most <= self._longest_tokens else None,
+            longest_tokens=self._longest_tokens,
+            carried_bytes=self.carried_bytes(asked.prompt_tokens),
+        )
+
+    def _receiving(self, asked: Asked) -> _Side:
+        if (at := asked.at) is None:
+            return self._decodes
+        rank = self._decodes.ranks.get(at.key)
+        return _Side() if rank is None or rank.id != at else _Side({at.key: rank})
+
+    def _all(self, side: _Side, sight: Sight) -> list[Found]:
+        return self._found(side.ranks, side, sight)
+
+    def _few(self, side: _Side, sight: Sight) -> list[Found]:
+        """Those that may win."""
+        if side.order is None:
+            return self._all(side, sight)
+        promising = dict.fromkeys(self._promising(side, side.order, sight))
+        return self._found((key for key in promising if key in side.ranks), side, sight)
+
+    def _found(self, keys: Iterable[RankKey], side: _Side, sight: Sight) -> list[Found]:
+        ranks, held = side.ranks, sight.held()
+        return [(key, ranks[key], held.depth(key)) for key in keys]
+
+    def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
+        if sight.asked.pinned is not None:
+            yield sight.asked.pinned
+        yield from sight.guessed().deepest()[:_PREDICTED]
+        least_loaded = (key for key in order if sight.may_serve(key, side.ranks[key]))
+        few = list(islice(least_loaded, _LEAST_LOADED))
+        yield from few
+        if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
+            roomiest = (key for key in order if self._holds_most(side.ranks[key]))
+            serving = (key for key in roomiest if sight.may_serve(key, side.ranks[key]))
+            yield from islice(serving, _LEAST_LOADED)
+        if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
+            yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
+        if self._share.of > 1:
+            own = (key for key in islice(order, _OWN_REACH) if key in side.own)
+            yield from islice((key for key in own if sight.may_serve(key, side.ranks[key])), _LEAST_LOADED)
+        if self._hits.telling and few:
+            yield from self._resuming(side, order, sight, few[0])
+        yield from self._holding(side, order, sight, sight.held())
+
+    def _holding(self, side: _Side, order: LoadOrder, sight: Sight, held: Held) -> Iterator[RankKey]:
+        """Those that hold more of the prompt than all before them."""
+        longest, ranks = 0, iter(order)
+        while num_deeper := held.num_beyond(longest):
+            holders: Iterable[RankKey]
+            if num_deeper > _SOME:  # then one of the next will do
+                holders = (key for key in ranks if held.depth(key) > longest)
+            else:  # whoever stands before those that were taken holds less
+                holders = order.ascending(held.beyond(longest))
+            deeper = next((key for key in holders if sight.may_serve(key, side.ranks[key])), None)
+            if deeper is None:
+                return
+            longest = held.depth(deeper)
+            yield deeper
+
+    def _resuming(self, side: _Side, order: LoadOrder, sight: Sight, least: RankKey) -> Iterator[RankKey]:
+        """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
+        least loaded that may serve: nobody stands before it."""
+        guesses, points = self._balance.resume_guesses, self._index.resume_points
+        hashes = sight.asked.hashes
+        for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
+            taken, seen = None, set[RankKey]()
+            for _, ranks in islice(found, _DEEPEST):
+                # Those seen go on further: who was taken of them stands first, or they may not serve.
+                unseen = order.ascending(ranks - seen, taken)
+                first = next((key for key in unseen if sight.may_serve(key, side.ranks[key])), None)
+                seen |= ranks
+                if first is not None:
+                    taken = first
+                    yield first
+                if taken == least:
+                    break
+
+    def _decode_candidate(self, found: Found, hit: Hit, sight: Sight) -> DecodeCandidate:
+        key, rank, _ = found
+        page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
+        now = sight.now(key)
+        load, pending_tokens, queued, running, tokens_per_s, _ = now
+        books = load.books
+        # By position: by name it takes twice as long, and there are a dozen.
+        return DecodeCandidate(
+            rank.address.id,
+            worth,  # hit_tokens
+            pending_tokens,
+            tokens_per_s,
+            running,
+            load.token_s,
+            books.free * page_size,
+            books.cached * page_size,  # evictable_tokens
+            sight.exclusion(key, rank),
+            queued,
+            matched,
+            load.waiting_tokens,
+            key in self._decodes.own,
+            sight.queue_wait_s(key) if load.waiting else 0.0,
+            now.compute_wait_s,
+            rank.max_context_tokens,
+            sight.receives(key),
+            resume,
+            matched_resume,
+            load.tokens_per_step,
+        )
+
+    def _prefill_candidate(self, found: Found, hit: Hit, sight: Sight) -> PrefillCandidate:
+        key, rank, _ = found
+        now, page_size = sight.now(key), rank.layout.page_size
+        return PrefillCandidate(
+            id=rank.id,
+            hit_tokens=hit.worth,
+            pending_tokens=now.pending_tokens,
+            prefill_tokens_per_s=now.tokens_per_s,
+            free_tokens=now.load.books.free * page_size,
+            evictable_tokens=now.load.books.cached * page_size,
+            excluded=sight.exclusion(key, rank),
+            queued=now.queued,
+            matched_tokens=hit.matched,
+            own=key in self._prefills.own,
+            compute_wait_s=now.compute_wait_s,
+            holds_tokens=rank.max_context_tokens,
+            resume_tokens=hit.resume,
+            matched_resume_tokens=hit.matched_resume,
+        )
+
+    def _holds_most(self, rank: Registration) -> bool:
+        return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
 
     def sent(
         self,
@@ -150,33 +349,48 @@ class Placer:
         """Tails and states at a prompt's end."""
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0
 
-    def _bandwidth(self) -> Bandwidth | float:
-        only = self._balance.only_bandwidth
-        return self._balance.bandwidth if only is None else only
-
-    def _request(self, asked: PromptToPlace, decodes: Side, prefills: Side) -> PlacementRequest:
-        layout, most = self._layout, asked.most_tokens
-        return PlacementRequest(
-            prompt_tokens=asked.prompt_tokens,
-            kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
-            chunk_tokens=self._settings.chunk_tokens,
-            pinned=asked.pinned,
-            plans=asked.plans,
-            max_wait_s=bound_s(asked.max_wait_s, decodes, prefills.compute_wait_s),
-            most_tokens=most if most is not None and most <= self._longest_tokens else None,
-            longest_tokens=self._longest_tokens,
-            carried_bytes=self.carried_bytes(asked.prompt_tokens),
-        )
-
     # -- the layout of plan remote ----------------------------------------------------------------
 
     def _note_layout(self) -> None:
-        ranks = self._table.ranks
+        decodes, prefills = self._decodes.ranks.values(), self._prefills.ranks.values()
+        ranks = (*decodes, *prefills)
         self._draining = frozenset(rank.id.key for rank in ranks if self._drains(rank))
-        self._layout = layout = common_layout(self._decodes, self._prefills, self._draining)
+        self._layout = layout = common_layout(decodes, prefills, self._draining)
         found = ((rank.id.key, difference(rank.layout, layout)) for rank in ranks if layout)
-        self._table.set_apart({key: what for key, what in found if what})
+        self._apart = {key: what for key, what in found if what}
 
     def _drains(self, rank: Registration) -> bool:
         """Its load says so too, which needs no etcd."""
         return rank.draining or self._balance.load(rank.id.key).draining
+
+    # -- the order of load ------------------------------------------------------------------------
+
+    def _side(self, ranks: Sequence[Registration]) -> _Side:
+        by_key = {rank.id.key: rank for rank in ranks}
+        own = self._share.own(by_key)
+        if len(ranks) <= _FEW:
+            return _Side(by_key, own=own)
+        order = LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items())
+        return _Side(by_key, order, own)
+
+    def _changed(self, key: RankKey) -> None:
+        for side in (self._decodes, self._prefills):
+            if (rank := side.ranks.get(key)) is None:
+                continue
+            if self._drains(rank) is not (key in self._draining):
+                self._note_layout()
+            if side.order is not None:
+                side.order.update(key, self._load(key, rank))
+
+    def _load(self, key: RankKey, rank: Registration) -> Load:
+        """With what a usual prompt that hits nothing would cost there."""
+        now = self._balance.now(key)
+        load_s = now.pending_tokens / now.tokens_per_s
+        books, page_size = now.load.books, rank.layout.page_size
+        if books.total > 0:
+            lacking = max(0, _USUAL_TOKENS - books.free * page_size)
+            evicted = min(lacking, books.cached * page_size)
+            load_s += self._settings.weights.evict_weight * evicted / now.tokens_per_s
+            if rank.role is Role.DECODE:
+                load_s += (lacking - evicted) * now.load.token_s / max(1, now.running)
+        return load_s, now.running

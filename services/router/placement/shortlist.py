@@ -1,106 +1,97 @@
-"""Of many ranks the few that may be the best, by their prices. Pure.
+"""Of many ranks the few that may be the best, by two parts of their price. Pure.
 
 Under one bandwidth the price of a pair is
 
     T = fixed(P) + max(overlapped(P), overlapped(D)) + fixed(D)
 
-with P's computation and D's transfer overlapped. So a prefill rank can be left out when another one is no
-worse in `fixed` and in `fixed + overlapped`: with what remains, a handful, every decode rank is priced. Where
-the waits of a pair are bounded together, it must be no worse in that too.
+with P's computation and D's transfer overlapped. So a rank can be left out when another one is no
+worse in `fixed` and in `fixed + overlapped`: the best pair lies in what remains on both sides, a handful
+of ranks. Where the waits of a pair are bounded together, it must be no worse in that too.
 """
 
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-import numpy as np
+from services.router.placement.candidates import Candidate
 
-from services.router.placement.sides import Flags, Numbers, Rows, lowest
+_T = TypeVar("_T")
+
+_MAX_SHORTLIST = 32  # a side; the exact shortlist is shorter but for contrived fleets
 
 
-def cheapest(prices_s: Numbers, crowds: Numbers, tie: float, count: int = 1) -> list[int]:
-    """Return the rows of the `count` lowest prices in ascending order, fewer where fewer are finite, and of
-    the lowest price two if there are two.
+def best_few(
+    fixed_s: Sequence[float],
+    overlapped_s: Sequence[float],
+    waits_s: Sequence[float],
+    ranks: Sequence[Candidate],
+    crowds: Sequence[int],
+    tie: float,
+    spare_ranks: int,
+) -> list[int]:
+    """The shortlist of all, and that of this router's share where it has not all."""
+    chosen = shortlist(fixed_s, overlapped_s, waits_s, crowds, tie, spare_ranks)
+    own = [index for index, rank in enumerate(ranks) if rank.own]
+    if not own or len(own) == len(ranks):
+        return chosen
+    fixed, overlapped, waits = ([of[index] for index in own] for of in (fixed_s, overlapped_s, waits_s))
+    of_own = shortlist(fixed, overlapped, waits, [crowds[index] for index in own], tie, 1)
+    return chosen + [own[index] for index in of_own if own[index] not in chosen]
 
-    Of those that cost the same, the least crowded come first, and `tie` goes round them.
+
+def shortlist(
+    fixed_s: Sequence[float],
+    overlapped_s: Sequence[float],
+    waits_s: Sequence[float],
+    crowds: Sequence[int],
+    tie: float,
+    spare_ranks: int,
+) -> list[int]:
+    """Indices of every rank that some other side can make the best, and of the cheapest few.
+
+    Of ranks that cost the same, the least crowded come first. One at which the wait is the shortest is among
+    them.
     """
-    if count >= len(prices_s):
-        most_s = inf
-    else:
-        most_s = lowest(prices_s) if count == 1 else np.partition(prices_s, count - 1)[count - 1]
-    rows = (prices_s <= most_s).nonzero()[0]
-    prices, chosen = prices_s[rows], list[int]()
-    while len(rows) and len(chosen) < count and (lowest_s := lowest(prices)) < inf:
-        if len(rows) == 1:
-            return [*chosen, int(rows[0])]
-        is_lowest = prices == lowest_s
-        chosen += least_crowded_first(rows[is_lowest], crowds, tie)[: max(2, count) - len(chosen)]
-        rows, prices = rows[~is_lowest], prices[~is_lowest]
+    if len(fixed_s) == 1:
+        return [0]
+    columns = zip(fixed_s, overlapped_s, waits_s, strict=True)
+    keys = [(fixed + overlapped, fixed, wait) for fixed, overlapped, wait in columns]
+    lowest = min(fixed_s), min(waits_s)
+    chosen: list[int] = []
+    front: list[tuple[float, float]] = []  # `fixed` and wait of those of use; the walk is in ascending price
+    for group in _equal(keys):
+        _, fixed, wait = keys[group[0]]
+        is_of_use = all(fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front)
+        if is_of_use:
+            front.append((fixed, wait))
+        wanted = max(spare_ranks - len(chosen), int(is_of_use))
+        if wanted > 0:
+            chosen += least_crowded_first(group, crowds.__getitem__, tie)[:wanted]
+        if len(chosen) >= spare_ranks and (front[-1] == lowest or _is_long(chosen, front, lowest)):
+            break
     return chosen
 
 
-def front(
-    fixed_s: Numbers, overlapped_s: Numbers, waits_s: Numbers | None, crowds: Numbers, tie: float
-) -> list[int]:
-    """Return the rows of all ranks that some rank of the other side can make the best, two of equals, in
-    ascending order of `fixed` and `overlapped` together.
-
-    Of ranks that cost the same, the least crowded come first, and `tie` goes round them. What costs
-    infinitely much is left out. `waits_s` is None where nobody waits too long; else one at which the wait is
-    the shortest is there.
-    """
-    totals_s = fixed_s + overlapped_s
-    lowest_s = lowest(totals_s)
-    if lowest_s == inf:
-        return []
-    if waits_s is None:
-        # Who is no worse in the sum is the first; of use beside it is only who has less of `fixed`.
-        firsts = (totals_s == lowest_s).nonzero()[0]
-        least_s = lowest(fixed_s[firsts])
-        if lowest(fixed_s) == least_s:
-            return least_crowded_first(firsts[fixed_s[firsts] == least_s], crowds, tie)[:2]
-        rows = ((fixed_s < least_s) | (totals_s == lowest_s)).nonzero()[0]
-    else:
-        rows = (totals_s < inf).nonzero()[0]
-    keys = [column[rows] for column in (totals_s, fixed_s, waits_s) if column is not None]
-    order = np.lexsort(keys[::-1])
-    rows, keys = rows[order], [column[order] for column in keys]
-    is_first = np.ones(len(rows), np.bool_)  # of a group of equals
-    is_first[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in keys])
-    starts = is_first.nonzero()[0]
-    of_each = [column[starts] for column in keys[1:]]
-    of_use = _lowest_so_far(of_each[0]) if waits_s is None else _undominated(of_each[0], of_each[1])
-    ends = [*starts[1:].tolist(), len(rows)]
-    groups = zip(starts.tolist(), ends, of_use.tolist(), strict=True)
-    return [
-        row
-        for start, end, is_used in groups
-        if is_used
-        for row in least_crowded_first(rows[start:end], crowds, tie)[:2]
-    ]
+def _equal(keys: Sequence[tuple[float, float, float]]) -> Iterator[list[int]]:
+    """The indices of equal keys together, in ascending order."""
+    group: list[int] = []
+    for index in sorted(range(len(keys)), key=keys.__getitem__):
+        if group and keys[index] != keys[group[0]]:
+            yield group
+            group = []
+        group.append(index)
+    yield group
 
 
-def least_crowded_first(rows: Rows, crowds: Numbers, tie: float) -> list[int]:
-    """Return the least crowded first, those as `tie` goes round their circle."""
-    if len(rows) == 1:
-        return [int(rows[0])]
-    crowd = crowds[rows]
-    is_least = crowd == lowest(crowd)
-    least, others = rows[is_least].tolist(), rows[~is_least]
+def _is_long(chosen: list[int], front: list[tuple[float, float]], lowest: tuple[float, float]) -> bool:
+    return len(chosen) >= _MAX_SHORTLIST and any(wait == lowest[1] for _, wait in front)
+
+
+def least_crowded_first(members: list[_T], crowd: Callable[[_T], int], tie: float) -> list[_T]:
+    """The least crowded first, those as `tie` goes round their circle."""
+    if len(members) == 1:
+        return members
+    fewest = min(map(crowd, members))
+    least = [member for member in members if crowd(member) == fewest]
+    others = sorted((member for member in members if crowd(member) > fewest), key=crowd)
     first = int(tie * len(least))
-    return [*least[first:], *least[:first], *others[np.argsort(crowd[~is_least], kind="stable")].tolist()]
-
-
-def _lowest_so_far(fixed_s: Numbers) -> Flags:
-    """Return which are lower than all before them."""
-    of_use = np.ones(len(fixed_s), np.bool_)
-    of_use[1:] = fixed_s[1:] < np.minimum.accumulate(fixed_s)[:-1]
-    return of_use
-
-
-def _undominated(fixed_s: Numbers, waits_s: Numbers) -> Flags:
-    """Return which have none before them that is no worse in both."""
-    of_use, seen = np.ones(len(fixed_s), np.bool_), list[tuple[float, float]]()
-    for number, (fixed, wait) in enumerate(zip(fixed_s.tolist(), waits_s.tolist(), strict=True)):
-        of_use[number] = all(fixed < other or wait < other_wait for other, other_wait in seen)
-        if of_use[number]:
-            seen.append((fixed, wait))
-    return of_use
+    return [*least[first:], *least[:first], *others]

@@ -10,10 +10,10 @@ in seconds. Nothing here does I/O. A request in flight:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from services.router.ranks.predictions import Predictions
 from services.router.ranks.resume_guesses import ResumeGuesses
@@ -28,8 +28,6 @@ _REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
 
 _NO_LOAD = RankLoad()
-
-_Figure = TypeVar("_Figure")  # a number of one rank, or of each of many
 
 
 class RankNow(NamedTuple):
@@ -48,28 +46,6 @@ class RankNow(NamedTuple):
         return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
-class Figures(NamedTuple, Generic[_Figure]):
-    """What is known of a rank, whatever the time is: the columns of placement's table."""
-
-    pending_tokens: _Figure  # as last reported
-    reported_s: _Figure
-    tokens_per_s: _Figure  # of prompts, as reported; 0: it does not say
-    unseen_tokens: _Figure  # sent too late for the report
-    queued: _Figure  # requests whose prompts wait to be computed
-    computing_tokens: _Figure  # ours, whenever they were sent
-    oldest_sent_s: _Figure  # the first of these
-    num_behind: _Figure  # of these requests, those behind the first
-    learned_tokens_per_s: _Figure  # of prompts, learned from what they took; 0: never
-    learned_s: _Figure  # when
-    running: _Figure
-    token_s: _Figure
-    free_tokens: _Figure
-    cached_tokens: _Figure
-    waiting_tokens: _Figure
-    queue_wait_s: _Figure  # until it has room for the next request
-    per_request_s: _Figure  # and for each further one
-
-
 class Liveness(StrEnum):
     """Whether a rank takes requests, or why not."""
 
@@ -83,7 +59,7 @@ class Liveness(StrEnum):
 class Balance:
     """Memory is bounded by the requests in flight and the ranks that were not forgotten.
 
-    `changed` is called with a rank of which something else is known: its figures, or how it lives.
+    `changed` is called with a rank whose load has changed.
     """
 
     def __init__(
@@ -121,12 +97,10 @@ class Balance:
         self._failures.pop(decode, None)
         if admitted.plan is Plan.LOCAL:
             self._speeds.learn_rate(decode, admitted, now)
-            self.changed(decode)
         elif prefill is not None:
             self._failures.pop(prefill, None)
             self._speeds.learn_rate(prefill, admitted, now)
             self._speeds.learn_bandwidth(prefill, decode, admitted, now)
-            self.changed(prefill)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
         """Bytes a second between the two, else as is usual for that prefill rank, else for any."""
@@ -191,52 +165,6 @@ class Balance:
             running = ours
         return RankNow(load, pending_tokens, queued, running, tokens_per_s, is_measured)
 
-    def figures(self, rank: RankKey, page_size: int) -> Figures[float]:
-        """Return what `now` and `queue_wait_s` are reckoned from; pages have so many tokens."""
-        known = self._ranks.get(rank) or _KnownRank()
-        load, computing, books = known.load, known.computing, known.load.books
-        learned_tokens_per_s, learned_s = self._speeds.learned(rank)
-        waits = load.waiting and load.admitted_per_s > 0
-        return Figures(
-            load.pending_tokens,
-            known.reported_s,
-            load.prefill_tokens_per_s,
-            known.unseen_tokens,
-            load.waiting + len(known.unseen),
-            known.computing_tokens,
-            next(iter(computing.values())).sent_s if computing else 0.0,
-            len(computing) - 1,
-            learned_tokens_per_s,
-            learned_s,
-            max(load.running, len(known.decoding) or len(computing)),
-            load.token_s,
-            books.free * page_size,
-            books.cached * page_size,
-            load.waiting_tokens,
-            (load.waiting + len(known.arriving_s)) / load.admitted_per_s if waits else 0.0,
-            1 / load.admitted_per_s if waits else 0.0,
-        )
-
-    @property
-    def usual_tokens_per_s(self) -> float:
-        """The rate of a rank of which none was reported or learned."""
-        return self._speeds.usual_rate
-
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens that a rank has computed at most since its last report."""
-        return self._chunk_tokens
-
-    @property
-    def only_bandwidth(self) -> float | None:
-        """The bytes a second of every link, as long as none was measured; None: they may differ."""
-        return self._speeds.only_bandwidth
-
-    @property
-    def failing(self) -> Iterable[RankKey]:
-        """Ranks that have failed, and have not served since."""
-        return self._failures
-
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
         """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
         there, or it is not known."""
@@ -270,7 +198,6 @@ class Balance:
         """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
         next report."""
         self._silent.add(rank)
-        self.changed(rank)
 
     def load(self, rank: RankKey) -> RankLoad:
         """The last report; all zero before the first."""
@@ -301,11 +228,6 @@ class Balance:
             return Liveness.STALLED
         return Liveness.DRAINING if known.load.draining else Liveness.LIVE
 
-    def takes_nothing(self, rank: RankKey) -> bool:
-        """Whether the rank is silent, stalled or draining, whether or not it has failed too."""
-        load = self.load(rank)
-        return rank in self._silent or load.stalled or load.draining
-
     def forget(self, rank: RankKey) -> None:
         """The rank went away or began a new life: nothing known of it holds any longer.
 
@@ -319,7 +241,6 @@ class Balance:
         self.resume_guesses.forget(rank)
         self.trust.forget(rank)
         self.resume_trust.forget(rank)
-        self.changed(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 

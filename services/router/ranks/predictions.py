@@ -32,10 +32,6 @@ class Guessed:
     def __init__(self, parts: Sequence[tuple[int, _Until]], now: float) -> None:
         self._parts, self._now = parts, now
 
-    def __bool__(self) -> bool:
-        """Whether anybody may be guessed to hold any of it."""
-        return bool(self._parts)
-
     def depth(self, rank: RankKey) -> int:
         """How many blocks, from the first on, the rank is guessed to hold."""
         depth, now = 0, self._now
@@ -45,16 +41,13 @@ class Guessed:
             depth = end
         return depth
 
-    def beyond(self, depth: float) -> set[RankKey]:
-        """Return all ranks that may be guessed to hold more blocks than that, and perhaps others."""
-        now = self._now
-        return {
-            rank
-            for end, until_s in self._parts
-            if end > depth
-            for rank, ends_s in until_s.items()
-            if ends_s > now
-        }
+    def deepest(self) -> list[RankKey]:
+        """Ranks that are guessed to hold as much of it as any; in no order. Where guesses were dropped, for
+        there were too many, they may lack what is before it."""
+        for _, until_s in reversed(self._parts):
+            if ranks := [rank for rank, ends_s in until_s.items() if ends_s > self._now]:
+                return ranks
+        return []
 
 
 class Predictions:

@@ -4,17 +4,12 @@ Waiting behind others, and what is not measured, only ever makes a rank look slo
 above what was learned counts for more than one below, and one that is far off counts as less far.
 """
 
+import math
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from services.values.kv import DRAFT
 from services.values.rank import RankKey
 from services.values.request import Admitted
-
-Number = TypeVar("Number", float, NDArray[np.float64])
 
 _RISE, _FALL = 0.3, 0.1
 _MAX_RATIO = 4.0  # a sample counts as at most so many times what was learned, or as at least that part
@@ -26,12 +21,6 @@ _MIN_BYTES = 1 << 20  # fewer measure the calls around a transfer
 _MIN_TRANSFER_S = 1e-4
 _BANDWIDTH_LIMITS = (1e6, 1e12)  # bytes per second
 _MAX_LINKS = 256  # a prefill rank
-
-
-def kept_of(age_s: Number) -> Number:
-    """Return the part of what was learned so long ago that still counts."""
-    kept: Number = 2.0 ** (-age_s / _HALF_LIFE_S)
-    return kept
 
 
 @dataclass(slots=True)
@@ -51,7 +40,8 @@ class _Learned:
         self.learned_s = now
 
     def faded(self, now: float, usual: float) -> float:
-        return usual + (self.value - usual) * kept_of(now - self.learned_s)
+        kept = math.exp2((self.learned_s - now) / _HALF_LIFE_S)
+        return usual + (self.value - usual) * kept
 
 
 @dataclass(slots=True)
@@ -99,16 +89,6 @@ class Speeds:
         """Whether its rate was measured."""
         return rank in self._rates
 
-    @property
-    def usual_rate(self) -> float:
-        """The rate of a rank that was not measured."""
-        return self._usual_rate.value
-
-    def learned(self, rank: RankKey) -> tuple[float, float]:
-        """Return the rate that was measured, and when; it fades as `faded`. (0, 0): never."""
-        learned = self._rates.get(rank)
-        return (0.0, 0.0) if learned is None else (learned.value, learned.learned_s)
-
     def rate(self, rank: RankKey, now: float) -> float:
         learned, usual = self._rates.get(rank), self._usual_rate.value
         return usual if learned is None else learned.faded(now, usual)
@@ -120,11 +100,6 @@ class Speeds:
         of_sender = sender.mean.faded(now, usual)
         link = sender.links.get(decode)
         return of_sender if link is None else link.faded(now, of_sender)
-
-    @property
-    def only_bandwidth(self) -> float | None:
-        """The bandwidth of all links, as long as no link was measured."""
-        return None if self._senders else self._usual_bandwidth.value
 
     def forget(self, rank: RankKey) -> None:
         self._rates.pop(rank, None)

@@ -27,7 +27,6 @@ class Trust:
 
     def __init__(self) -> None:
         self._records: dict[RankKey, _Record] = {}
-        self._doubted: set[RankKey] = set()  # those that have delivered less than was predicted
 
     def observe(self, rank: RankKey, predicted_tokens: int, delivered_tokens: int, now: float) -> None:
         """What the index said the rank held of a prompt, and what it had. No prediction, no evidence."""
@@ -40,10 +39,6 @@ class Trust:
         delivered = min(predicted_tokens, delivered_tokens)
         record.delivered = kept * record.delivered + (1 - kept) * _PRIOR_TOKENS + delivered
         record.seen_s = now
-        if record.delivered < record.predicted:
-            self._doubted.add(rank)
-        else:
-            self._doubted.discard(rank)
 
     def of(self, rank: RankKey, now: float) -> float:
         record = self._records.get(rank)
@@ -51,10 +46,6 @@ class Trust:
             return 1.0
         distrust = 1 - record.delivered / record.predicted
         return 1 - distrust * math.exp2((record.seen_s - now) / _HALF_LIFE_S)
-
-    def doubted(self) -> list[RankKey]:
-        """Return the ranks whose word does not count whole; all others' does."""
-        return list(self._doubted)
 
     def worth(self, rank: RankKey, matched_tokens: int, now: float) -> int:
         """What a hit of so many tokens counts as."""
@@ -66,4 +57,3 @@ class Trust:
 
     def forget(self, rank: RankKey) -> None:
         self._records.pop(rank, None)
-        self._doubted.discard(rank)

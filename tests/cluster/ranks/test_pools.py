@@ -3,11 +3,9 @@
 import asyncio
 from functools import partial
 from importlib import import_module
-from math import inf
 
 import grpc
 import httpx
-import numpy as np
 import pytest
 
 from cluster.harness import BLOCK, FakeCluster, ids_request
@@ -17,9 +15,10 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.engine import fake
 from services.engine.fake import continuation
 from services.router.placement.exclusion import TOO_SMALL
-from services.router.placement.table import RankTable
+from services.router.placement.placer import Placer
+from services.router.placement.sight import Sight
 from services.router.request import failover
-from services.values.rank import RankKey
+from services.values.rank import RankKey, Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 LENGTH, CAPACITY = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY
@@ -47,16 +46,25 @@ def pools_of(*num_tokens):
 @pytest.fixture
 def smallest_first(monkeypatch):
     """Of the ranks that hold the prompt the smallest is chosen, whatever it costs."""
-    sides = RankTable.sides
+    exclusion, holds = Sight.exclusion, set()
 
-    def with_smallest(table, asked, **options):
-        decodes, prefills = sides(table, asked, **options)
-        if asked.prompt_tokens >= len(PROMPT):  # else a probe
-            holds = decodes.holds[decodes.is_open & (decodes.holds > asked.prompt_tokens)]
-            decodes.close(decodes.holds > holds.min(initial=inf), "larger than need be")
-        return decodes, prefills
+    def of_smallest(sight, key, rank):
+        if reason := exclusion(sight, key, rank):
+            return reason
+        if sight.asked.prompt_tokens < len(PROMPT):
+            return ""  # a probe
+        smallest = min((tokens for tokens in holds if tokens > sight.asked.prompt_tokens), default=0)
+        is_larger = rank.role is Role.DECODE and rank.max_context_tokens > smallest
+        return "larger than need be" if is_larger else ""
 
-    monkeypatch.setattr(RankTable, "sides", with_smallest)
+    def seen_by(placer, asked):
+        holds.clear()
+        holds.update(decode.max_context_tokens for decode in placer._decodes.ranks.values())
+        return sight_of(placer, asked)
+
+    sight_of = Placer._sight
+    monkeypatch.setattr(Placer, "_sight", seen_by)
+    monkeypatch.setattr(Sight, "exclusion", of_smallest)
 
 
 async def generate(cluster, max_tokens, prompt=PROMPT, **sampling):
@@ -185,20 +193,19 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
 ):
     monkeypatch.setattr(failover, "_STUMBLE_S", 0.01)
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
-    sides, prompts = RankTable.sides, []
+    exclusion, prompts = Sight.exclusion, []
 
-    def stumbling(table, asked, **options):
-        decodes, prefills = sides(table, asked, **options)
-        reason = "not yet"
-        if asked.prompt_tokens >= 100:
-            prompts.append(asked.prompt_tokens)
-            reason = "not connected" if not comes_back or len(prompts) < 6 else ""
-        if reason:
-            decodes.close(np.array([life.worker == "decode-1" for life in decodes.ids]), reason)
-        return decodes, prefills
+    def stumbles(sight, key, rank):
+        if rank.id.worker == "decode-1":
+            if sight.asked.prompt_tokens < 100:
+                return "not yet"
+            prompts.append(sight.asked.prompt_tokens)
+            if not comes_back or len(prompts) < 6:
+                return "not connected"
+        return exclusion(sight, key, rank)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100, 400)) as cluster:
-        monkeypatch.setattr(RankTable, "sides", stumbling)
+        monkeypatch.setattr(Sight, "exclusion", stumbles)
         if comes_back:
             assert (await generate(cluster, 100))[0] == continuation(PROMPT, 100)
         else:

@@ -96,7 +96,6 @@ def connect(cluster: Cluster) -> None:
     """As if all its decode ranks had answered."""
     for client in cluster._connections.clients.values():
         client.connected.set()
-        client._on_connection()
 
 
 D0, D1, P0 = view(Role.DECODE, 0), view(Role.DECODE, 1), view(Role.PREFILL, 0)

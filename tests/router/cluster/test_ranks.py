@@ -77,7 +77,6 @@ async def test_a_rank_whose_stream_speaks_is_not_forgotten(two_decodes, mirror, 
     assert mirror.dead == []
     assert balance.liveness(D0_KEY) is Liveness.FAILED
     client.connected.clear()
-    client._on_connection()
     two_decodes.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]
 

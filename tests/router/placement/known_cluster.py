@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from services.index.read.prefix_index import PrefixIndex
-from services.router.placement.candidates import PromptToPlace
+from services.router.placement.candidates import Asked
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
@@ -79,8 +79,8 @@ class Router:
     def place(self, num_blocks: int = 40, **changes):
         return self.placer.place(self.asked(num_blocks, **changes), 0.5)
 
-    def asked(self, num_blocks: int = 40, **changes) -> PromptToPlace:
-        asked = PromptToPlace(chains(num_blocks), num_blocks * BLOCK + 7, BOTH)
+    def asked(self, num_blocks: int = 40, **changes) -> Asked:
+        asked = Asked(chains(num_blocks), num_blocks * BLOCK + 7, BOTH)
         return replace(asked, **changes)
 
 

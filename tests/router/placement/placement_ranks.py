@@ -7,7 +7,6 @@ import pytest
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.placement.price import PriceWeights
-from services.router.placement.sides import side_of
 from services.values.rank import Generation, Plan, RankId, RankKey
 
 REMOTE, LOCAL = frozenset({Plan.REMOTE}), frozenset({Plan.LOCAL})
@@ -44,7 +43,7 @@ def uniform(sender: RankKey, receiver: RankKey) -> float:
 
 
 def choose(asked, decodes, prefills=(), *, weights=WEIGHTS, tie=0.0, bandwidth=uniform) -> Decision:
-    return place(asked, side_of(decodes), side_of(prefills), bandwidth, weights, tie)
+    return place(asked, decodes, prefills, bandwidth, weights, tie)
 
 
 def terms_of(decision: Decision) -> dict[str, float]:

@@ -4,15 +4,15 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from router.placement.placement_ranks import LOCAL, REMOTE, decode, prefill, request
-from services.router.placement.candidates import PromptToPlace
+from services.router.placement.candidates import Asked
 from services.router.placement.exclusion import (
     TOO_LONG,
+    TOO_SMALL,
     Standing,
     beside_others,
     of_rank,
     shortest_wait_s,
 )
-from services.router.placement.sides import side_of
 from services.router.ranks.balance import Liveness
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
@@ -24,7 +24,7 @@ D = Registration(
 )
 P = replace(D, role=Role.PREFILL)
 WELL = Standing(Liveness.LIVE, is_connected=True)
-ASKED = PromptToPlace((), 500, REMOTE | LOCAL)
+ASKED = Asked((), 500, REMOTE | LOCAL)
 
 # In the order in which they count: what makes each true of (rank, standing, asked).
 REASONS = {
@@ -38,8 +38,9 @@ REASONS = {
         s._replace(differs_in="dtype"),
         replace(a, plans=REMOTE),
     ),
+    TOO_SMALL: lambda r, s, a: (r, s, replace(a, must_hold=1_001)),
 }
-OF_DECODE_ALONE = {"not connected"}
+OF_DECODE_ALONE = {"not connected", TOO_SMALL}
 
 
 def test_may_a_rank_be_chosen_at_all(subtests):
@@ -76,13 +77,7 @@ def test_the_context_of_a_rank_and_its_layout_by_role(subtests):
 
 
 def reasons(asked, decodes, prefills):
-    sides = side_of(decodes), side_of(prefills)
-    beside_others(asked, *sides)
-    return tuple([rank.excluded for rank in side.all()] for side in sides)
-
-
-def wait_s(asked, decodes, prefills):
-    return shortest_wait_s(asked, side_of(decodes), side_of(prefills))
+    return tuple([rank.excluded for rank in side] for side in beside_others(asked, decodes, prefills))
 
 
 def test_a_queue_is_too_long(subtests):
@@ -90,7 +85,7 @@ def test_a_queue_is_too_long(subtests):
         asked = request(plans=REMOTE, max_wait_s=3.0)
         decodes = [decode(0, queue_wait_s=1.0), decode(1, queue_wait_s=2.5)]
         prefills = [prefill(0, compute_wait_s=1.0), prefill(1, compute_wait_s=2.5)]
-        assert wait_s(asked, decodes, prefills) == 2.0
+        assert shortest_wait_s(asked, decodes, prefills) == 2.0
         assert reasons(asked, decodes, prefills) == (["", TOO_LONG], ["", TOO_LONG])
         # Both could take it from the other side's idle rank, if that one were not gone.
         idle = decodes[0]._replace(queue_wait_s=0.0)
@@ -100,10 +95,10 @@ def test_a_queue_is_too_long(subtests):
     with subtests.test("under plan local both waits pass at once"):
         asked = request(plans=LOCAL, max_wait_s=3.0)
         ranks = [decode(0, queue_wait_s=3.0, compute_wait_s=2.0), decode(1, compute_wait_s=3.1)]
-        assert wait_s(asked, ranks, []) == 3.0
+        assert shortest_wait_s(asked, ranks, []) == 3.0
         assert reasons(asked, ranks, []) == (["", TOO_LONG], [])
     with subtests.test("who cannot receive waits for no prefill rank"):
         asked = request(plans=REMOTE | LOCAL, max_wait_s=1.0)
         other = decode(0, receives=False, compute_wait_s=9.0)
-        assert wait_s(asked, [other], [prefill(0)]) == 9.0
+        assert shortest_wait_s(asked, [other], [prefill(0)]) == 9.0
         assert reasons(asked, [other, decode(1)], [prefill(0)]) == ([TOO_LONG, ""], [""])

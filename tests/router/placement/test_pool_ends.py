@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from router.placement.placement_ranks import LOCAL, REMOTE, choose, decode, prefill, request
 from services.router.placement.exclusion import TOO_SMALL, beside_others
 from services.router.placement.pool_ends import length_means
-from services.router.placement.sides import side_of
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import FinishReason
@@ -67,10 +66,8 @@ def test_pools_of_several_sizes(subtests):
         assert choose(replace(asked, prompt_tokens=500), [SMALL, busy]).chosen.decode is SMALL
     with subtests.test("nothing is left out that already is"):
         gone = SMALL._replace(excluded="draining")
-        for asked, ranks in ((request(most_tokens=6_000), [gone, LARGE]), (request(), [SMALL, LARGE])):
-            side = side_of(ranks)
-            beside_others(asked, side, side_of([]))
-            assert side.all() == ranks
+        assert beside_others(request(most_tokens=6_000), [gone, LARGE], []) == ([gone, LARGE], [])
+        assert beside_others(request(), [SMALL, LARGE], []) == ([SMALL, LARGE], [])
 
 
 def at_end(rank, num_tokens: int):

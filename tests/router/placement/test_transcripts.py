@@ -22,7 +22,7 @@ import pytest
 from plugins.transcripts import stem, transcripts_beside
 from router.placement.known_cluster import HYBRID
 from services.index.read.prefix_index import PrefixIndex
-from services.router.placement.candidates import PromptToPlace
+from services.router.placement.candidates import Asked
 from services.router.placement.decision import Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -115,8 +115,6 @@ class Story:
 
     def do_lost(self, name):
         self.lost.add(self.ranks[name].id.key)
-        for router in self.routers:
-            router.placer.changed(self.ranks[name].id.key)
 
     def do_wait(self, seconds):
         self.now += float(seconds)
@@ -136,7 +134,7 @@ class Story:
         self, router, blocks="0", own="100", plans="both", pinned="", most="", tried="", max_wait="inf"
     ):
         hashes = HASHES[: int(blocks)]
-        return PromptToPlace(
+        return Asked(
             hashes,
             len(hashes) * BLOCK + int(own),
             frozenset(PLANS[plans]),

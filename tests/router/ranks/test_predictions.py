@@ -41,10 +41,8 @@ def test_matches_are_those_of_the_guesses_that_have_not_ended(guesses, asked, fo
 
     depths = {rank: expected(rank) for rank in RANKS}
     assert {rank: predictions.of(asked, now).depth(rank) for rank in RANKS} == depths
-    guessed = predictions.of(asked, now)
-    assert bool(guessed) or not any(depths.values())
-    for depth in range(len(asked)):
-        assert {rank for rank in RANKS if depths[rank] > depth} <= guessed.beyond(depth)
+    deepest = max(depths.values())
+    assert set(predictions.of(asked, now).deepest()) == {r for r in RANKS if deepest and depths[r] == deepest}
 
 
 def test_nothing_is_left_of_what_has_ended():

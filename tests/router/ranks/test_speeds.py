@@ -10,7 +10,6 @@ from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RA
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
-from services.router.placement.sides import side_of
 from services.router.ranks import speeds as speeds_module
 from services.router.ranks.balance import Balance
 from services.values.load import RankLoad
@@ -102,8 +101,8 @@ def test_the_bandwidth_learned_is_the_one_placement_would_have_needed(bandwidth,
     balance.observe_admitted(D0, P0, admitted)
     chosen = place(
         PlacementRequest(2_000, admitted.kv_bytes_moved / 2_000, 1_000, plans=frozenset({Plan.REMOTE})),
-        side_of([DecodeCandidate(RankId("decode", 0, Generation(1)), 0, 0, 1.0, 0, 0.0, 9_999, 0)]),
-        side_of([PrefillCandidate(RankId("prefill", 0, Generation(1)), 0, 0, 2_000 / compute_s)]),
+        [DecodeCandidate(RankId("decode", 0, Generation(1)), 0, 0, 1.0, 0, 0.0, 9_999, 0)],
+        [PrefillCandidate(RankId("prefill", 0, Generation(1)), 0, 0, 2_000 / compute_s)],
         balance.bandwidth,
         PriceWeights(remote_overhead_s=0.0, evict_weight=0.0),
         0.0,

@@ -6,7 +6,6 @@ from opentelemetry.trace import INVALID_SPAN
 from router.placement.placement_ranks import WEIGHTS, decode, prefill, request
 from services.router.cluster import HashedPrompt, Placed
 from services.router.placement.decision import place
-from services.router.placement.sides import side_of
 from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
 from services.values.rank import RankKey
@@ -48,15 +47,7 @@ def placed():
         decodes = [decode(i, pending_tokens=i) for i in range(40)]
         decodes[1] = decode(1, excluded="draining")
         key = None if pinned is None else RankKey("decode", pinned)
-        decision = place(
-            request(pinned=key),
-            side_of(decodes),
-            side_of([prefill(0)]),
-            bandwidth,
-            WEIGHTS,
-            0.0,
-            spare_ranks=64,
-        )
+        decision = place(request(pinned=key), decodes, [prefill(0)], bandwidth, WEIGHTS, 0.0, spare_ranks=64)
         return Placed(decision, None, None, key, HashedPrompt(None, 0, None), None, {}, True)
 
     return placed

@@ -90,8 +90,11 @@ def test_its_price_list_is_that_of_its_placement_and_ranks_without_a_price_come_
     with subtests.test("ranks without a price come last"):
         progress = requests.begin("r")
         progress.placed = placed()
-        decision = replace(progress.placed.decision, _spare_ranks=3)
-        progress.placed = replace(progress.placed, decision=decision)
+        decision = progress.placed.decision
+        progress.placed = replace(
+            progress.placed,
+            decision=replace(decision, _compared=decision._compared[:3], chosen=decision.chosen),
+        )
         candidates = told(progress).candidates
         assert candidates[-1].excluded == "draining" and not candidates[-1].terms
         assert not any(each.excluded for each in candidates[:-1])
