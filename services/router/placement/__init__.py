@@ -1,1 +1,1 @@
-"""Where a request goes: the decision, and what it is made of."""
+"""This room decides where a request goes."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from services.values.errors import NoCapacity
 from services.values.rank import Plan
 
-# Of the time that a request has. The rest is for its prompt and its answer, and for what is foretold wrongly.
+# A request may wait for so much of its time. The rest is for its prompt, its answer and wrong predictions.
 _WAIT_SHARE = 0.5
 _SOONEST_S = 1.0
 _LOOKED_AT = 64  # of a role, when what is wanted is any rank in time
@@ -46,8 +46,8 @@ class Receiving(Computing, Protocol):
 class Waits(NamedTuple):
     """Of a request for its turn, in seconds; infinite where the plan cannot be."""
 
-    is_local: bool  # whether plan local can be, and
-    is_remote: bool  # plan remote
+    is_local: bool  # This says whether plan local can be,
+    is_remote: bool  # and this whether plan remote can.
 
     def local_s(self, decode: Receiving) -> float:
         return max(decode.queue_wait_s, decode.compute_wait_s) if self.is_local else inf
@@ -99,7 +99,7 @@ def waits_of(plans: frozenset[Plan]) -> Waits:
 
 
 def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:
-    """`remaining_s`: until the request's deadline."""
+    """Return the seconds that a request may wait whose deadline is in `remaining_s`."""
     return min(max_wait_s, _WAIT_SHARE * remaining_s)
 
 

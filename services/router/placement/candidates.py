@@ -1,4 +1,4 @@
-"""What a request asks for, and the ranks that it may go to as it sees them. Pure."""
+"""These values say what a request asks for, and how it sees the ranks that it may go to. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,15 +28,12 @@ class Asked:
 
     @property
     def most_reused(self) -> int:
-        """The last token is always computed, so nobody goes on behind it."""
+        """Return the tokens that may be reused: never the last one, whose logits choose the next."""
         return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
 class DecodeCandidate(NamedTuple):
-    """A decode rank as one request sees it. `prefill_tokens_per_s` is positive.
-
-    A tuple, as the other one: a dozen are made for each decision, in a sixth of the time.
-    """
+    """This is a decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
     hit_tokens: int  # what a predicted decode_prefix_len under plan remote is worth
@@ -61,17 +58,17 @@ class DecodeCandidate(NamedTuple):
 
     @property
     def reused_tokens(self) -> int:
-        """That it need not compute under plan local."""
+        """Return the tokens that it need not compute under plan local."""
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
     @property
     def has_room(self) -> bool:
-        """Nobody waits for pages there."""
+        """Return whether nobody waits for pages there."""
         return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
 
 
 class PrefillCandidate(NamedTuple):
-    """A prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
+    """This is a prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
     hit_tokens: int  # what is held of the prompt is worth
@@ -90,7 +87,7 @@ class PrefillCandidate(NamedTuple):
 
     @property
     def reused_tokens(self) -> int:
-        """That it need not compute."""
+        """Return the tokens that it need not compute."""
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
 

@@ -1,4 +1,4 @@
-"""Chooses (decode rank, prefill rank, plan) by price. Pure.
+"""A decision chooses a decode rank, a prefill rank and a plan by price. Pure.
 
 Not every pair is priced, but those of the shortlists of both sides. Under several bandwidths the shortlists
 are made with a typical one and a few spare ranks a side, and the pairs in them are priced with their own: the
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Nowhere:
-    """In the place of a decision where nothing can be chosen: why, and all that was looked at."""
+    """This stands in the place of a decision where nothing can be chosen, and says why of each rank."""
 
     reason: str
     candidates: tuple[Candidate, ...]
@@ -85,8 +85,8 @@ def place(
     tie: float,
     spare_ranks: int = _SPARE_RANKS,
 ) -> Decision:
-    """Where the request goes, by price. Of equally cheap ranks those with the fewest requests come first, and
-    `tie` in [0, 1) splits those that are equal in that too.
+    """Decide by price where the request goes. Of equally cheap ranks those with the fewest requests come
+    first, and `tie` in [0, 1) splits those that are equal in that too.
 
     The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
     chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
@@ -299,7 +299,7 @@ def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence
 
 
 def _another(tie: float, prime: int) -> float:
-    """A number in [0, 1) that is all but independent of `tie`."""
+    """Return a number in [0, 1) that is all but independent of `tie`."""
     return tie * prime % 1.0
 
 

@@ -1,4 +1,4 @@
-"""May this rank be chosen for a request? The reason where it may not. Pure.
+"""These functions say why a rank may not be chosen for a request. Pure.
 
     of_rank          what the rank itself tells: it failed this request, drains, is not connected, holds too
                      little, is not live, has another KV layout
@@ -24,7 +24,7 @@ _Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
 
 
 class Standing(NamedTuple):
-    """What a router knows of a rank, of all that can exclude it."""
+    """A router knows this of a rank, of all that can exclude it."""
 
     liveness: Liveness
     is_connected: bool  # the stream to a decode rank

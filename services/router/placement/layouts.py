@@ -1,4 +1,4 @@
-"""Of the KV layouts in a cluster, the one that plan remote goes by. Pure."""
+"""Plan remote goes by one of the KV layouts in a cluster. Pure."""
 
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -12,7 +12,8 @@ from services.values.registration import Registration
 def common_layout(
     decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
 ) -> KvLayout | None:
-    """Of the most pairs of a decode and a prefill rank; where there are none, of the most decode ranks.
+    """Return the layout of the most pairs of a decode and a prefill rank; without pairs, of the most decode
+    ranks.
 
     So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
     with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees and draft

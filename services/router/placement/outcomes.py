@@ -1,4 +1,4 @@
-"""What a router learns from what becomes of its requests. Pure.
+"""A router learns from what becomes of its requests. Pure.
 
 sent --> admitted (what the ranks really had) --> finished --> ended
   |          |                                       |
@@ -25,7 +25,7 @@ _PREDICTION_S = 5.0  # by then the rank's own events have come
 
 @dataclass(frozen=True, slots=True)
 class _Believed:
-    """What the index said of a rank when it was chosen, and how far the index had read the rank's records.
+    """The index said this of a rank when it was chosen, and had read so far in the rank's records.
 
     `blocks` are those that it holds; with `resuming` those up to where it goes on computing.
     """
@@ -37,7 +37,7 @@ class _Believed:
 
 
 class Outcomes:
-    """One router's, of the requests that it placed."""
+    """One router's requests report here what became of them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Outcomes:
         progress: Callable[[RankKey], object],
         index_block: int,
     ) -> None:
-        """`progress` as the placer's; `index_block` in tokens."""
+        """`progress` is the placer's; an index block has `index_block` tokens."""
         self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
         self.telling: Container[RankKey] = ()  # ranks that tell their resume points
         self._index = index
@@ -78,7 +78,7 @@ class Outcomes:
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
     ) -> None:
-        """The decode rank said what it and the prefill rank really had."""
+        """Learn from the decode rank what it and the prefill rank really had."""
         decode = chosen.decode.id.key
         prefill = chosen.prefill.id.key if chosen.prefill is not None else None
         self._balance.admitted(request_id)
@@ -95,7 +95,7 @@ class Outcomes:
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
     ) -> None:
-        """A request ended well: its decode rank will soon say that it holds prompt and answer."""
+        """Note that a request ended well: its decode rank will soon report prompt and answer."""
         block, decode = self._block, chosen.decode.id.key
         longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
         # The newest token's KV was never computed.
@@ -107,7 +107,7 @@ class Outcomes:
             self._predict_resuming(decode, longer, len(all_ids), _PREDICTION_S)
 
     def ended(self, request_id: str) -> None:
-        """However it ended, it is in flight no more."""
+        """Note that it is in flight no more, however it ended."""
         self._believed.pop(request_id, None)
         self._balance.ended(request_id)
 
@@ -118,13 +118,13 @@ class Outcomes:
     def _predict_resuming(
         self, rank: RankKey, hashes: Sequence[BlockHash], num_tokens: int, ttl_s: float
     ) -> None:
-        """At the last border before the last token, where ranks keep what is needed to go on."""
+        """Predict a checkpoint at the last block boundary before the last token, where ranks keep one."""
         depth = min(len(hashes), (num_tokens - 1) // self._block)
         if depth and rank in self.telling and rank not in self.cacheless:
             self._balance.resume_guesses.add(rank, hashes[depth - 1], self._balance.clock(), ttl_s)
 
     def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
-        """Who computes does not say what it holds of what it must not reuse."""
+        """Return what is believed of a rank. Who computes does not report what it must not reuse."""
         key, tokens = rank.id.key, rank.matched_tokens
         if key == computing:
             tokens = int(min(tokens, reusable_tokens))

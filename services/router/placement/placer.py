@@ -1,4 +1,4 @@
-"""From what one router knows of the ranks to a decision; outcomes.py has the way back, to what it knows next.
+"""The placer makes decisions of what one router knows; outcomes.py has the way back, to what it knows next.
 
 It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
 
@@ -64,8 +64,8 @@ class _Side:
 
 
 class Placer:
-    """One router's; `index` is its mirror's. `progress` of a rank changes with every record of it that the
-    index takes in; `is_connected`: whether the stream to a decode rank is up."""
+    """Each router has one; `index` is its mirror's. `progress` of a rank changes with every record of it that
+    the index takes in; `is_connected` says whether the stream to a decode rank is up."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Placer:
         return self._decodes.order is not None or self._prefills.order is not None
 
     def set_share(self, share: Share) -> None:
-        """This router's, of the ranks that all routers place on."""
+        """Take this as the share of the ranks that this router prefers."""
         if share != self._share:
             self._share = share
             self._decodes, self._prefills = (
@@ -342,11 +342,11 @@ class Placer:
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
-        """The request went out. What becomes of it is for `outcomes`."""
+        """Note that the request went out. What becomes of it is for `outcomes`."""
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
-        """Tails and states at a prompt's end."""
+        """Return the bytes of window tails and states at a prompt's end."""
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0
 
     # -- the layout of plan remote ----------------------------------------------------------------
@@ -360,7 +360,7 @@ class Placer:
         self._apart = {key: what for key, what in found if what}
 
     def _drains(self, rank: Registration) -> bool:
-        """Its load says so too, which needs no etcd."""
+        """Return whether it drains: its load says so too, which needs no etcd."""
         return rank.draining or self._balance.load(rank.id.key).draining
 
     # -- the order of load ------------------------------------------------------------------------

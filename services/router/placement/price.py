@@ -1,4 +1,4 @@
-"""What it costs to serve a request somewhere, in seconds by name. Pure.
+"""These formulas say what it costs to serve a request somewhere, in seconds by name. Pure.
 
     remote  T = wait_prefill + max(compute, transfer) + last_chunk + carried + overhead + occupy
                 + evict_prefill + at_decode
@@ -34,7 +34,7 @@ _MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
 
 @dataclass(frozen=True, slots=True)
 class PriceWeights:
-    """How much of what a request costs others counts as if it waited so long itself. See bench.placement."""
+    """These weights say how much of what a request costs others counts as if it waited so long itself."""
 
     # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
     # the wait is shortest: as many will come to wait behind this one. While a rank is idle they are free.
@@ -55,13 +55,14 @@ class PriceWeights:
     remote_overhead_s: float = 0.005
 
     def is_near(self, total_s: float, best_s: float, held_s: float = inf) -> bool:
-        """Whether a price is within the slack of the best one; `held_s`: to compute what the rank holds."""
+        """Return whether a price is within the slack of the best one; what the rank holds takes `held_s` to
+        compute."""
         return total_s <= best_s + self.slack_ratio * min(best_s, held_s) + self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """One way to serve the request. `terms` are named seconds; `prefill` is None under plan local."""
+    """This is the price of one way. `terms` are named seconds; `prefill` is None under plan local."""
 
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
@@ -74,7 +75,7 @@ class Priced:
 
     @property
     def terms_ms(self) -> str:
-        """Those that are not nothing, in a log's one word: "compute:164.17,itl:32.83"."""
+        """Return those that are not nothing in a log's one word: "compute:164.17,itl:32.83"."""
         return ",".join(f"{name}:{1e3 * seconds:.2f}" for name, seconds in self.terms if seconds)
 
 

@@ -1,1 +1,1 @@
-"""What one router knows of the ranks beyond the index. Pure."""
+"""Here is what one router knows of the ranks beyond the index. Pure."""

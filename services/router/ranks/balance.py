@@ -1,4 +1,4 @@
-"""What one router knows of the ranks beyond the index: how fast they are, what it sent them, who fails.
+"""A router knows more than the index: how fast ranks are, what it sent them, and who fails.
 
 The owner tells it what happens and asks when it prices a request. The clock is passed in: monotonic,
 in seconds. Nothing here does I/O. A request in flight:
@@ -31,7 +31,7 @@ _NO_LOAD = RankLoad()
 
 
 class RankNow(NamedTuple):
-    """A rank as the next request sees it."""
+    """The next request sees a rank so."""
 
     load: RankLoad  # as last reported
     pending_tokens: int  # queued or being computed
@@ -42,12 +42,13 @@ class RankNow(NamedTuple):
 
     @property
     def compute_wait_s(self) -> float:
-        """Until the rank computes the next prompt; 0 too where its rate was never measured."""
+        """Return the seconds until the rank computes the next prompt; 0 too where its rate was never
+        measured."""
         return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
 class Liveness(StrEnum):
-    """Whether a rank takes requests, or why not."""
+    """A rank takes requests, or does not for one of these reasons."""
 
     LIVE = ""
     SILENT = "silent"  # it did report and does so no more
@@ -103,13 +104,14 @@ class Balance:
             self._speeds.learn_bandwidth(prefill, decode, admitted, now)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
-        """Bytes a second between the two, else as is usual for that prefill rank, else for any."""
+        """Return the bytes a second between the two, else as is usual for that prefill rank, else for any."""
         return self._speeds.bandwidth(prefill, decode, self.clock())
 
     # -- in flight --------------------------------------------------------------------------------
 
     def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
-        """The request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under plan local.
+        """Note that the request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under
+        plan local.
 
         Sent again, to other ranks, it is no longer with the first ones.
         """
@@ -123,14 +125,14 @@ class Balance:
             self.changed(decode)
 
     def admitted(self, request_id: str) -> None:
-        """Its prompt has been computed. Nothing happens if it is not in flight."""
+        """Note that its prompt has been computed. Nothing happens if it is not in flight."""
         flight = self._flights.get(request_id)
         if flight is not None and (rank := self._ranks.get(flight.computing)) is not None:
             rank.drop(request_id)
             self.changed(flight.computing)
 
     def ended(self, request_id: str) -> None:
-        """It left, however that came. Nothing happens if it is not in flight."""
+        """Note that it left, however that came. Nothing happens if it is not in flight."""
         self.admitted(request_id)
         flight = self._flights.pop(request_id, None)
         if flight is not None and (rank := self._ranks.get(flight.decode)) is not None:
@@ -138,7 +140,7 @@ class Balance:
             self.changed(flight.decode)
 
     def now(self, rank: RankKey) -> RankNow:
-        """What was last reported, and what we sent too late for that.
+        """Return what was last reported, with what we sent too late for that.
 
         A report counts every router's requests that had reached the rank, so ours from before it are not
         counted again. Since it was made the rank has gone on: with one chunk at most, for it reports after
@@ -166,8 +168,8 @@ class Balance:
         return RankNow(load, pending_tokens, queued, running, tokens_per_s, is_measured)
 
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
-        """Until a decode rank has room for the next request and for so many others behind it; 0: nobody waits
-        there, or it is not known."""
+        """Return the seconds until a decode rank has room for the next request and for so many others
+        behind it, or 0 where nobody waits or it is not known."""
         known = self._ranks.get(rank)
         if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
             return 0.0
@@ -182,25 +184,25 @@ class Balance:
     # -- health -----------------------------------------------------------------------------------
 
     def report(self, rank: RankKey, load: RankLoad) -> None:
-        """What a rank said of itself."""
+        """Take in what a rank reported of itself."""
         now = self.clock()
         self._silent.discard(rank)
         self._of(rank).report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
-        """The rank no longer reports: what it said last is no news, and only ours are known."""
+        """Note that the rank no longer reports: what it reported last is no news, and only ours are known."""
         if (known := self._ranks.get(rank)) is not None:
             known.forget_report()
             self.changed(rank)
 
     def fell_silent(self, rank: RankKey) -> None:
-        """The rank did report and does so no more: what is sent there would hang with it. Excluded until the
-        next report."""
+        """Exclude the rank until its next report: it did report and does so no more, and what is sent there
+        would hang with it."""
         self._silent.add(rank)
 
     def load(self, rank: RankKey) -> RankLoad:
-        """The last report; all zero before the first."""
+        """Return the last report; all is zero before the first."""
         known = self._ranks.get(rank)
         return _NO_LOAD if known is None else known.load
 
@@ -229,7 +231,7 @@ class Balance:
         return Liveness.DRAINING if known.load.draining else Liveness.LIVE
 
     def forget(self, rank: RankKey) -> None:
-        """The rank went away or began a new life: nothing known of it holds any longer.
+        """Forget a rank that went away or began a new incarnation: nothing known of it holds any longer.
 
         Requests in flight there pend and run nowhere, until they are sent again or ended.
         """
@@ -245,7 +247,7 @@ class Balance:
     # -- soon to be cached ------------------------------------------------------------------------
 
     def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
-        """The rank was sent a prompt of these blocks and will soon hold them; see Predictions."""
+        """Predict that the rank will soon hold these blocks of a prompt that it was sent; see Predictions."""
         self.predictions.add(rank, hashes, self.clock(), ttl_s)
 
 
@@ -259,7 +261,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _KnownRank:
-    """One rank's report and our requests there. `unseen` came too late to be in the report."""
+    """This is one rank's report with our requests there. `unseen` came too late to be in the report."""
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
@@ -289,7 +291,8 @@ class _KnownRank:
             self.unseen_tokens -= flight.uncached_tokens
 
     def least_pending(self, now: float, tokens_per_s: float) -> int:
-        """Tokens of ours that it cannot have computed since the oldest of them, which there is, was sent."""
+        """Return our tokens that it cannot have computed since the oldest of them, which there is, was
+        sent."""
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
@@ -322,4 +325,4 @@ class _Failure:
 
 
 def _nobody_asks(rank: RankKey) -> None:
-    """Until somebody sets `changed`."""
+    """Nobody is told until somebody sets `changed`."""

@@ -1,4 +1,6 @@
-"""Blocks that ranks will soon hold, guessed from what was sent there. Never mixed with the index. Pure.
+"""Predictions are blocks that ranks will soon hold, guessed from what was sent there. Pure.
+
+They are never mixed with the index.
 
 A guess ends by itself: what the rank really holds comes by its own events.
 """
@@ -16,7 +18,7 @@ _NONE: _Until = {}
 
 
 class _Run:
-    """Neighbours along a sequence that are guessed of the same ranks for the same time."""
+    """A run has neighbours along a sequence that are guessed of the same ranks for the same time."""
 
     __slots__ = ("num_blocks", "until_s")
 
@@ -25,7 +27,7 @@ class _Run:
 
 
 class Guessed:
-    """Of one sequence: where each part of it ends, and until when who is guessed to hold it."""
+    """This says of one sequence where each part ends, and until when who is guessed to hold it."""
 
     __slots__ = ("_now", "_parts")
 
@@ -33,7 +35,7 @@ class Guessed:
         self._parts, self._now = parts, now
 
     def depth(self, rank: RankKey) -> int:
-        """How many blocks, from the first on, the rank is guessed to hold."""
+        """Return how many blocks, from the first on, the rank is guessed to hold."""
         depth, now = 0, self._now
         for end, until_s in self._parts:
             if until_s.get(rank, now) <= now:
@@ -51,7 +53,7 @@ class Guessed:
 
 
 class Predictions:
-    """Oldest guess out first, when there are too many.
+    """The oldest guess goes out first, when there are too many.
 
     Invariant: of one rank's blocks along a sequence none ends later than those before it, so who is guessed
     to hold a part of one is guessed to hold all before. A block's name says all before it: so a sequence that
@@ -65,7 +67,7 @@ class Predictions:
         self._num_blocks = 0  # in the guesses
 
     def add(self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float) -> None:
-        """The rank will hold these for `ttl_s` at least."""
+        """Guess that the rank will hold these for `ttl_s` at least."""
         blocks, until_s = tuple(hashes[:_MAX_BLOCKS]), now + ttl_s
         # Where the last block is guessed for as long as that, so are those before it.
         if blocks and self._until(blocks[-1]).get(rank, now) < until_s:
@@ -76,7 +78,7 @@ class Predictions:
             self._drop(*self._guesses.popleft())
 
     def of(self, hashes: Sequence[BlockHash], now: float) -> Guessed:
-        """Who is guessed to hold how much of a sequence."""
+        """Return who is guessed to hold how much of a sequence."""
         parts: list[tuple[int, _Until]] = []
         position = 0
         while position < len(hashes) and (run := self._runs.get(hashes[position])) is not None:
@@ -85,7 +87,7 @@ class Predictions:
         return Guessed(parts, now)
 
     def forget(self, rank: RankKey) -> None:
-        """In O(all guesses)."""
+        """Drop all guesses of the rank, in O(all guesses)."""
         kept = deque(guess for guess in self._guesses if guess[1] != rank)
         for _, of_rank, blocks in self._guesses:
             if of_rank == rank:
@@ -97,7 +99,7 @@ class Predictions:
         self._replace(blocks, lambda known: _without(known, rank, until_s))
 
     def _end_in(self, run: _Run, hashes: Sequence[BlockHash], begin: int) -> int:
-        """Where the part of a sequence ends that is in the run that begins there."""
+        """Return where the part of a sequence ends that is in the run that begins there."""
         runs, low, high = self._runs, begin + 1, min(begin + run.num_blocks, len(hashes))
         if runs.get(hashes[high - 1]) is run:  # mostly so
             return high
@@ -114,7 +116,7 @@ class Predictions:
         return _NONE if run is None else run.until_s
 
     def _replace(self, blocks: Sequence[BlockHash], changed: Callable[[_Until], _Until]) -> None:
-        """What is known of each; `changed` is asked once for those of a run."""
+        """Replace what is known of each; `changed` is asked once for those of a run."""
         position, before = 0, None
         while position < len(blocks):
             run = self._runs.get(blocks[position])
@@ -134,7 +136,7 @@ class Predictions:
             position = end
 
     def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> _Run | None:
-        """The run that they are from now on."""
+        """Return the run that they are from now on."""
         if not until_s:
             for block in blocks:
                 del self._runs[block]
@@ -144,8 +146,8 @@ class Predictions:
         return run
 
     def _joined(self, before: _Run | None, run: _Run, blocks: Sequence[BlockHash], end: int) -> _Run:
-        """The run that ends there, one with the run before it where both say the same: else a conversation
-        has one for each of its turns. The shorter one becomes a part of the other."""
+        """Return the run that ends there, joined with the run before it where both say the same: else a
+        conversation has one for each of its turns. The shorter one becomes a part of the other."""
         if before is None or before.until_s != run.until_s:
             return run
         begin = end - run.num_blocks

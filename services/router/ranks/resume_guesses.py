@@ -1,4 +1,4 @@
-"""Where ranks will soon be able to go on computing, guessed from what was sent there. Pure.
+"""These are checkpoints that ranks will soon have, guessed from what was sent there. Pure.
 
 As with Predictions a guess ends by itself. These are single blocks: the last of a prompt, or of an answer.
 """
@@ -14,7 +14,7 @@ _MAX_GUESSES = 1 << 14
 
 
 class ResumeGuesses:
-    """The one that ends first goes out first, when there are too many."""
+    """The guess that ends first goes out first, when there are too many."""
 
     def __init__(self) -> None:
         self._points = ResumableBlocks()
@@ -22,7 +22,7 @@ class ResumeGuesses:
         self._ends: list[tuple[float, RankKey, BlockHash]] = []  # a heap; a longer guess has several
 
     def add(self, rank: RankKey, block: BlockHash, now: float, ttl_s: float) -> None:
-        """The rank will be able to go on after this block, for `ttl_s` at least."""
+        """Guess that the rank will be able to go on after this block for `ttl_s` at least."""
         until_s, guess = now + ttl_s, (rank, block)
         if until_s > self._until_s.get(guess, now):
             self._until_s[guess] = until_s
@@ -35,12 +35,12 @@ class ResumeGuesses:
     def deepest(
         self, hashes: Sequence[BlockHash], most: Mapping[RankKey, int], now: float
     ) -> dict[RankKey, int]:
-        """See ResumableBlocks.deepest."""
+        """Return the deepest guess of each, as ResumableBlocks.deepest."""
         self._expire(now)
         return self._points.deepest(hashes, most)
 
     def along(self, hashes: Sequence[BlockHash], now: float) -> Iterator[tuple[int, frozenset[RankKey]]]:
-        """See ResumableBlocks.along."""
+        """Yield the guesses along a sequence, as ResumableBlocks.along."""
         self._expire(now)
         return self._points.along(hashes)
 

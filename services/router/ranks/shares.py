@@ -1,4 +1,4 @@
-"""Which ranks are whose, where several routers place. Pure.
+"""Each of several routers has a share of the ranks. Pure.
 
 What another router has just sent is known only from the ranks' next reports. Two that are asked at the same
 moment would both choose the rank with the shortest queue. So each prefers the ranks of its own share among
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The `index`-th, from 0, of `of` routers."""
+    """This is the share of the `index`-th, from 0, of `of` routers."""
 
     index: int = 0
     of: int = 1
@@ -26,8 +26,8 @@ class Share:
             raise ValueError(f"no share: {self}")
 
     def own(self, ranks: Iterable[_T]) -> frozenset[_T]:
-        """Of all ranks of a role, in the order that all routers have them in. Never none of them: where there
-        are more routers than ranks, several share one."""
+        """Return this router's of all ranks of a role, in the order that all routers have them in. They are
+        never none: where there are more routers than ranks, several share one."""
         every = list(ranks)
         step = max(1, min(self.of, len(every)))
         return frozenset(islice(every, self.index % step, None, step))

@@ -1,4 +1,4 @@
-"""How fast ranks compute and links carry, learned from what requests took. Pure.
+"""A router learns from what requests took how fast ranks compute and links carry. Pure.
 
 Waiting behind others, and what is not measured, only ever makes a rank look slower than it is. So a sample
 above what was learned counts for more than one below, and one that is far off counts as less far.
@@ -25,7 +25,7 @@ _MAX_LINKS = 256  # a prefill rank
 
 @dataclass(slots=True)
 class _Learned:
-    """A mean of the first samples that turns into an exponential one."""
+    """This is a mean of the first samples that turns into an exponential one."""
 
     value: float  # before the first sample: what is assumed
     weight: float = 0.0  # of all samples
@@ -46,7 +46,8 @@ class _Learned:
 
 @dataclass(slots=True)
 class _Sender:
-    """What was learned of the links of one prefill rank, the one not used for longest first."""
+    """This was learned of the links of one prefill rank, of which the one not used for longest comes
+    first."""
 
     mean: _Learned
     links: dict[RankKey, _Learned] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class _Sender:
 
 
 class Speeds:
-    """Rates of ranks and bandwidths of links, from what requests took."""
+    """These are the rates of ranks and the bandwidths of links."""
 
     def __init__(self, prior_tokens_per_s: float, prior_bandwidth: float, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -86,7 +87,7 @@ class Speeds:
         self._usual_bandwidth.add(sample, 1.0, now)
 
     def knows(self, rank: RankKey) -> bool:
-        """Whether its rate was measured."""
+        """Return whether its rate was measured."""
         return rank in self._rates
 
     def rate(self, rank: RankKey, now: float) -> float:
@@ -109,7 +110,7 @@ class Speeds:
 
 
 def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
-    """The bandwidth with which placement would have foretold what this request took.
+    """Return the bandwidth with which placement would have foretold what this request took.
 
     `transfer_s` is what the computation did not hide. With C the compute time, D the bytes of the delta and L
     those that go last, of its last chunk and what is carried, placement says max(C, D / b) + L / b; set equal

@@ -1,4 +1,4 @@
-"""How much a rank's predicted hits have been worth: tokens delivered of tokens predicted. Pure.
+"""A rank's predicted hits have been worth the tokens delivered of the tokens predicted. Pure.
 
 A rank that evicts faster than the index tells, or whose publisher lags, is trusted less: a hit there is
 priced as the part of it that such hits brought. Distrust fades, or the rank would never be tried again.
@@ -23,13 +23,14 @@ class _Record:
 
 
 class Trust:
-    """Per rank, in [0, 1]; 1 for a rank of which nothing was seen."""
+    """Each rank has a trust in [0, 1]; it is 1 for a rank of which nothing was seen."""
 
     def __init__(self) -> None:
         self._records: dict[RankKey, _Record] = {}
 
     def observe(self, rank: RankKey, predicted_tokens: int, delivered_tokens: int, now: float) -> None:
-        """What the index said the rank held of a prompt, and what it had. No prediction, no evidence."""
+        """Compare what the index said that the rank held of a prompt with what it had. Nothing predicted
+        proves nothing."""
         if predicted_tokens <= 0:
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_TOKENS, _PRIOR_TOKENS, now))
@@ -48,7 +49,7 @@ class Trust:
         return 1 - distrust * math.exp2((record.seen_s - now) / _HALF_LIFE_S)
 
     def worth(self, rank: RankKey, matched_tokens: int, now: float) -> int:
-        """What a hit of so many tokens counts as."""
+        """Return the tokens that a hit of so many counts as."""
         record = self._records.get(rank)
         if matched_tokens == 0 or record is None or record.delivered >= record.predicted:
             return matched_tokens

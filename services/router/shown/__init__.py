@@ -1,1 +1,1 @@
-"""What a router knows of ranks and of prices, as messages of its API."""
+"""These are messages of the API that say what a router knows of ranks and of prices."""

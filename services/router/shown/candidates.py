@@ -1,4 +1,4 @@
-"""What a request could be placed on, with prices, as Explain and WatchCluster tell it."""
+"""Explain and WatchCluster report what a request could be placed on, with prices."""
 
 import math
 
@@ -11,14 +11,14 @@ from services.wire.isthmus.v1 import generation_pb2
 
 
 def all_candidates(decision: Decision | Nowhere, pinned: RankKey | None) -> list[generation_pb2.Candidate]:
-    """Cheapest first, then those without a price. `pinned`: where the conversation is."""
+    """Return them with the cheapest first, then those without a price. The conversation is at `pinned`."""
     if isinstance(decision, Nowhere):
         return [_unpriced(rank, pinned) for rank in decision.candidates]
     return _candidates(decision, decision.ranked, pinned)
 
 
 def few_candidates(decision: Decision, pinned: RankKey | None, most: int) -> list[generation_pb2.Candidate]:
-    """Likewise, the choice among them."""
+    """Return the cheapest `most` likewise, with the choice among them."""
     ranked = decision.ranked
     cheapest = ranked[:most]
     if decision.chosen not in cheapest:
@@ -83,5 +83,5 @@ def _unpriced(rank: Candidate, pinned: RankKey | None) -> generation_pb2.Candida
 
 
 def _context_tokens(rank: Candidate) -> int:
-    """0: it is bounded by nothing."""
+    """Return the tokens that the rank holds of a request, or 0 where nothing bounds them."""
     return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0

@@ -1,4 +1,4 @@
-"""The ranks, as ListRanks and WatchCluster tell them."""
+"""ListRanks and WatchCluster report the ranks so."""
 
 from services.router.cluster import Cluster, RankStatus
 from services.wire import convert
