@@ -28,7 +28,7 @@ class Computing(Protocol):
 
     @property
     def compute_wait_s(self) -> float:
-        """Until it computes the prompt; 0 where its rate is not known."""
+        """Return the seconds until it computes the prompt, or 0 where its rate is not known."""
 
 
 class Receiving(Computing, Protocol):
@@ -36,7 +36,7 @@ class Receiving(Computing, Protocol):
 
     @property
     def queue_wait_s(self) -> float:
-        """Until it has room."""
+        """Return the seconds until it has room."""
 
     @property
     def receives(self) -> bool:
@@ -44,7 +44,7 @@ class Receiving(Computing, Protocol):
 
 
 class Waits(NamedTuple):
-    """Of a request for its turn, in seconds; infinite where the plan cannot be."""
+    """These are a request's waits for its turn, in seconds; infinite where the plan cannot be."""
 
     is_local: bool  # This says whether plan local can be,
     is_remote: bool  # and this whether plan remote can.
@@ -53,20 +53,19 @@ class Waits(NamedTuple):
         return max(decode.queue_wait_s, decode.compute_wait_s) if self.is_local else inf
 
     def remote_s(self, decode: Receiving, compute_s: float) -> float:
-        """With a prefill rank that computes it in `compute_s`."""
+        """Return the wait with a prefill rank that computes the prompt in `compute_s`."""
         return decode.queue_wait_s + compute_s if self.is_remote and decode.receives else inf
 
     def shortest_s(self, decode: Receiving, compute_s: float) -> float:
-        """At this decode rank; `compute_s` as above, of the prefill rank that is soonest."""
+        """Return the shortest wait at this decode rank; `compute_s` is as above, of the prefill rank that is
+        soonest."""
         return min(self.local_s(decode), self.remote_s(decode, compute_s))
 
     def about_s(self, decodes: Iterable[Receiving], prefills: Iterable[Computing], enough_s: float) -> float:
-        """At the best of the ranks, told by looking at few; infinite: there is nowhere to go.
-
-        It is 0 as soon as a rank is found, or each of a pair, with a wait of `enough_s` or less. Where ranks
-        are many they come in the order of load: if the first ones do not compute in time, neither do the
-        others, unless what they lack is room. When a decode rank has room is in no order.
-        """
+        """Return the wait at the best of the ranks, told by looking at few; it is infinite where there is
+        nowhere to go. It is 0 as soon as a rank is found, or each of a pair, with a wait of `enough_s` or
+        less. Many ranks come in the order of load: if the first ones do not compute in time, neither do the
+        others, unless they lack room. When a decode rank has room is in no order."""
         compute_s = self._soonest_s(prefills, enough_s)
         shortest_s, looked_at = inf, 0
         for decode in decodes:
@@ -94,7 +93,7 @@ class Waits(NamedTuple):
 
 @cache
 def waits_of(plans: frozenset[Plan]) -> Waits:
-    """By the plans that may be chosen."""
+    """Return the waits by the plans that may be chosen."""
     return Waits(Plan.LOCAL in plans, Plan.REMOTE in plans)
 
 
@@ -114,7 +113,7 @@ def bound_s(max_wait_s: float, decodes: Iterable[Receiving], prefills: Iterable[
 
 
 def refusal(wait_s: float, allowed_s: float) -> NoCapacity:
-    """What to tell a request that would wait `wait_s`, longer than it may."""
+    """Return what to tell a request that would wait `wait_s`, longer than it may."""
     retry_after_s = max(_SOONEST_S, wait_s - allowed_s)
     return NoCapacity(
         f"the cluster is full: the request would wait {wait_s:.1f} s for its turn, {allowed_s:.1f} s at most "

@@ -134,7 +134,7 @@ def _options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    """What is worth comparing, the home's own among it; at least one option."""
+    """Return the options that are worth comparing, the home's own among them; there is at least one."""
     request, options = pricing.request, list[Option]()
     waits, max_wait_s = request.waits, request.max_wait_s
     receivers = [pricing.receiver(decode) for decode in decodes]
@@ -176,7 +176,7 @@ def _remote_options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    """At least one, for each receiver has a sender with which it is in time."""
+    """Return at least one option, for each receiver has a sender with which it is in time."""
     waits, max_wait_s = pricing.request.waits, pricing.request.max_wait_s
     queue_waits_s, compute_waits_s = _waits_that_matter(waits, receivers, senders, max_wait_s)
     chosen = best_few(

@@ -54,7 +54,7 @@ def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
 def beside_others(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
-    """The same, those excluded that the others rule out."""
+    """Return the same ranks, those excluded that the others rule out."""
     if request.max_wait_s < inf:
         decodes, prefills = _in_time(request, decodes, prefills)
     return _holding_all(request, decodes), prefills
@@ -63,7 +63,7 @@ def beside_others(
 def shortest_wait_s(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> float:
-    """Where the request would wait least of all ranks that may be chosen; infinite: there is none."""
+    """Return the least wait of all ranks that may be chosen, or infinity where there is none."""
     compute_s = _soonest_s(prefills)
     waits = (request.waits.shortest_s(decode, compute_s) for decode in decodes if not decode.excluded)
     return min(waits, default=inf)
@@ -95,9 +95,10 @@ def _soonest_s(prefills: Sequence[PrefillCandidate]) -> float:
 
 
 def _holding_all(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> Sequence[DecodeCandidate]:
-    """What outgrows its rank goes on at a larger one, but its KV is computed there once more. So who cannot
-    hold all that was asked for is excluded as long as somebody else can. Where nobody can, or nobody has said
-    how long the answer may be, the move is priced by how likely it is (price.py, `outgrow`)."""
+    """A request that outgrows its rank goes on at a larger one, but its KV is computed there once more. So a
+    rank that cannot hold all that was asked for is excluded as long as another one can. Where none can, or
+    nobody has said how long the answer may be, the move is priced by how likely it is (price.py,
+    `outgrow`)."""
     most = request.most_tokens
     if most is None or not any(decode.holds_tokens >= most for decode in decodes if not decode.excluded):
         return decodes

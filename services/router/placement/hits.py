@@ -1,8 +1,8 @@
-"""What ranks hold of a prompt, in tokens, and what of that counts.
+"""This module says what ranks hold of a prompt, in tokens, and how much of that counts.
 
 Of 4,096 tokens that the index says a rank holds (`matched`) some count (`worth`): as far as its word is
-trusted, or what was sent there and is to be there soon. A rank that tells its resume points goes on computing
-at one of them, though it hold more (`matched_resume`, `resume`: what the index says, and what of it counts).
+trusted, or was sent there and is to be there soon. A rank that reports its checkpoints goes on computing at
+one of them, though it hold more (`matched_resume`, `resume`: the index's word, and how much of it counts).
 """
 
 import math
@@ -20,8 +20,6 @@ Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt t
 
 
 class Hit(NamedTuple):
-    """Of a prompt at a rank, in tokens; see DecodeCandidate."""
-
     matched: int
     worth: int
     matched_resume: int | None = None
@@ -29,7 +27,7 @@ class Hit(NamedTuple):
 
 
 class Hits:
-    """As one router knows them. `index_block` in tokens."""
+    """These are the hits as one router knows them. `index_block` is in tokens."""
 
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
         self.telling: frozenset[RankKey] = frozenset()  # ranks that tell their resume points

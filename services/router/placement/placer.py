@@ -134,8 +134,8 @@ class Placer:
         return Sight(asked, self._balance, self._index, self._is_connected, self._apart)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
-        """The same, of the ranks that hold all of it where there are such and others. Of many ranks a few are
-        looked at, and those are to be among them."""
+        """Return the same ranks, only those that hold all of it where there are such and others. Of many
+        ranks a few are looked at, and those are to be among them."""
         most = asked.most_tokens
         if most is None or not self._shortest_tokens < most <= self._longest_tokens:
             return asked
@@ -155,16 +155,16 @@ class Placer:
             raise refusal(wait_s, asked.max_wait_s)
 
     def _queues(self, side: _Side, sight: Sight) -> Iterator[Queue]:
-        """Of those that may be chosen but for the wait."""
+        """Return the queues of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
         return (Queue(sight, key) for key in keys if not sight.exclusion(key, side.ranks[key]))
 
     def exclusion(self, rank: Registration) -> str:
-        """Why the rank cannot be chosen by the shortest prompt; empty: it can."""
+        """Return why the rank cannot be chosen by the shortest prompt, or an empty text."""
         return self._sight(_SHORTEST).exclusion(rank.id.key, rank)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
-        """As `place`, with every rank looked at and enough of them compared."""
+        """Decide as `place` does, with every rank looked at and enough of them compared."""
         request, decodes, prefills = self._looked_at(self._sight(asked), self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
@@ -383,7 +383,7 @@ class Placer:
                 side.order.update(key, self._load(key, rank))
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
-        """With what a usual prompt that hits nothing would cost there."""
+        """Return the load with what a usual prompt that hits nothing would cost there."""
         now = self._balance.now(key)
         load_s = now.pending_tokens / now.tokens_per_s
         books, page_size = now.load.books, rank.layout.page_size

@@ -167,7 +167,7 @@ class PriceList:
         return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)
 
     def outgrow_s(self, decode: DecodeCandidate) -> float:
-        """Of one that does not hold all that it may grow to."""
+        """Return the price of a request that does not hold all that it may grow to."""
         holds = decode.holds_tokens
         room = max(0, holds - self.request.prompt_tokens)
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
@@ -205,19 +205,17 @@ class PriceList:
         }
 
     def transfer(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
-        """To move the delta, and its last chunk, which no computation hides."""
+        """Return the seconds to move the delta, and its last chunk, which no computation hides."""
         s_per_token = self.request.kv_bytes_per_token / bytes_per_s
         return receiver.delta * s_per_token, min(receiver.delta, self.request.chunk_tokens) * s_per_token
 
     def carried_s(self, bytes_per_s: float) -> float:
-        """To move tails and states."""
+        """Return the seconds to move tails and states."""
         return self.request.carried_bytes / bytes_per_s
 
     def beside(self, wait_s: float, decode: DecodeCandidate) -> tuple[float, float]:
-        """What a prompt that comes computed suffers from those computed there, and does to those running.
-
-        It does not wait for them, but its tokens come late while they last.
-        """
+        """A prompt that comes computed suffers this from those computed there, and does it to those running.
+        It does not wait for them, but its tokens come late while they last."""
         itl_weight = self.weights.itl_weight
         return itl_weight * wait_s, itl_weight * decode.running * decode.token_s
 

@@ -1,4 +1,4 @@
-"""Of many ranks the few that may be the best, by two parts of their price. Pure.
+"""Many ranks are cut down to the few that may be the best, by two parts of their price. This is pure.
 
 Under one bandwidth the price of a pair is
 

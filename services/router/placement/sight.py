@@ -13,7 +13,8 @@ from services.values.registration import Registration
 
 
 class Sight:
-    """Of what is `asked`; for as long as nothing changes. `apart`: ranks of another layout, and in what."""
+    """A sight is of what is `asked`, for as long as nothing changes. `apart` are ranks of another layout, and
+    in what."""
 
     __slots__ = (
         "_apart",
@@ -52,20 +53,20 @@ class Sight:
         return now
 
     def held(self) -> Held:
-        """Who holds how much of the prompt, by the index."""
+        """The index says so who holds how much of the prompt."""
         if self._held is None:
             self._held = self._index.held(self.asked.hashes)
         return self._held
 
     def guessed(self) -> Guessed:
-        """Who will soon hold how much of the prompt."""
+        """These ranks will soon hold so much of the prompt."""
         if self._guessed is None:
             balance = self._balance
             self._guessed = balance.predictions.of(self.asked.hashes, balance.clock())
         return self._guessed
 
     def exclusion(self, key: RankKey, rank: Registration) -> str:
-        """Why the rank alone cannot be chosen; empty: it can."""
+        """Return why the rank alone cannot be chosen, or an empty text."""
         excluded = self._excluded.get(key)
         if excluded is None:
             liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
@@ -78,11 +79,12 @@ class Sight:
         return key not in self._apart
 
     def queue_wait_s(self, key: RankKey) -> float:
-        """Of all that is asked for, at a decode rank."""
+        """Return the wait for all that is asked for, at a decode rank."""
         return self._balance.queue_wait_s(key, self.asked.answers - 1)
 
     def may_serve(self, key: RankKey, rank: Registration) -> bool:
-        """As far as can be told of it alone: its own part of the wait comes whatever the other rank adds."""
+        """Return whether it may serve, as far as can be told of it alone: its own part of the wait comes
+        whatever the other rank adds."""
         if self.exclusion(key, rank):
             return False
         if self.asked.max_wait_s == inf:

@@ -39,7 +39,6 @@ class LoadOrder:
             yield heappop(known)[1]
 
     def update(self, rank: RankKey, load: Load) -> None:
-        """Of a rank that it was made with."""
         before = self._loads[rank]
         if load != before:
             del self._order[bisect_left(self._order, (before, rank))]
