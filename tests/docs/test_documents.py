@@ -8,7 +8,7 @@ REPOSITORY = Path(__file__).parents[2]
 SERVICES = REPOSITORY / "services"
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 GENERATED = ("wire/etcd", "wire/isthmus", "wire/isthmus/v1")
-MOST_WORDS = {"docs/design.md": 3_500, "README.md": 1_500}
+MOST_WORDS = {"docs/design.md": 3_700, "README.md": 1_500}
 STAND_INS = "engine/sglang/cpu_stand_ins"  # for packages of others
 
 ROOMS = [path.parent.name for path in SERVICES.glob("*/__init__.py")]
