@@ -113,11 +113,10 @@ class TreeEventRebuilder:
         match event["type"]:
             case "BlockStored":
                 self._check(event)
-                for block in self._store(event):
-                    news.store(block)
+                self._store(event, news)
             case "BlockRemoved":
-                for block in self._remove(event["block_hashes"]):
-                    news.remove(block)
+                for name in event["block_hashes"]:
+                    self._remove(name, news)
             case "AllBlocksCleared":
                 self._clear()
                 news.clear()
@@ -134,7 +133,7 @@ class TreeEventRebuilder:
         if len(event["token_ids"]) != len(event["block_hashes"]) * self._page_size:
             raise ProtocolError("pages and tokens are not of one number")
 
-    def _store(self, event: Mapping[str, Any]) -> Iterable[BlockHash]:
+    def _store(self, event: Mapping[str, Any], news: _News) -> None:
         tokens = _tokens(event["token_ids"])
         node = self._parent(event)
         if node is None:
@@ -142,13 +141,15 @@ class TreeEventRebuilder:
         for number, name in enumerate(event["block_hashes"]):
             page = tokens[number * self._page_size : (number + 1) * self._page_size]
             node = self._child(node, page)
-            is_news = name not in self._nodes
+            if self._nodes.get(name) == node:
+                continue
+            self._remove(name, news)  # Its name stood for another block.
             self._nodes[name] = node
-            if is_news and not node.open_tokens:
+            if not node.open_tokens:
                 assert node.block is not None
                 self._num_pages_of[node.block] += 1
                 if self._num_pages_of[node.block] == 1:
-                    yield node.block
+                    news.store(node.block)
 
     def _parent(self, event: Mapping[str, Any]) -> _Node | None:
         parent = event.get("parent_block_hash")
@@ -162,14 +163,13 @@ class TreeEventRebuilder:
             return _Node(parent.block, tokens, parent.seed)
         return _Node(extend_hash(parent.block, tokens, parent.seed), (), parent.seed)
 
-    def _remove(self, names: Iterable[int]) -> Iterable[BlockHash]:
-        for name in names:
-            node = self._nodes.pop(name, None)
-            if node is not None and not node.open_tokens and node.block is not None:
-                self._num_pages_of[node.block] -= 1
-                if not self._num_pages_of[node.block]:
-                    del self._num_pages_of[node.block]
-                    yield node.block
+    def _remove(self, name: int, news: _News) -> None:
+        node = self._nodes.pop(name, None)
+        if node is not None and not node.open_tokens and node.block is not None:
+            self._num_pages_of[node.block] -= 1
+            if not self._num_pages_of[node.block]:
+                del self._num_pages_of[node.block]
+                news.remove(node.block)
 
 
 def _tokens(keys: Sequence[Any]) -> list[int]:

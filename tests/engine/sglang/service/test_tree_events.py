@@ -56,6 +56,16 @@ def test_pages_become_index_blocks_of_their_scope(subtests):
 
 
 def test_what_goes_and_comes(subtests):
+    with subtests.test("a name that comes to stand for another block gives the old one back"):
+        tokens, tree = list(range(8)), rebuilder()
+        plain = sequence_hashes(tokens, BLOCK, scope_seed("m"))
+        salted = sequence_hashes(tokens, BLOCK, scope_seed("m", "t1"))
+        for _ in range(2):
+            tree.rebuild([stored(tokens)])
+            events = tree.rebuild([stored(tokens, salt="t1")])
+            assert (list(events.stored), list(events.removed)) == (salted, plain)
+            assert list(tree.rebuild([removed(tokens, 0)]).removed) == salted
+            assert tree.num_pages == 0
     with subtests.test("what is stored and removed in one batch is not told"):
         tokens = list(range(8))
         assert rebuilder().rebuild([stored(tokens), removed(tokens, 0)]) == CacheEvents()
