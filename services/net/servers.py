@@ -7,15 +7,18 @@ A server's life is: open_server (bound, SERVING) --> set_serving as often as nee
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.net import call_takers
 from services.net.bytes_in_flight import BytesInFlight
+from services.net.call_takers import CallTakers
 from services.net.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES, message_options
 from services.net.guard import ErrorInterceptor
 from services.net.peer_door import PeerDoor
@@ -26,6 +29,7 @@ from services.values.request import MAX_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_CALLS = 100_000
+_TAKERS = 16  # Each method has so many; 8 and 64 do as well.
 _SERVER_OPTIONS = [
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -84,6 +88,7 @@ class RpcServer:
         self.port = port
         self._server = server
         self._checks = checks
+        self._takers: list[CallTakers] = []
 
     def __repr__(self) -> str:
         return f"RpcServer(port={self.port})"
@@ -101,6 +106,20 @@ class RpcServer:
         """Take no new call; cancel those that still run after `grace_s`; return when all have ended."""
         await self.begin_shutdown()
         await self._server.stop(grace_s)
+        for takers in self._takers:
+            await takers.ended()
+
+    def take_many(
+        self,
+        handlers: Mapping[str, grpc.RpcMethodHandler],
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+    ) -> None:
+        """Take calls of these methods up several at a time."""
+        if handlers and (within := call_takers.find(self._server)) is not None:
+            self._takers += [
+                CallTakers(within, method, handler, interceptors, _TAKERS)
+                for method, handler in handlers.items()
+            ]
 
 
 async def open_server(
@@ -110,13 +129,15 @@ async def open_server(
     tls: TlsConfig | None = None,
     serving: bool = True,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    busy: Mapping[str, grpc.RpcMethodHandler] = MappingProxyType({}),
     bounds: ClientBounds = _NO_BOUNDS,
 ) -> RpcServer:
     """Bind HOST:PORT (port 0 stands for a free one), add health and reflection, and start.
 
     `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
     or their handlers raise is answered as what a servicer raises. With `tls.peer_name` every call is asked
-    for a certificate of that name.
+    for a certificate of that name. `busy` names the methods (/package.Service/Method) that many call at once,
+    each with the handler that is registered for it.
 
     Raises:
         ConfigError: The address cannot be bound, or the TLS files cannot be used.
@@ -135,6 +156,7 @@ async def open_server(
     opened = RpcServer(server, port, checks)
     await opened.set_serving(serving)
     await server.start()
+    opened.take_many(busy, around)
     return opened
 
 

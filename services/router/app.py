@@ -34,9 +34,11 @@ from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
+    GENERATE,
     SERVICE_NAME,
     GenerationService,
     add_to_server,
+    generate_handler,
 )
 from services.router.http.bounded_connection import BoundedConnection, HttpBounds, HttpMetrics, HttpTls
 from services.router.http.routes import http_app
@@ -250,6 +252,7 @@ async def _serve_grpc(
         config.tls(),
         serving=False,
         interceptors=[] if api_keys is None else [GrpcDoor(api_keys)],
+        busy={GENERATE: generate_handler(service)},
         bounds=servers.ClientBounds(largest, in_flight, num_connections, config.grpc_idle_s),
     )
 

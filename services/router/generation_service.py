@@ -20,6 +20,7 @@ from services.wire.packed_ids import PackedIds
 from services.wire.read_request import ReadRequest, read_request
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+GENERATE = f"/{SERVICE_NAME}/Generate"
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _UNREAD_S = 60.0  # a response may wait so long for its reader
 

@@ -16,7 +16,7 @@ from router.http.backend import FakeBackend, client
 from router.keys.tenants import TENANT_CALLS, bearer
 from services.net import channels, grpc_errors, servers
 from services.net.bytes_in_flight import BytesInFlight
-from services.router.generation_service import GenerationService, add_to_server
+from services.router.generation_service import GENERATE, GenerationService, add_to_server, generate_handler
 from services.router.http.routes import http_app
 from services.router.keys import callers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
@@ -76,6 +76,7 @@ async def serving(keys, player, told=told_of, bounds=None):
         partial(add_to_server, service),
         [],
         interceptors=[GrpcDoor(keys)],
+        busy={GENERATE: generate_handler(service)},
         bounds=bounds or servers.ClientBounds(),
     )
     async with channels.open_channel(f"127.0.0.1:{server.port}") as channel:
