@@ -249,7 +249,7 @@ class Placer:
         yield from self._holding(side, order, sight, sight.held())
 
     def _holding(self, side: _Side, order: LoadOrder, sight: Sight, held: Held) -> Iterator[RankKey]:
-        """Those that hold more of the prompt than all before them."""
+        """Return the ranks that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
             holders: Iterable[RankKey]

@@ -1,4 +1,4 @@
-"""Those who watch a router have streams of what happens there.
+"""A router streams to its watchers what happens there.
 
     request ends --> a ring for each watcher whose it is --+   (when it ended, and every interval)
     ranks, one picture for all --> what has changed -------+--> WatchClusterResponse --> its stream
