@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers
+from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers, readings_of
 from engine.torch.attention.paging import empty
 from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
@@ -59,8 +59,20 @@ def forgetting(column, change):
 
 
 def of_all_slots(view, *arguments):
-    view.firsts.fill_(0)
-    view.ends.fill_(16)
+    """A kernel that reads the pages that end early and the windows' first ones whole."""
+    view.parts[:, 5] = 0
+    view.parts[:, 6] = 16
+    attend_parts_plainly(view, *arguments)
+
+
+def beyond_the_counts(view, *arguments):
+    view.counts[1] = len(view.parts)
+    attend_parts_plainly(view, *arguments)
+
+
+def in_the_order_of_readings(view, *arguments):
+    """A kernel for which each query's readings end where the next one's start."""
+    view.ends[:-1] = view.starts[1:]
     attend_parts_plainly(view, *arguments)
 
 
@@ -85,7 +97,7 @@ def without(**settings):
 
 
 def of_whole_windows(view, *arguments):
-    view.firsts.fill_(0)
+    view.parts[:, 5] = 0
     attend_parts_plainly(view, *arguments)
 
 
@@ -93,9 +105,7 @@ def with_a_sink_in_every_part(view, query, kv, layer, scores, output):
     attend_parts_plainly(view, query, kv, layer, scores, output)
     if scores.sinks is None:
         return
-    starts = view.starts.tolist()
-    for i, offset in enumerate(view.offsets.tolist()):
-        own = view.readings[starts[i] : starts[i + 1]].long()
+    for own, offset in zip(readings_of(view), view.offsets.tolist(), strict=True):
         log_sums, sinks = view.log_sums[own], scores.sinks.float()[None]
         total = torch.cat([log_sums, sinks.expand(len(own), -1)]).logsumexp(0)
         output[offset] = ((log_sums - total).exp()[..., None] * view.outputs[own]).sum(0)
@@ -106,6 +116,8 @@ def test_a_kernel_that_is_wrong_is_found_out(subtests):
         forgetting(2, 1),
         of_other_numbers,
         of_all_slots,
+        beyond_the_counts,
+        in_the_order_of_readings,
         without_shared_pages,
         nowhere,
         without(sinks=None),

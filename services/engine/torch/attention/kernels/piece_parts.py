@@ -40,23 +40,27 @@ class PartsView:
     """The view has the step's single tokens, on the device; tables are int32.
 
     Query i is the one at offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
-    end_reader, first_output): slots [firsts[k], ends[k]) of pages[k], for each k from first_page to end_page,
-    for the queries at readers[k] of the step, for each k from first_reader to end_reader. Their results are
-    `outputs` from first_output on, in that order. Query i joins outputs[readings[k]] for each k from
-    starts[i] to starts[i + 1].
+    end_reader, first_output, first_slot, end_slot): pages[k] for each k from first_page to end_page, of the
+    first one from first_slot on, of the last one up to end_slot, for the queries at readers[k] of the step,
+    for each k from first_reader to end_reader. Their results are `outputs` from first_output on, in that
+    order. Query i joins outputs[readings[k]] for each k from starts[i] to ends[i]. Queries may share their
+    readings.
+
+    Tables may have room for more than a step needs: `counts` say how many parts there are. As many programs
+    are launched as `grid` says, and those beyond the counts have nothing to do.
     """
 
     pages: Tensor
-    firsts: Tensor
-    ends: Tensor
     readers: Tensor
-    parts: Tensor  # [num_parts, 5], the narrow ones first
+    parts: Tensor  # [at least num_parts, 7], the narrow ones first
     readings: Tensor
-    starts: Tensor  # [num_queries + 1]
+    starts: Tensor  # [num_queries]
+    ends: Tensor  # [num_queries]
     offsets: Tensor  # [num_queries]
-    num_narrow: int
-    outputs: Tensor  # float32 [num_outputs, num_heads, v_head_dim], for each layer anew
-    log_sums: Tensor  # float32 [num_outputs, num_heads], to base 2
+    counts: Tensor  # of narrow parts, and of all
+    grid: tuple[int, int]  # programs of narrow parts, and of wide ones; 0: none is launched
+    outputs: Tensor  # float32 [at least num_outputs, num_heads, v_head_dim], for each layer anew
+    log_sums: Tensor  # float32 [at least num_outputs, num_heads], to base 2
     attend: "AttendParts"
 
 
@@ -73,7 +77,7 @@ class Joins(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PieceParts:
-    table: Ids  # as PartsView.parts
+    table: Ids  # [num_parts, 7], as PartsView.parts
     num_narrow: int
     joins: Joins
 
@@ -87,30 +91,31 @@ def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
 def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevice) -> PartsView:
     """`offsets` say where in the step each query is. All tables go to the device in one copy."""
     parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
+    num_parts = len(parts.table)
     tables = (
         pieces.pages,
-        pieces.firsts,
-        pieces.ends,
         offsets[pieces.readers],
         parts.table.reshape(-1),
         parts.joins.readings,
-        parts.joins.starts,
+        parts.joins.starts[:-1],
+        parts.joins.starts[1:],
         offsets,
+        np.array([parts.num_narrow, num_parts]),
     )
     device = kv.numbers.device
     packed = torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(device)
-    pages, firsts, ends, readers, table, readings, starts, on_offsets = packed.split([len(t) for t in tables])
+    pages, readers, table, readings, starts, ends, on_offsets, counts = packed.split([len(t) for t in tables])
     shape = (len(parts.joins.readings), on_device.num_heads, kv.shape.v_head_dim)
     return PartsView(
         pages=pages,
-        firsts=firsts,
-        ends=ends,
         readers=readers,
-        parts=table.view(-1, 5),
+        parts=table.view(num_parts, -1),
         readings=readings,
         starts=starts,
+        ends=ends,
         offsets=on_offsets,
-        num_narrow=parts.num_narrow,
+        counts=counts,
+        grid=(parts.num_narrow, num_parts - parts.num_narrow),
         outputs=torch.empty(shape, dtype=torch.float32, device=device),
         log_sums=torch.empty(shape[:2], dtype=torch.float32, device=device),
         attend=on_device.attend,
@@ -118,7 +123,11 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
 
 
 def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
-    """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small."""
+    """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small.
+
+    Of the pages of a piece only the first may begin late, and only the last may end early, for its readers
+    read the page before and the page after as well. So this holds of a part, and it has two slots to say.
+    """
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)
@@ -135,7 +144,8 @@ def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: in
     columns = np.stack([*by_pages, *by_readers], axis=1)[np.argsort(is_wide, kind="stable")]
     sizes = columns[:, 3] - columns[:, 2]
     first_outputs = np.cumsum(sizes) - sizes
-    table = np.concatenate([columns, first_outputs[:, None]], axis=1)
+    slots = pieces.firsts[columns[:, 0]], pieces.ends[columns[:, 1] - 1]
+    table = np.concatenate([columns, np.stack([first_outputs, *slots], axis=1)], axis=1)
     return PieceParts(table, int((~is_wide).sum()), _joins(pieces.readers, table))
 
 
@@ -145,7 +155,7 @@ def _bounds(starts: Ids, cuts: Ids, piece: Ids, nth: Ids) -> tuple[Ids, Ids]:
 
 
 def _joins(readers: Ids, table: Ids) -> Joins:
-    first_readers, end_readers, first_outputs = table[:, 2:].T
+    first_readers, end_readers, first_outputs = table[:, 2:5].T
     sizes = end_readers - first_readers
     queries = readers[np.arange(sizes.sum()) + np.repeat(first_readers - first_outputs, sizes)]
     readings = np.argsort(queries, kind="stable")

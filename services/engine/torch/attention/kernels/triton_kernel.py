@@ -36,20 +36,18 @@ NUM_STAGES, NUM_WARPS = 2, 4
 
 
 @triton.jit(
-    do_not_specialize=["first_part", "layer", "num_layers", "scaling", "softcap"],
-    do_not_specialize_on_alignment=["query", "pages", "firsts", "ends", "readers", "parts"],
+    do_not_specialize=["layer", "num_layers", "scaling", "softcap"],
+    do_not_specialize_on_alignment=["query", "pages", "readers", "parts", "counts"],
 )
 def _attend_part(
     query,
     kv,
     pages,
-    firsts,
-    ends,
     readers,
     parts,
+    counts,
     outputs,
     log_sums,
-    first_part,
     layer,
     num_layers,
     scaling,
@@ -64,12 +62,18 @@ def _attend_part(
     V_COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     FACTOR: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Program (j, k) is part first_part + j, the heads of its readers that share KV head k. See PartsView.
+    """Program (j, k) is the j-th of the narrow or of the wide parts, if there are so many. See PartsView.
 
-    `softcap` 0 is none.
+    It has the heads of the part's readers that share KV head k. `softcap` 0 is none.
     """
-    part = parts + (first_part + tl.program_id(0)) * 5
+    nth_part = tl.program_id(0)
+    if WIDE:
+        nth_part += tl.load(counts)
+    if nth_part >= tl.load(counts + WIDE):
+        return
+    part = parts + nth_part * 7
     kv_head = tl.program_id(1)
     first_page, end_page = tl.load(part), tl.load(part + 1)
     first_reader, end_reader = tl.load(part + 2), tl.load(part + 3)
@@ -87,15 +91,17 @@ def _attend_part(
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, V_COLUMNS], tl.float32)
-    num_slots = (end_page - first_page) * PAGE_SIZE
-    for start in range(0, num_slots, SLOTS):
+    # The slots of the part's pages are counted through, from the first page on.
+    first_slot = tl.load(part + 5)
+    end_slot = (end_page - first_page - 1) * PAGE_SIZE + tl.load(part + 6)
+    for start in range(first_slot // SLOTS * SLOTS, end_slot, SLOTS):
         nth = start + tl.arange(0, SLOTS)
-        is_slot = nth < num_slots
-        page = tl.load(pages + first_page + nth // PAGE_SIZE, mask=is_slot, other=0).to(tl.int64)
-        first = tl.load(firsts + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
-        end = tl.load(ends + first_page + nth // PAGE_SIZE, mask=is_slot, other=0)
+        is_token = (first_slot <= nth) & (nth < end_slot)
+        if PAGE_SIZE % SLOTS == 0:  # then all are of one page
+            page = tl.load(pages + first_page + start // PAGE_SIZE).to(tl.int64)
+        else:
+            page = tl.load(pages + first_page + nth // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
         slot = nth % PAGE_SIZE
-        is_token = (first <= slot) & (slot < end)
         of_layer = (page * num_layers + layer) * (NUM_KV_HEADS * PAGE_SIZE * (HEAD_DIM + V_HEAD_DIM))
         keys_at = of_layer + (kv_head * PAGE_SIZE + slot) * HEAD_DIM
         keys = tl.load(
@@ -107,11 +113,10 @@ def _attend_part(
             power = tl.exp2(scores * (2 / softcap))
             scores = (1 - 2 / (1 + power)) * (softcap * _LOG2_E)
         scores = tl.where(is_token[None, :], scores, -float("inf"))
-        # Where a window begins, a round may have no token.
+        # Every round has a token, so the greatest score is a number.
         peak = tl.maximum(greatest, tl.max(scores, 1))
-        base = tl.where(peak == -float("inf"), 0.0, peak)
-        shrunk = tl.exp2(greatest - base)
-        weights = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(greatest - peak)
+        weights = tl.exp2(scores - peak[:, None])
         values_at = of_layer + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM + (kv_head * PAGE_SIZE + slot) * V_HEAD_DIM
         values = tl.load(
             kv + values_at[:, None] + v_columns[None, :],
@@ -127,12 +132,13 @@ def _attend_part(
     tl.store(results, weighted / total[:, None], mask=is_row[:, None] & is_v_column[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["readings", "starts", "offsets", "sinks", "joined"])
+@triton.jit(do_not_specialize_on_alignment=["readings", "starts", "ends", "offsets", "sinks", "joined"])
 def _join_parts(
     outputs,
     log_sums,
     readings,
     starts,
+    ends,
     offsets,
     sinks,
     joined,
@@ -146,7 +152,7 @@ def _join_parts(
     peak = tl.full([V_COLUMNS], -float("inf"), tl.float32)
     total = tl.zeros([V_COLUMNS], tl.float32)
     weighted = tl.zeros([V_COLUMNS], tl.float32)
-    for k in range(tl.load(starts + query), tl.load(starts + query + 1)):
+    for k in range(tl.load(starts + query), tl.load(ends + query)):
         place = tl.load(readings + k).to(tl.int64) * num_heads + head
         log_sum = tl.load(log_sums + place)
         output = tl.load(outputs + place * V_HEAD_DIM + columns, mask=is_column, other=0.0)
@@ -178,28 +184,24 @@ def attend_parts(
     num_heads = query.shape[1]
     query = query.contiguous()
     sinks = _sinks(scores, num_heads, query.device)
-    narrow, wide = rows_of(kv, num_heads)
-    ranges = ((0, view.num_narrow, narrow), (view.num_narrow, len(view.parts), wide))
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        for first, end, rows in ranges:
-            if first == end:
+        for is_wide, num_programs, rows in zip((0, 1), view.grid, rows_of(kv, num_heads), strict=True):
+            if num_programs == 0:
                 continue
-            _attend_part[end - first, kv.shape.num_kv_heads](
+            _attend_part[num_programs, kv.shape.num_kv_heads](
                 query,
                 kv.numbers,
                 view.pages,
-                view.firsts,
-                view.ends,
                 view.readers,
                 view.parts,
+                view.counts,
                 view.outputs,
                 view.log_sums,
-                first,
                 layer,
                 kv.shape.num_layers,
                 scores.scaling,
                 scores.softcap or 0.0,
-                **part_constants(kv, num_heads, rows),
+                **part_constants(kv, num_heads, rows, is_wide),
                 num_warps=NUM_WARPS,
                 num_stages=NUM_STAGES,
             )
@@ -208,6 +210,7 @@ def attend_parts(
             view.log_sums,
             view.readings,
             view.starts,
+            view.ends,
             view.offsets,
             sinks,
             output,
@@ -227,7 +230,7 @@ def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
     return torch.full((num_heads,), -math.inf, device=device)
 
 
-def part_constants(kv: PagedKv, num_heads: int, rows: int) -> dict[str, Any]:
+def part_constants(kv: PagedKv, num_heads: int, rows: int, is_wide: int) -> dict[str, Any]:
     _, num_kv_heads, page_size, head_dim, v_head_dim = kv.shape
     columns, v_columns = _columns(head_dim), _columns(v_head_dim)
     widest = max(columns, v_columns)
@@ -243,6 +246,7 @@ def part_constants(kv: PagedKv, num_heads: int, rows: int) -> dict[str, Any]:
         "SLOTS": max(16, min(_MAX_SLOTS, _TILE_BYTES // (widest * kv.numbers.itemsize))),
         # The interpreter takes the bits of bfloat16 for integers when it multiplies, so there it is wider.
         "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[kv.numbers.dtype],
+        "WIDE": is_wide,
     }
 
 

@@ -1,7 +1,7 @@
 """Compile the attention kernels for GPUs of one compute capability, down to their machine code.
 
-    python compile_triton_kernel.py 90 '[["bfloat16", 128, 128, 4], ...]'
-    dtype, dimensions of K and of V, heads to a KV head
+    python compile_triton_kernel.py 90 '[["bfloat16", 128, 128, 4, 64], ...]'
+    dtype, dimensions of K and of V, heads to a KV head, tokens of a page
 
 Prints what became of each kernel, as JSON.
 """
@@ -18,9 +18,9 @@ from services.engine.torch.attention.kernels import triton_kernel
 from services.engine.torch.attention.kernels.piece_parts import rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
-NUM_KV_HEADS, PAGE_SIZE = 2, 16
+NUM_KV_HEADS = 2
 POINTERS = {"outputs": "*fp32", "log_sums": "*fp32"}  # aligned
-NUMBERS = {"first_part": "i32", "layer": "i32", "num_layers": "i32", "scaling": "fp32", "softcap": "fp32"}
+NUMBERS = {"layer": "i32", "num_layers": "i32", "scaling": "fp32", "softcap": "fp32"}
 SHORT = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
@@ -44,11 +44,11 @@ def compiled(kernel, capability, dtype, constants, **options):
 
 
 def all_kernels(capability, cases):
-    for dtype, head_dim, v_head_dim, group in cases:
-        shape = PageShape(1, NUM_KV_HEADS, PAGE_SIZE, head_dim, v_head_dim)
+    for dtype, head_dim, v_head_dim, group, page_size in cases:
+        shape = PageShape(1, NUM_KV_HEADS, page_size, head_dim, v_head_dim)
         kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape)
-        for rows in rows_of(kv, NUM_KV_HEADS * group):
-            constants = triton_kernel.part_constants(kv, NUM_KV_HEADS * group, rows)
+        for is_wide, rows in enumerate(rows_of(kv, NUM_KV_HEADS * group)):
+            constants = triton_kernel.part_constants(kv, NUM_KV_HEADS * group, rows, is_wide)
             options = {"num_warps": triton_kernel.NUM_WARPS, "num_stages": triton_kernel.NUM_STAGES}
             yield compiled(triton_kernel._attend_part, capability, SHORT[dtype], constants, **options)
         constants = {name: constants[name] for name in ("V_HEAD_DIM", "V_COLUMNS")}

@@ -5,14 +5,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.torch.attention.paging import empty
+from engine.torch.attention.kernels.kernel_cases import steps
+from engine.torch.attention.paging import empty, reach_view_of
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces
 from services.engine.torch.attention.kernels.piece_parts import cut_pieces, rows_of
+from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PageShape
 
 
 def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):
     return empty(PageShape(1, num_kv_heads, page_size, 1, 1), dtype=dtype)
+
+
+def read_by(step):
+    """Make the pieces of what a step's single tokens read."""
+    kv = pool(1, step.page_size)
+    return reach_view_of(kv, step.chunks, InPlace(), step.reach).decode.reads
 
 
 def pieces_of(sizes):
@@ -51,11 +59,11 @@ def test_parts_are_all_of_the_pieces_and_nothing_twice(
     ]
     table = parts.table.tolist()
     read = [
-        (p, r) for first, end, start, stop, _ in table for p in range(first, end) for r in range(start, stop)
+        (p, r) for first, end, start, stop, *_ in table for p in range(first, end) for r in range(start, stop)
     ]
     assert sorted(read) == expected
     narrow, wide = rows_of(kv, num_heads)
-    rows = [(stop - start) * group for _, _, start, stop, _ in table]
+    rows = [(stop - start) * group for _, _, start, stop, *_ in table]
     assert all(n <= narrow for n in rows[: parts.num_narrow])
     assert all(narrow < n <= wide for n in rows[parts.num_narrow :])
 
@@ -69,7 +77,7 @@ def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, nu
     parts = cut_pieces(pieces, pool(), 32, num_programs)
     query_at = {
         first_output + i: pieces.readers[start + i]
-        for _, _, start, stop, first_output in parts.table.tolist()
+        for _, _, start, stop, first_output, *_ in parts.table.tolist()
         for i in range(stop - start)
     }
     starts, readings = parts.joins.starts.tolist(), parts.joins.readings.tolist()
@@ -78,6 +86,16 @@ def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, nu
     for query, (start, end) in enumerate(pairwise(starts)):
         assert end > start
         assert all(query_at[reading] == query for reading in readings[start:end])
+
+
+@given(step=steps(), num_programs=st.integers(1, 300), group=st.sampled_from([1, 16]))
+def test_a_part_has_whole_pages_but_for_its_first_slot_and_its_last(step, num_programs, group):
+    page_size = step.page_size
+    pieces = read_by(step)
+    parts = cut_pieces(pieces, pool(1, page_size), group, num_programs)
+    for first, end, _, _, _, first_slot, end_slot in parts.table.tolist():
+        assert pieces.firsts[first:end].tolist() == [first_slot, *[0] * (end - first - 1)]
+        assert pieces.ends[first:end].tolist() == [*[page_size] * (end - first - 1), end_slot]
 
 
 def test_parts_keep_programs_busy_and_read_pages_once(subtests):

@@ -131,13 +131,14 @@ def test_greedy_output_is_that_of_transformers(architecture, views):
     assert sum((counts == 3).any().item() for counts in readers) >= 10
 
 
-# dtype, dimensions of K and V, heads to a KV head: with the largest tiles of each type, and no power of two.
+# dtype, dimensions of K and V, heads to a KV head, tokens of a page: with the largest tiles of each type,
+# with no power of two, and with pages of one tile and of less.
 COMPILED = [
-    ("bfloat16", 128, 128, 4),
-    ("bfloat16", 256, 256, 8),
-    ("float32", 128, 128, 4),
-    ("float16", 80, 80, 7),
-    ("bfloat16", 192, 128, 8),
+    ("bfloat16", 128, 128, 4, 64),
+    ("bfloat16", 256, 256, 8, 16),
+    ("float32", 128, 128, 4, 64),
+    ("float16", 80, 80, 7, 16),
+    ("bfloat16", 192, 128, 8, 48),
 ]
 SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
 
