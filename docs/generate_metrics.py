@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from services.decode.decode_metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
+from services.engine.paged.shell.engine import steps_metric
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
@@ -86,6 +89,13 @@ class _IdleEngine:
         return RankLoad()
 
 
+class _EngineCollector(Collector):
+    """What an engine adds is of engine torch here."""
+
+    def collect(self) -> Iterator[Metric]:
+        return steps_metric({})
+
+
 class _EmptyCluster:
     def ranks(self, role: Role) -> list[Any]:
         return []
@@ -113,6 +123,7 @@ async def registries() -> dict[str, CollectorRegistry]:
             registration = Registration(role, address, KvLayout(64, 1, 0), "m", 1, 1, "fake", (), "")
             membership = Membership(etcd, keys, Schema(64, "s"), registration)
             made[role.value].register(MembershipCollector(membership))
+            made[role.value].register(_EngineCollector())
     for registry in made.values():
         EtcdMetrics(registry)
         registry.register(CertificateCollector({}))

@@ -100,6 +100,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             catch_up_tokens=settings.draft_catch_up_tokens,
             scratch_pages=settings.max_running_requests,
             self_check=settings.self_check == "on",
+            max_rows=settings.max_running_requests,
         )
         return lambda: TorchRunner(
             settings.model,
@@ -113,6 +114,8 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             self_check=settings.self_check == "on",
             shares_weights=settings.share_weights == "on" and settings.device == "cpu",
             draft=draft if settings.draft_model else None,
+            max_rows=settings.graph_rows if role is Role.DECODE else 0,
+            graph_mib=settings.graph_mib,
         )
     if settings.engine == "fake":
         return _fake_factory(settings, role)

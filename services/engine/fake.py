@@ -10,7 +10,7 @@ before it, and it is that which is stored: so whatever was wrong once stays wron
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -86,6 +86,10 @@ class FakeRunner:
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
         self.draft: DraftModel | None = None
         self._mask_maker = MaskMaker(vocab_size)
+
+    @property
+    def steps_by_way(self) -> Mapping[str, int]:
+        return {}
 
     @property
     def mask_counts(self) -> MaskCounts:

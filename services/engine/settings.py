@@ -19,6 +19,7 @@ from services.values.errors import ConfigError
 from services.values.rank import Role
 
 _CATCH_UP_BY_TARGET = 64  # It counts tokens.
+_MOST_GRAPH_ROWS = 512  # Above that a step computes longer than its host takes.
 DEFAULT_KV_PAGES = 2048
 
 
@@ -77,6 +78,12 @@ class EngineSettings(ClusterConfig):
         "on",
         "engine torch: try at the start whether the model computed in pieces is the model; off: nobody "
         "notices where it is not",
+    )
+    graph_mib: int | None = setting(
+        None,
+        "engine torch on a GPU: MiB for CUDA graphs of decode steps; default: a 64th of the card, 256 at "
+        "least; 0: none",
+        bounds=Bounds(at_least=0),
     )
     share_weights: Literal["on", "off"] = setting(
         "off",
@@ -197,6 +204,12 @@ class EngineSettings(ClusterConfig):
         With a target for the time between tokens they are few: what they take is known only afterwards.
         """
         return self.chunk_size if self.itl_target_ms is None else min(self.chunk_size, _CATCH_UP_BY_TARGET)
+
+    @property
+    def graph_rows(self) -> int:
+        """Return how many single tokens a decode rank's step has at most, drafts included."""
+        drafts = self.draft_tokens if self.speculation != "off" else 0
+        return min(self.max_running_requests * (1 + drafts), _MOST_GRAPH_ROWS)
 
     @property
     def speculates(self) -> Speculation:

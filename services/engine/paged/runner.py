@@ -1,6 +1,6 @@
 """The boundary between the engine core (pages, tree, batches) and what computes tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -178,6 +178,11 @@ class ModelRunner(Protocol):
 
     @property
     def mask_counts(self) -> MaskCounts: ...
+
+    @property
+    def steps_by_way(self) -> Mapping[str, int]:
+        """Return how many steps were replayed from a graph, and how many computed anew; it is empty where
+        there is one way only."""
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy states, from the first slot of each move to the second; it is called between steps.

@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median_low
 
 import torch
-from torch import Tensor
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
+from services.engine.torch.graphs.step_graphs import open_graphs
 from services.engine.torch.model.check.self_check import check
-from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.remembered import whole_group
 from services.engine.torch.pools import Pools
 from services.engine.torch.sampling.sample import sample
@@ -48,6 +48,7 @@ class DraftModelSettings:
     catch_up_tokens: int = 512
     scratch_pages: int = 64  # They hold drafts that reach past a sequence's pages.
     self_check: bool = True
+    max_rows: int = 0  # Steps of up to so many single tokens are replayed from CUDA graphs.
 
 
 @dataclass(slots=True)
@@ -84,8 +85,9 @@ class TorchDraft:
         num_pages: int,
         page_size: int,
         device: torch.device,
+        graph_budget: int = 0,
     ) -> None:
-        """Load it, in its own dtype, with a page for each of the target's.
+        """Load it, in its own dtype, with a page for each of the target's; graphs take `graph_budget` bytes.
 
         Raises:
             ConfigError: it cannot draft for the target; the message says why.
@@ -114,6 +116,7 @@ class TorchDraft:
             device=device,
             groups=(group,),
         )
+        self._graphs = open_graphs(self._model, self._pools, settings.max_rows, graph_budget)
         self._scratch = [PageId(num_pages + page) for page in range(settings.scratch_pages)]
         self._max_context_tokens = checkpoint.max_context_tokens
         self.validity = ShadowValidity(num_pages, page_size)
@@ -162,6 +165,7 @@ class TorchDraft:
         return [tuple(each.ids) for each in drafting]
 
     def close(self) -> None:
+        self._graphs.close()
         self._pools.close()
         self._model.close()
 
@@ -183,14 +187,16 @@ class TorchDraft:
         spans = self.validity.to_compute(sequences, self._settings.catch_up_tokens)
         catches_up = any(len(span) > _ONE_BY_ONE for span in spans)
         began = time.perf_counter()
-        going, logits = self._catch_up(drafting, spans)
+        going, computed = self._catch_up(drafting, spans)
         while going:
-            for each, choice in zip(going, sample(logits, [each.choosing for each in going]), strict=True):
+            assert computed is not None, "what goes on was computed"
+            choices = sample(computed.logits, [each.choosing for each in going])
+            for each, choice in zip(going, choices, strict=True):
                 each.ids.append(choice.token_id)
             began, catches_up = self._note_round(began, catches_up), False
             going = [each for each in going if len(each.ids) < each.count]
             if going:
-                logits = self._compute([each.next_token for each in going], range(len(going)))
+                computed = self._compute([each.next_token for each in going], range(len(going)))
 
     def _note_round(self, began: float, catches_up: bool) -> float:
         """Note how long a round took, and return when the next one begins.
@@ -204,7 +210,7 @@ class TorchDraft:
 
     def _catch_up(
         self, drafting: Sequence[_Drafting], spans: Sequence[range]
-    ) -> tuple[list[_Drafting], Tensor]:
+    ) -> tuple[list[_Drafting], Computed | None]:
         """Return the sequences that lack nothing now, and the logits after the newest token of each."""
         ready, rows, parts, end = list[_Drafting](), list[int](), list[Chunk](), 0
         for each, span in zip(drafting, spans, strict=True):
@@ -214,13 +220,14 @@ class TorchDraft:
             if span.stop == each.chunk.end:
                 ready.append(each)
                 rows.append(end - 1)
-        logits = self._compute(parts, rows) if parts else torch.empty(0)
+        computed = self._compute(parts, rows) if parts else None
         for each, span in zip(drafting, spans, strict=True):
             self.validity.computed(each.chunk.pages, span.start, span.stop)
-        return ready, logits
+        return ready, computed
 
-    def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Tensor:
-        return self._model.compute(self._pools, chunks, rows).logits
+    def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed:
+        computed = self._graphs.compute(chunks, rows)
+        return self._model.compute(self._pools, chunks, rows) if computed is None else computed
 
 
 def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:

@@ -1,6 +1,6 @@
 """The torch model runner makes one packed forward pass per engine step over the paged KV pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkp
 from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
 from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
+from services.engine.torch.graphs.step_graphs import graph_budget, open_graphs
 from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
@@ -46,6 +47,9 @@ class TorchRunner:
         self_check: bool = True,
         shares_weights: bool = False,
         draft: DraftModelSettings | None = None,
+        max_rows: int = 0,
+        graph_mib: int | None = None,
+        fuses: bool = True,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
@@ -54,6 +58,10 @@ class TorchRunner:
         model is served that may be another in pieces. With `shares_weights` other processes that do so, too,
         hold its weights together with this one.
         `draft` is a small model to draft with.
+
+        On a GPU, steps of up to `max_rows` single tokens are replayed from CUDA graphs, which take about
+        `graph_mib` MiB at most, with None a 64th of the card and 256 at least; and with `fuses` some of a
+        definition's operations are computed by kernels of ours.
 
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
@@ -77,7 +85,9 @@ class TorchRunner:
             model_fingerprint=checkpoint.fingerprint,
             device=self._device,
         )
-        self._draft = self._open_draft(draft, checkpoint) if draft is not None else None
+        budget = graph_budget(self._device, graph_mib)
+        self._graphs = open_graphs(self._model, self._pools, max_rows, budget)
+        self._draft = self._open_draft(draft, checkpoint, budget) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None
         self._layout = replace(self._pools.layout, draft=kv)
@@ -114,6 +124,10 @@ class TorchRunner:
         return _MAX_STEP_DRAFTS
 
     @property
+    def steps_by_way(self) -> Mapping[str, int]:
+        return self._graphs.counts
+
+    @property
     def mask_counts(self) -> MaskCounts:
         return self._masks.counts
 
@@ -146,9 +160,16 @@ class TorchRunner:
             return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
 
-    def _open_draft(self, settings: DraftModelSettings, target: Checkpoint) -> TorchDraft:
+    def _open_draft(self, settings: DraftModelSettings, target: Checkpoint, budget: int) -> TorchDraft:
         num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size
-        return TorchDraft(settings, target, num_pages=num_pages, page_size=page_size, device=self._device)
+        return TorchDraft(
+            settings,
+            target,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=self._device,
+            graph_budget=budget,
+        )
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         tokens = [each for chunk in chunks for each in single_tokens(chunk)]
@@ -156,7 +177,9 @@ class TorchRunner:
         with torch.inference_mode():
             scores = any(chunk.scoring is not None for chunk in chunks)
             rows = _sampled_offsets(tokens)
-            computed = self._model.compute(self._pools, chunks, rows, asks_more=scores)
+            computed = self._graphs.compute(chunks, rows)
+            if computed is None:
+                computed = self._model.compute(self._pools, chunks, rows, asks_more=scores)
             if scores:
                 tell_scores(chunks, computed.logits_of, self._vocab_size)
             allowed = masks.end() if masks is not None else NO_MASKS
@@ -174,6 +197,7 @@ class TorchRunner:
         if self._draft is not None:
             self._draft.close()
         self._masks.close()
+        self._graphs.close()
         self._pools.close()
         self._model.close()
 

@@ -5,11 +5,11 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Event, Failed, Offer, Reported, Token
@@ -221,7 +221,7 @@ class PagedEngine:
         )
 
     def metrics(self) -> Iterable[Metric]:
-        return ()
+        return steps_metric({} if self._core is None else self._core.runner.steps_by_way)
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         while (events := await self._cache_events.get()) is not None:
@@ -353,3 +353,15 @@ class PagedEngine:
         for seq, event in report.events:
             if (mailbox := self._mailboxes.get(seq)) is not None:
                 mailbox.put(event)
+
+
+def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
+    """Yield the metric of ModelRunner.steps_by_way."""
+    steps = CounterMetricFamily(
+        "isthmus_steps",
+        "Steps of engine torch on a GPU, by way: graph (replayed from a CUDA graph), eager (launched anew).",
+        labels=["way"],
+    )
+    for way, count in steps_by_way.items():
+        steps.add_metric([way], count)
+    yield steps

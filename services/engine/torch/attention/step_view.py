@@ -97,6 +97,9 @@ class ReachView:
     spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
     decode: InPlaceView | PartsView | None  # all single tokens that need not
     numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
+    static_slots: tuple[Tensor, Tensor, Tensor] | None = (
+        None  # the slots, where they are on the device already
+    )
 
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:
@@ -104,6 +107,8 @@ class ReachView:
 
     @cached_property
     def slot_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.static_slots is not None:
+            return self.static_slots
         rows, pages, slots = (torch.from_numpy(ids).to(self.kv.numbers.device) for ids in self.slots)
         return rows, pages, slots
 
@@ -138,7 +143,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
         others = []
     return ReachView(
         kv=kv,
-        slots=_stored(reach.pool, chunks, kv),
+        slots=stored_slots(reach.pool, chunks, kv),
         chunks=tuple(_view_chunk(offset, chunk, reach, kv) for offset, chunk in others),
         spans=spans,
         decode=_view_decodes(singles, reach, kv, in_place) if in_place is not None and singles else None,
@@ -146,7 +151,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
     )
 
 
-def _stored(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
+def stored_slots(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
     pages: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
@@ -188,7 +193,7 @@ def _require(held: TailPages, first_page: int, last_page: int) -> None:
         )
 
 
-def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
+def read_of(chunk: Chunk, reach: Reach, page_size: int) -> Read:
     first = max(0, reach.first_seen(chunk.start))
     first_page, last_page = first // page_size, (chunk.end - 1) // page_size
     held = _held(chunk, reach.pool)
@@ -198,7 +203,7 @@ def _read(chunk: Chunk, reach: Reach, page_size: int) -> Read:
 
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:
-    read, device = _read(chunk, reach, kv.shape.page_size), kv.numbers.device
+    read, device = read_of(chunk, reach, kv.shape.page_size), kv.numbers.device
     first = chunk.end - read.num_tokens
     in_windows = reach.first_seen(chunk.end - 1) > first
     return ChunkView(
@@ -248,7 +253,7 @@ def _view_decodes(
     decodes: Sequence[tuple[int, Chunk]], reach: Reach, kv: PagedKv, in_place: InPlace | OnDevice
 ) -> InPlaceView | PartsView:
     page_size = kv.shape.page_size
-    pieces = pieces_of([_read(chunk, reach, page_size) for _, chunk in decodes], page_size)
+    pieces = pieces_of([read_of(chunk, reach, page_size) for _, chunk in decodes], page_size)
     offsets = np.array([offset for offset, _ in decodes], np.int64)
     if isinstance(in_place, OnDevice):
         return view_parts(kv, offsets, pieces, in_place)
@@ -269,7 +274,7 @@ def _piece_shares(pieces: PagePieces, kv: PagedKv, num_threads: int) -> tuple[ra
 
 
 def _view_span(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv, in_place: InPlace) -> InPlaceView:
-    read = _read(chunk, reach, kv.shape.page_size)
+    read = read_of(chunk, reach, kv.shape.page_size)
     positions = np.arange(chunk.start, chunk.end)
     before = read.first_page * kv.shape.page_size
     firsts = np.maximum(reach.first_seen(positions), 0) - before

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.engine.paged.runner import Chunk
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.step_view import StepView, view_step
 from services.engine.torch.draft_tokens import single_tokens
+from services.engine.torch.graphs.step_buffers import StepBuffers
 from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.model.activations import even_activations
@@ -34,8 +35,11 @@ class Computed:
     """
 
     logits: Tensor
-    _cache: StepCache
+    _cache: StepCache | None = None
     _head: "_Head | None" = None
+    most_probable: Tensor | None = (
+        None  # int64 [num_rows]: the id of each row's highest logit, where it is known
+    )
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
         """Return the logits after other rows, where `compute` knew that they will be requested."""
@@ -44,7 +48,7 @@ class Computed:
 
     def keep(self, counts: Sequence[int]) -> None:
         """Let states take in so many tokens of each chunk with drafts; they have taken in none of them."""
-        if self._cache.tokens is None or not counts:
+        if self._cache is None or self._cache.tokens is None or not counts:
             return
         kept = self._cache.tokens.runs.kept(counts)
         for take in self._cache.waiting:
@@ -119,6 +123,21 @@ class PackedModel:
             return Computed(head.logits_of(rows), cache, head)
         kept = self._tensor(rows)
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
+
+    def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
+        """Compute the step that the buffers hold, store what it keeps, and return the logits of all rows."""
+        cache = StepCache(pools.calls, buffers.positions)
+        cache.slots, cache.tokens = pools.slots, buffers.tokens
+        cache.view = StepView(pools.layers, cache, buffers.views)
+        logits: Tensor = self.model(
+            input_ids=buffers.token_ids[None],
+            position_ids=buffers.positions[None],
+            use_cache=False,
+            paged=cache.view,
+            logits_to_keep=buffers.rows,
+            **{self._cache_argument: cache},
+        ).logits[0]
+        return logits
 
     def close(self) -> None:
         self._workers.close()

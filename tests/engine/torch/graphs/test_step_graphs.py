@@ -1,0 +1,218 @@
+"""Steps from buffers give what steps computed anew give, replayed or not, filled up or not."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import services.engine.torch.model.packed_model as packed_model
+import services.engine.torch.pools as runner_pools
+from bench.families import FAMILIES
+from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
+from engine.torch.graphs import tape
+from exactness.checkpoints import tiny_checkpoint
+from services.engine.paged.runner import Chunk, TailPages
+from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.graphs.step_graphs import StepGraphs, bucket_rows
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.pools import Pools
+from services.kv.carried.pool_sizes import PoolSizes
+from services.values.request import SamplingParams
+
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, MAX_ROWS = 16, 96, 8, 5
+GREEDY = SamplingParams(temperature=0)
+# All but latents, which gather.
+GRAPHED = [name for name in ("llama", "qwen3", *FAMILIES) if name not in ("deepseek_v3", "jamba")]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Nothing is computed by numpy, and single tokens attend by parts."""
+    for name in ("even_activations", "fuse_norms"):
+        monkeypatch.setattr(packed_model, name, lambda model: None)
+    monkeypatch.setattr(packed_model, "forward_in_place", lambda *_: None)
+    attend = tape.recorded(attend_parts_plainly)
+
+    def choose(pools, num_heads):
+        return tuple(
+            None if kv.is_latent else OnDevice(attend, max(heads), num_programs=8)
+            for kv, heads in zip(pools, num_heads, strict=True)
+        )
+
+    monkeypatch.setattr(runner_pools, "choose_in_place", choose)
+
+
+class Made:
+    def __init__(self, family, capture, max_rows=MAX_ROWS):
+        model = load_model(open_checkpoint(tiny_checkpoint(family), "float32"), torch.device("cpu"))
+        self.model = PackedModel(model)
+        self.model.scan_tokens = None
+        self.pools = Pools(
+            self.model.remembered,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            sizes=PoolSizes(num_window_pages=NUM_PAGES, num_slots=NUM_SLOTS),
+            model_fingerprint=0,
+            device=torch.device("cpu"),
+        )
+        self.graphs = StepGraphs(self.model, self.pools, max_rows, capture)
+
+    def memory(self):
+        states = [] if self.pools.slots is None else list(self.pools.slots.of_state.values())
+        return [kv.numbers for kv in self.pools.layers.pools] + states
+
+    def randomize(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for numbers in self.memory():
+            numbers.copy_(torch.randn(numbers.shape, generator=generator) / 4)
+
+    def step(self, num_rows, seed):
+        """Rows share pages, and each writes one of its own."""
+        chance = random.Random(seed)
+        tails = len(self.pools.layers.pools) - 1
+        chunks = []
+        for row in range(num_rows):
+            pages = [*range(chance.randrange(4)), *range(20 + 4 * row, 21 + 4 * row + chance.randrange(3))]
+            start = chance.randrange((len(pages) - 1) * PAGE_SIZE, len(pages) * PAGE_SIZE)
+            slot = row if self.pools.slots is not None else None
+            views = (TailPages(0, pages),) * tails
+            token_id = chance.randrange(5, 500)
+            chunks.append(Chunk([token_id], start, pages, True, GREEDY, tails=views, slot=slot))
+        return chunks
+
+
+def computed(made, chunks, by):
+    """The logits, the most probable ids, and what the step left in memory."""
+    rows = range(sum(len(chunk.token_ids) for chunk in chunks))
+    with torch.inference_mode():
+        step = by(chunks, rows)
+        assert step is not None
+        return step.logits.clone(), step.most_probable, [numbers.clone() for numbers in made.memory()]
+
+
+def check_family(family):
+    made = Made(family, tape.capture)
+    assert made.graphs._buckets, family
+    again = Made(family, tape.computed_again)
+    for num_rows in (1, 3, 4, 5):
+        for seed in (num_rows, num_rows + 10):
+            chunks = made.step(num_rows, seed)
+            made.randomize(seed)
+            replayed, most_probable, left = computed(made, chunks, made.graphs.compute)
+            again.randomize(seed)
+            fresh, _, left_fresh = computed(again, chunks, again.graphs.compute)
+            assert torch.equal(replayed, fresh)
+            assert all(map(torch.equal, left, left_fresh))
+            assert torch.equal(most_probable, replayed.argmax(1))
+            made.randomize(seed)
+            anew, _, left_anew = computed(
+                made, chunks, lambda chunks, rows: made.model.compute(made.pools, chunks, rows)
+            )
+            torch.testing.assert_close(replayed, anew, atol=2e-3, rtol=1e-3)
+            for own, other in zip(left, left_anew, strict=True):
+                torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
+    assert made.graphs.counts == {"graph": 8}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_replayed_step_is_a_fresh_one_to_the_bit(subtests):
+    for family in ("llama", "gpt_oss", "falcon_h1"):
+        with subtests.test(family):
+            check_family(family)
+
+
+@pytest.mark.exact
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("family", GRAPHED)
+def test_a_replayed_step_is_a_fresh_one_in_every_family(family):
+    check_family(family)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_drafts_are_rows(subtests):
+    made = Made("llama", tape.capture)
+    made.randomize(1)
+    [first, second] = made.step(2, 1)
+    drafting = replace(first, token_ids=[*first.token_ids, 7, 8], num_drafts=2, start=20, pages=[1, 2])
+    chunks = [second, drafting]
+    replayed, _, _ = computed(made, chunks, made.graphs.compute)
+    anew, _, _ = computed(made, chunks, lambda c, rows: made.model.compute(made.pools, c, rows))
+    torch.testing.assert_close(replayed, anew, atol=2e-3, rtol=1e-3)
+    recurrent = Made("falcon_h1", tape.computed_again)
+    with subtests.test("states of drafts wait"):
+        drafting = replace(drafting, slot=3, tails=second.tails)
+        assert recurrent.graphs.compute([drafting], range(3)) is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_no_bucket_takes_is_computed_anew(subtests):
+    made = Made("llama", tape.computed_again)
+    prompt = Chunk([5, 6], 0, [1], True, GREEDY)
+    unstored = replace(made.step(1, 1)[0], store_from=99)
+    cases = {
+        "a prompt": [prompt],
+        "more rows than the largest": made.step(6, 1),
+        "none is stored": [unstored],
+    }
+    for name, chunks in cases.items():
+        with subtests.test(name):
+            assert made.graphs.compute(chunks, range(len(chunks))) is None
+    assert made.graphs.counts == {"eager": 3}
+    with torch.inference_mode():
+        some = made.graphs.compute(made.step(3, 1), [0, 2])
+    assert some is not None and some.logits.shape[0] == 2
+
+
+def refused(monkeypatch, caplog, forward=None, capture=tape.capture):
+    """Return which buckets are left, and what the log says."""
+    if forward is not None:
+        own = packed_model.PackedModel.logits_of
+        monkeypatch.setattr(packed_model.PackedModel, "logits_of", lambda *args: forward(own(*args), args[0]))
+    made = Made("llama", capture)
+    return [each.buffers.num_rows for each in made.graphs._buckets], caplog.text
+
+
+def keeping(logits, packed):
+    packed.model.model.kept = logits
+    return logits
+
+
+def branching(logits, packed):
+    return logits if logits[0, 0] > 0 else logits + 1
+
+
+def wrong(compute):
+    compute()
+    return lambda: None
+
+
+def short_of_memory(compute):
+    if compute.args[0].num_rows > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return tape.capture(compute)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_graph_that_would_be_wrong_is_refused(monkeypatch, caplog, subtests):
+    cases = {
+        "keeps a tensor": (keeping, tape.capture, [], "keeps a tensor"),
+        "branches on a value": (branching, tape.capture, [], "waits for the device"),
+        "differs": (None, wrong, [], "graph_wrong"),
+        "memory is short": (None, short_of_memory, [1, 2], "out of memory"),
+    }
+    for name, (forward, capture, kept, said) in cases.items():
+        with subtests.test(name), monkeypatch.context() as patching:
+            caplog.clear()
+            left, log = refused(patching, caplog, forward, capture)
+            assert left == kept
+            assert said in log
+
+
+def test_buckets_reach_the_largest_step():
+    assert bucket_rows(0) == ()
+    assert bucket_rows(1) == (1,)
+    assert bucket_rows(64)[0] == 64
+    assert bucket_rows(70)[:2] == (70, 64)
+    assert len(bucket_rows(512)) <= 20 and bucket_rows(512)[-1] == 1
