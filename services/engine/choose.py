@@ -100,6 +100,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             catch_up_tokens=settings.draft_catch_up_tokens,
             scratch_pages=settings.max_running_requests,
             self_check=settings.self_check == "on",
+            kv_dtype=settings.kv_dtype,
             max_rows=settings.max_running_requests,
         )
         return lambda: TorchRunner(
@@ -116,6 +117,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             draft=draft if settings.draft_model else None,
             max_rows=settings.graph_rows if role is Role.DECODE else 0,
             graph_mib=settings.graph_mib,
+            kv_dtype=settings.kv_dtype,
         )
     if settings.engine == "fake":
         return _fake_factory(settings, role)

@@ -55,6 +55,9 @@ class EngineSettings(ClusterConfig):
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         None, "of weights and KV; default: the checkpoint's"
     )
+    kv_dtype: Literal["fp8_e4m3"] | None = setting(
+        None, "engine torch: of KV, in half the memory of bfloat16 and a little less exact; default: --dtype"
+    )
     num_threads: int | None = setting(
         None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
     )
@@ -177,6 +180,9 @@ class EngineSettings(ClusterConfig):
             raise ConfigError(
                 "--speculation is for --engine=torch: SGLang has --engine-arg=--speculative-algorithm=..."
             )
+        if self.kv_dtype and self.engine != "torch":
+            also = ": SGLang has --engine-arg=--kv-cache-dtype=..." * (self.engine == "sglang")
+            raise ConfigError(f"--kv-dtype is for --engine=torch{also}")
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")

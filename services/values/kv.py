@@ -54,7 +54,7 @@ class KvGroup:
     layer_ids: tuple[int, ...]
     num_kv_heads: int  # It is 0 with RECURRENT, and 1 with a latent.
     head_dim: int  # It is of keys, or of the latent.
-    # It is float32, bfloat16 or float16; where a state has several, it is the attention's beside it.
+    # It is float32, bfloat16, float16 or float8_e4m3fn; a state's own is that of the attention beside it.
     dtype: str
     v_head_dim: int | None = None  # None stands for head_dim, and 0 for a latent, which has no values.
     window: int = 0  # It counts tokens, the own one too; 0 says that there is none.

@@ -24,7 +24,7 @@ from services.engine.torch.graphs.step_graphs import open_graphs
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.remembered import whole_group
-from services.engine.torch.pools import Pools
+from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.sample import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
@@ -48,6 +48,7 @@ class DraftModelSettings:
     catch_up_tokens: int = 512
     scratch_pages: int = 64  # They hold drafts that reach past a sequence's pages.
     self_check: bool = True
+    kv_dtype: KvDtype | None = None
     max_rows: int = 0  # Steps of up to so many single tokens are replayed from CUDA graphs.
 
 
@@ -105,7 +106,7 @@ class TorchDraft:
         except ConfigError as error:
             raise ConfigError(f"{checkpoint.directory} cannot draft: {error}") from error
         if settings.self_check:
-            check(self._model, page_size, str(checkpoint.directory))
+            check(self._model, page_size, str(checkpoint.directory), settings.kv_dtype)
         self._model.pack(torch.get_num_threads())
         self._pools = Pools(
             remembered,
@@ -115,6 +116,7 @@ class TorchDraft:
             model_fingerprint=checkpoint.fingerprint,
             device=device,
             groups=(group,),
+            kv_dtype=settings.kv_dtype,
         )
         self._graphs = open_graphs(self._model, self._pools, settings.max_rows, graph_budget)
         self._scratch = [PageId(num_pages + page) for page in range(settings.scratch_pages)]

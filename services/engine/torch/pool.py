@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,8 +22,16 @@ class KvPool:
     head_dim]. The group's own unit_bytes are not read: they come of its shape.
     """
 
-    def __init__(self, group: KvGroup, *, num_pages: int, page_size: int, device: torch.device) -> None:
-        """Allocate and zero the pool.
+    def __init__(
+        self,
+        group: KvGroup,
+        *,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate and zero the pool. `compute_dtype` is the model's, where it is not the group's.
 
         Raises:
             ConfigError: it is empty, or larger than all the memory that the device has.
@@ -35,7 +44,8 @@ class KvPool:
         self.group = group
         self.unit_bytes = shape.page_numbers * dtype.itemsize
         memory = allocate(num_pages * self.unit_bytes, device)
-        self.kv = PagedKv(memory.view(dtype), shape)
+        widened = compute_dtype if compute_dtype is not dtype else None
+        self.kv = PagedKv(memory.view(dtype), shape, widened)
         self.read_pages: PageReader = page_reader(memory.view(num_pages, self.unit_bytes))
 
     @property
@@ -46,7 +56,7 @@ class KvPool:
         return self.kv.layer(index)
 
     def close(self) -> None:
-        self.kv = PagedKv(self.kv.numbers.new_empty(0), self.kv.shape)
+        self.kv = replace(self.kv, numbers=self.kv.numbers.new_empty(0))
         self.read_pages = closed_pool
 
 

@@ -1,7 +1,8 @@
 """A runner has a pool for each group of its layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -12,8 +13,11 @@ from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.page_reader import PageReader
 from services.engine.torch.pool import KvPool
 from services.kv.carried.pool_sizes import PoolSizes
-from services.values.errors import ProtocolError
+from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
+
+KvDtype = Literal["fp8_e4m3"]
+_KV_DTYPES: Mapping[KvDtype, str] = {"fp8_e4m3": "float8_e4m3fn"}
 
 
 class Pools:
@@ -33,27 +37,38 @@ class Pools:
         device: torch.device,
         by_kernels: bool = True,
         groups: Sequence[KvGroup] = (),
+        kv_dtype: KvDtype | None = None,
     ) -> None:
-        """Allocate and zero the pools; full attention's has `num_pages`.
+        """Allocate and zero the pools; full attention's has `num_pages`. K and V are of `kv_dtype`; None: the
+        model's.
 
         Without `by_kernels` single tokens gather.
 
         `groups` are those of attention, where they are not to be those of `attention_groups`.
 
         Raises:
-            ConfigError: one is empty, or larger than all the memory that the device has.
+            ConfigError: one is empty, or larger than all the memory that the device has; or a latent is to be
+                kept in another type than the model's.
             Unavailable: there is not so much memory now.
         """
         self.calls = remembered.calls
-        full, *windowed = groups or attention_groups(remembered.calls)
-        self._paged = [KvPool(full, num_pages=num_pages, page_size=page_size, device=device)]
-        for group in windowed:
-            num_units = sizes.num_units(group, page_size, num_pages)
-            self._paged.append(KvPool(group, num_pages=num_units, page_size=page_size, device=device))
+        self._paged: list[KvPool] = []
+        model_dtype = (groups or attention_groups(remembered.calls))[0].dtype
+        full, *windowed = _kept_in(groups or attention_groups(remembered.calls), kv_dtype)
+        for group in (full, *windowed):
+            num_units = num_pages if group is full else sizes.num_units(group, page_size, num_pages)
+            pool = KvPool(
+                group,
+                num_pages=num_units,
+                page_size=page_size,
+                device=device,
+                compute_dtype=getattr(torch, model_dtype),
+            )
+            self._paged.append(pool)
         self.slots: SlotPool | None = None
         units = [full, *(replace(pool.group, unit_bytes=pool.unit_bytes) for pool in self._paged[1:])]
         if remembered.states:
-            states = recurrent_group(remembered.states, full.dtype)
+            states = recurrent_group(remembered.states, model_dtype)
             num_slots = sizes.num_units(states, page_size, num_pages)
             self.slots = SlotPool(remembered.states, num_slots=num_slots, device=device)
             units.append(replace(states, unit_bytes=self.slots.slot_bytes))
@@ -87,6 +102,14 @@ class Pools:
         if self.slots is not None:
             self.slots.close()
         self.layers = replace(self.layers, pools=[pool.kv for pool in self._paged])
+
+
+def _kept_in(groups: Sequence[KvGroup], kv_dtype: KvDtype | None) -> Sequence[KvGroup]:
+    if kv_dtype is None:
+        return groups
+    if any(group.v_head_dim == 0 for group in groups):
+        raise ConfigError("--kv-dtype: a latent, of which keys and values are made, is kept as it is")
+    return [replace(group, dtype=_KV_DTYPES[kv_dtype]) for group in groups]
 
 
 def _num_heads(remembered: Remembered, group: KvGroup) -> frozenset[int]:

@@ -17,7 +17,7 @@ from services.engine.torch.graphs.step_graphs import graph_budget, open_graphs
 from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.pools import Pools
+from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
@@ -50,6 +50,7 @@ class TorchRunner:
         max_rows: int = 0,
         graph_mib: int | None = None,
         fuses: bool = True,
+        kv_dtype: KvDtype | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
@@ -63,6 +64,8 @@ class TorchRunner:
         `graph_mib` MiB at most, with None a 64th of the card and 256 at least; and with `fuses` some of a
         definition's operations are computed by kernels of ours.
 
+        K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
+
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
             Unavailable: memory, the device or a file is not to be had now; another start may do.
@@ -75,7 +78,7 @@ class TorchRunner:
         model = load_model(checkpoint, self._device)
         self._model = PackedModel(model, torch.get_num_threads(), index_block)
         if self_check:
-            check(self._model, page_size, str(checkpoint.directory))
+            check(self._model, page_size, str(checkpoint.directory), kv_dtype)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
         self._pools = Pools(
             self._model.remembered,
@@ -84,6 +87,7 @@ class TorchRunner:
             sizes=sizes or PoolSizes(),
             model_fingerprint=checkpoint.fingerprint,
             device=self._device,
+            kv_dtype=kv_dtype,
         )
         budget = graph_budget(self._device, graph_mib)
         self._graphs = open_graphs(self._model, self._pools, max_rows, budget)

@@ -9,8 +9,9 @@ A product of small matrices keeps its sums in registers through its inner loop: 
     multiply_rows(8, ...)                        a product of matrices, eight rows of it at once
     multiply_tile(8, ...)                        the same, two vectors wide, of matrices in another order
 
-Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16, or int16, which
-is float16 (where HAS_FLOAT16). Indices are not checked and do not count from the end.
+Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16, int16, which is
+float16 (where HAS_FLOAT16), or uint8, which is float8_e4m3fn, whose NaN is read as 480. Indices are not
+checked and do not count from the end.
 """
 
 import platform
@@ -142,7 +143,7 @@ def multiply_rows(
     """Row i of the products becomes kept times itself plus the sum of matrix[i, k] times row k of factors.
 
     Both are in `rows`, from the numbers `factors` and `products` on; a row is as many as `kept` has lanes.
-    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], of any of the three types. For each
+    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], of any of the four types. For each
     k the cache line of the number at ahead + 8 * k is asked for. `num_rows` is a literal: so many sums are in
     registers.
     """
@@ -255,6 +256,12 @@ def _float_at(builder: Any, element: Any, is_half: bool) -> Any:
     number = builder.load(element)
     if is_half:
         return builder.fpext(builder.bitcast(number, ir.HalfType()), _FLOAT)
+    if isinstance(number.type, ir.IntType) and number.type.width == 8:
+        # Its exponent is 120 less than a float32's, so that subnormal numbers come out right, too.
+        wide = builder.zext(number, _INT32)
+        sign = builder.shl(builder.and_(wide, _INT32(0x80)), _INT32(24))
+        rest = builder.shl(builder.and_(wide, _INT32(0x7F)), _INT32(20))
+        return builder.fmul(builder.bitcast(builder.or_(sign, rest), _FLOAT), ir.Constant(_FLOAT, 2.0**120))
     if isinstance(number.type, ir.IntType):  # bfloat16 is the upper half of a float32
         return builder.bitcast(builder.shl(builder.zext(number, _INT32), _INT32(16)), _FLOAT)
     return number

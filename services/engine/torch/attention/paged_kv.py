@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+# The largest number of float8_e4m3fn: what is larger is stored as that.
+_MOST_FLOAT8 = 448.0
 
 
 class PageShape(NamedTuple):
@@ -29,10 +33,19 @@ class PageShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """Pages lie one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous."""
+    """Pages lie one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous.
+
+    They may be of a smaller type than the model computes in: then they are rounded when they are stored, and
+    widened when they are read.
+    """
 
     numbers: Tensor
     shape: PageShape
+    widened: torch.dtype | None = None  # the type that the model computes in; None: that of `numbers`
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.widened or self.numbers.dtype
 
     @property
     def num_pages(self) -> int:
@@ -41,6 +54,12 @@ class PagedKv:
     @property
     def is_latent(self) -> bool:
         return self.shape.v_head_dim == 0
+
+    def rounded(self, numbers: Tensor) -> Tensor:
+        """Return the numbers in the type of the pages."""
+        if self.widened is None:
+            return numbers
+        return numbers.clamp(-_MOST_FLOAT8, _MOST_FLOAT8).to(self.numbers.dtype)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer: views [num_pages, num_kv_heads, page_size, head_dim or v_head_dim]."""

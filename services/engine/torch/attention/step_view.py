@@ -30,7 +30,7 @@ _READERS_OF_A_READ = 8
 
 
 # Kernels for the CPU read these, and take their numbers for the types beside them.
-_NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+_NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 if HAS_FLOAT16:
     _NUMPY_VIEWS[torch.float16] = torch.int16
 IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)

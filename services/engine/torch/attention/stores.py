@@ -8,6 +8,7 @@ from services.engine.torch.attention.step_view import ReachView, as_numpy
 
 def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None:
     """Store the step's `key` and `value`, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
+    key, value = view.kv.rounded(key), view.kv.rounded(value)
     if view.numbers is not None:
         keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
         store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)

@@ -108,9 +108,9 @@ def attend_pages(
     """Return each query's attention over all that it reads, [num_queries, num_heads, v_head_dim].
 
     `query` is [num_queries, num_heads, head_dim]; `numbers` are the pool's, in pages of `shape`: float32,
-    bfloat16 as uint16, or float16 as int16. `softcap` and `sinks` [num_heads] are as in Scores. `shares` cut
-    [0, num_kv_heads * num_queries) into what the caller computes and, beside it, the `executor`; without one
-    there is a single share.
+    bfloat16 as uint16, float16 as int16, or float8_e4m3fn as uint8. `softcap` and `sinks` [num_heads] are as
+    in Scores. `shares` cut [0, num_kv_heads * num_queries) into what the caller computes and, beside it, the
+    `executor`; without one there is a single share.
     """
     num_queries, num_heads = query.shape[:2]
     # The query is put in the usual order, whatever it is a view of: for another one the kernel would be

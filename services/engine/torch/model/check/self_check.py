@@ -13,22 +13,33 @@ compared, and other tokens are tried before a model is refused.
 
 import logging
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import free_bytes
-from services.engine.torch.model.check.findings import OF_ALSO_HALF, OF_HALF, ROWS, CheckedRow, Findings
+from services.engine.torch.model.check.findings import (
+    OF_ALSO_HALF,
+    OF_FLOAT8_KV,
+    OF_HALF,
+    ROWS,
+    CheckedRow,
+    Findings,
+)
 from services.engine.torch.model.check.model_probe import attending_by, probe
 from services.engine.torch.model.check.trial import Cut, plan_trial
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.pools import Pools
+from services.engine.torch.pools import KvDtype, Pools
 from services.kv.carried.borders import scans
 from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, Unavailable
@@ -38,13 +49,14 @@ from services.values.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 _DRAWS = 3
+_ROUNDING = "isthmus_rounding"  # attention that rounds K and V as float8 pages do
 # So many tokens of a sequence take a second or two. On a CPU, models of so many parameters have fewer.
 _MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def check(model: PackedModel, page_size: int, name: str) -> None:
-    """Log what is found, and leave the model as it was.
+def check(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | None = None) -> None:
+    """Log what is found, and leave the model as it was. With `kv_dtype` it is tried once more in that.
 
     But a recurrence in place that is wrong is left out, for it can be done without.
 
@@ -53,16 +65,16 @@ def check(model: PackedModel, page_size: int, name: str) -> None:
         Unavailable: memory is short, or the device is lost.
     """
     try:
-        _check_as_it_is(model, page_size, name)
+        _check_as_it_is(model, page_size, name, kv_dtype)
     except ConfigError as error:
         if not model.in_place:
             raise
         model.in_place = False
-        _check_as_it_is(model, page_size, name)
+        _check_as_it_is(model, page_size, name, kv_dtype)
         logger.warning("recurrence_kernel_unusable model=%s error=%r", name, str(error))
 
 
-def _check_as_it_is(model: PackedModel, page_size: int, name: str) -> None:
+def _check_as_it_is(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | None) -> None:
     half = [tensor for tensor in (*model.model.parameters(), *model.model.buffers()) if tensor.dtype in _HALF]
     widens = bool(half) and _fit_in_float32(half, model.device)
     try:
@@ -70,6 +82,11 @@ def _check_as_it_is(model: PackedModel, page_size: int, name: str) -> None:
             if widens:
                 with _widened(half):
                     _check(_Settings(model, page_size, by_kernels=False), name)
+                    if kv_dtype is not None:
+                        _check(_Settings(model, page_size, OF_FLOAT8_KV, kv_dtype, by_kernels=False), name)
+            elif kv_dtype is not None:
+                rounds = OF_HALF if half else OF_FLOAT8_KV
+                _check(_Settings(model, page_size, rounds, kv_dtype, by_kernels=not half), name)
             tolerance = None if not half else OF_ALSO_HALF if widens else OF_HALF
             _check(_Settings(model, page_size, tolerance, by_kernels=not half), name)
     except (ConfigError, Unavailable):
@@ -83,6 +100,7 @@ class _Settings:
     model: PackedModel
     page_size: int
     half_tolerance: float | None = None
+    kv_dtype: KvDtype | None = None
     by_kernels: bool = True  # to compile them takes seconds for each type of numbers
 
 
@@ -93,7 +111,7 @@ def _check(settings: _Settings, name: str) -> None:
             break
     if findings.fault:
         raise ConfigError(f"{name} cannot be served: {findings.fault}")
-    dtype = "half" if settings.half_tolerance else "float32"
+    dtype = settings.kv_dtype or ("half" if settings.half_tolerance else "float32")
     controls = {lost: f"{error:.1e}" for lost, error in findings.controls.items()}
     logger.info(
         "self_check_passed model=%s dtype=%s error=%.1e after_singles=%.1e lost=%s",
@@ -115,6 +133,7 @@ class _Sequence:
 class _Check:
     def __init__(self, settings: _Settings, seed: int) -> None:
         self._model, self._page_size = settings.model, settings.page_size
+        self._kv_dtype = settings.kv_dtype
         self._remembered = probe(self._model.model)
         self._chance = random.Random(seed)
         self._findings = Findings(settings.half_tolerance)
@@ -129,6 +148,7 @@ class _Check:
             model_fingerprint=0,
             device=self._model.device,
             by_kernels=settings.by_kernels,
+            kv_dtype=settings.kv_dtype,
         )
         # Pages are shuffled: neighbours in a sequence are none in the pool.
         self._free_pages = self._chance.sample(range(num_pages), num_pages)
@@ -162,7 +182,7 @@ class _Check:
 
     def _plain(self, ids: Sequence[int], rows: Sequence[int]) -> dict[int, Tensor]:
         model, device = self._model.model, self._model.device
-        with attending_by(model, "eager"):
+        with attending_by(model, "eager" if self._kv_dtype is None else _ROUNDING):
             logits = model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.arange(len(ids), device=device)[None],  # Bamba makes wrong ones itself
@@ -275,6 +295,23 @@ def _page_of(group: int) -> str:
 def _error(got: Tensor, plain: Tensor) -> float:
     error: float = ((got - plain).square().mean() / plain.square().mean()).sqrt().item()
     return error
+
+
+def _attend_rounded(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
+) -> Any:
+    """Attend as the definition's own eager function does, to K and V as they come back from float8 pages."""
+    attend = sys.modules[type(module).__module__].eager_attention_forward  # each definition's file has one
+    return attend(module, query, _as_float8(key), _as_float8(value), *others, **named)
+
+
+def _as_float8(numbers: Tensor) -> Tensor:
+    pages = PagedKv(numbers.new_empty(0, dtype=torch.float8_e4m3fn), PageShape(0, 0, 0, 0, 0), numbers.dtype)
+    return pages.rounded(numbers).to(numbers.dtype)
+
+
+AttentionInterface.register(_ROUNDING, _attend_rounded)
+AttentionMaskInterface.register(_ROUNDING, eager_mask)
 
 
 def _most_tokens(model: PreTrainedModel) -> int:
