@@ -7,7 +7,8 @@ fast it is.
     install    those, from DIR, into a folder that goes away again: nothing of the host is changed
     parts      one process each (bench/gpu/parts.py). Each says how it ended when it ends; what fails or takes
                too long stops no other. A model of a billion parameters is made beside the first ones
-    summary    a table, and --json FILE: all figures; the exit code is 1 if a part failed or was not reached
+    summary    tables, the shortest last, and --json FILE: all figures; the exit code is 1 if a part failed
+               or was not reached
 
 `--device cpu` is a rehearsal without a GPU: the same parts, tiny.
 """
@@ -31,13 +32,15 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bench.gpu import host, wheels
+from bench.gpu.outcomes import AGAIN, CONTINUES, TABLES_FOLLOW, headlines, tables_of
 from bench.gpu.parts import Part, model_command, parts
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 565.0  # of all parts together: in all it is less than ten minutes
-TAIL_LINES = 40
+TAIL_LINES = 25
+MOST_STARTS = 5
 PASSED, FAILED, TOO_LONG, NOT_REACHED = "passed", "FAILED", "TOO LONG", "NOT REACHED"
 
 _FACTS = """
@@ -60,7 +63,7 @@ class Ended:
     output: str
 
     def row(self) -> Row:
-        lines = self.output.strip().splitlines()
+        lines = self.output.partition(TABLES_FOLLOW)[0].strip().splitlines()
         return {
             "part": self.part,
             "outcome": self.outcome,
@@ -108,22 +111,37 @@ def environment(site: Path, device: str) -> dict[str, str]:
 
 
 def run_part(part: Part, env: Mapping[str, str], left_s: float) -> Ended:
-    """Run the part in a process group of its own, of which nothing is left when this returns."""
+    """Run the part, and again from where it was while it asks for that or is killed by a signal."""
     if left_s < 1:
         return Ended(part.name, NOT_REACHED, 0.0, "the time was up")
-    began_s = time.monotonic()
+    began_s, deadline_s = time.monotonic(), time.monotonic() + min(part.limit_s, left_s)
+    code, output = run_once(part, env, deadline_s - time.monotonic())
+    for _ in range(MOST_STARTS - 1):
+        if code is None or not (code == AGAIN or (code < 0 and part.figures is not None)):
+            break
+        code, more = run_once(part, {**env, CONTINUES: "1"}, deadline_s - time.monotonic())
+        output += more
+    outcome = TOO_LONG if code is None else PASSED if code == 0 else FAILED
+    return Ended(part.name, outcome, time.monotonic() - began_s, output)
+
+
+def run_once(part: Part, env: Mapping[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Return the exit code, None where it took too long, and what it said.
+
+    It runs in a process group of its own, of which nothing is left when this returns.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             part.command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            outcome = PASSED if process.wait(min(part.limit_s, left_s)) == 0 else FAILED
+            code: int | None = process.wait(max(0.0, limit_s))
         except subprocess.TimeoutExpired:
-            outcome = TOO_LONG
+            code = None
         finally:
             end_group(process)
         output.seek(0)
-        return Ended(part.name, outcome, time.monotonic() - began_s, output.read())
+        return code, output.read()
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -156,11 +174,10 @@ def was_made(model: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
 
 
 def say(ended: Ended) -> None:
-    """A failure with what led to it, a benchmark with its tables, else the last line."""
-    lines = ended.output.strip().splitlines()
+    """A failure with what led to it, else the last line; tables come last of all."""
+    lines = ended.output.partition(TABLES_FOLLOW)[0].strip().splitlines()
     print(f"\n=== {ended.part}: {ended.outcome} in {ended.took_s:.1f} s", flush=True)
-    shown = 1 if ended.outcome is PASSED and not ended.part.startswith("bench.") else TAIL_LINES
-    print("\n".join(lines[-shown:]), flush=True)
+    print("\n".join(lines[-(1 if ended.outcome is PASSED else TAIL_LINES) :]), flush=True)
 
 
 def facts() -> dict[str, object]:
@@ -173,8 +190,13 @@ def facts() -> dict[str, object]:
 
 
 def figures_of(folder: Path, chosen: Sequence[Part]) -> dict[str, object]:
+    """Return those that were written, also by parts that did not come to their end."""
     named = {part.name: folder / part.figures for part in chosen if part.figures is not None}
-    return {name: json.loads(path.read_text()) for name, path in named.items() if path.exists()}
+    found: dict[str, object] = {}
+    for name, path in named.items():
+        with suppress(OSError, ValueError):
+            found[name] = json.loads(path.read_text())
+    return found
 
 
 def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,8 +206,10 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what the host lacks")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, by their names")
+    parser.add_argument("--cells", nargs="+", default=(), help="of bench.gpu.steps and bench.gpu.pieces")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"of all parts ({LIMIT_S:.0f})")
     parser.add_argument("--json", type=Path, help="write all outcomes and figures to this file")
+    parser.add_argument("--figures", type=Path, help="each part writes its own here, as it goes")
     arguments = parser.parse_args(argv)
     if arguments.wheels is not None and not arguments.wheels.is_dir():
         parser.error(f"--wheels: {arguments.wheels} is no folder")
@@ -207,29 +231,31 @@ def main() -> None:
         taken = install(arguments.wheels, folder / "site")
         print(f"installed for this run: {', '.join(taken) or 'nothing'}", flush=True)
         env = environment(folder / "site", arguments.device)
-        chosen = parts(arguments.device, folder / "model", folder)
+        figures_in = arguments.figures or folder
+        figures_in.mkdir(parents=True, exist_ok=True)
+        chosen = parts(arguments.device, folder / "model", figures_in, arguments.cells)
         chosen = [part for part in chosen if not arguments.only or part.name in arguments.only]
-        model = subprocess.Popen(
-            model_command(folder / "model", arguments.device == "cpu"),
-            cwd=ROOT,
-            env=env,
-            start_new_session=True,
-        )
+        needs_model = any(part.needs_model for part in chosen)
+        command = model_command(folder / "model", arguments.device) if needs_model else ("true",)
+        model = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
         stack.callback(end_group, model)
         ended = run_parts(chosen, env, model, arguments.limit_s)
-        figures = figures_of(folder, chosen)
+        figures = figures_of(figures_in, chosen)
     rows = [one.row() for one in ended]
-    print(f"\n{table(rows)}\n\nin all {time.monotonic() - began_s:.0f} s")
+    summary = headlines(figures)
     if arguments.json is not None:
         report = {
             "benchmark": "gpu",
             "host": found,
             "installed": taken,
             "rows": rows,
+            "summary": summary,
             "figures": figures,
             "failures": {one.part: one.output for one in ended if one.outcome is not PASSED},
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\n{tables_of(figures)}\n\n{table(rows)}")
+    print(f"\n{table(summary)}" if summary else "", f"\nin all {time.monotonic() - began_s:.0f} s")
     sys.exit(any(one.outcome is not PASSED for one in ended))
 
 

@@ -1,14 +1,12 @@
 """The parts of a run on a GPU host: each a command of its own, so that one that fails stops no other."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# 18 layers of 59 million parameters each, and what is left: 1.06 billion.
-BILLION = ("--layers=18", "--hidden=2560", "--heads=20", "--kv-heads=10")
-# For a rehearsal on a CPU.
-TINY = ("--layers=2", "--hidden=64", "--heads=4", "--kv-heads=2")
-MODEL_CONTEXT_TOKENS = 16_384
+# For a rehearsal on a CPU; the sizes for a GPU are those of bench.gpu.model: 1.06 billion parameters.
+_TINY = ("--layers=2", "--hidden=64", "--heads=4", "--kv-heads=2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +20,20 @@ class Part:
     figures: str | None = None
 
 
-def model_command(model: Path, rehearsal: bool) -> tuple[str, ...]:
+def model_command(model: Path, device: str) -> tuple[str, ...]:
     """Writes the checkpoint that the benchmarks run."""
-    size = TINY if rehearsal else BILLION
-    context = f"--max-context-tokens={MODEL_CONTEXT_TOKENS}"
-    return (sys.executable, "-m", "bench.checkpoint", str(model), *size, context)
+    size = _TINY if device == "cpu" else ()
+    return (sys.executable, "-m", "bench.gpu.model", str(model), f"--device={device}", *size)
 
 
-def parts(device: str, model: Path, figures: Path) -> list[Part]:
+def parts(device: str, model: Path, figures: Path, cells: Sequence[str] = ()) -> list[Part]:
     """All parts in their order: what must be right first, then what it costs.
 
-    `device` cpu is a rehearsal: the same parts, so small that they say nothing of speed.
+    `device` cpu is a rehearsal: the same parts, so small that they say nothing of speed. `cells` are those
+    that steps and pieces measure; none are all.
     """
     rehearsal = device == "cpu"
+    chosen = ("--cells", *cells) if cells else ()
     return [
         _tests("kernels", 200),
         _tests("transport", 60),
@@ -43,7 +42,8 @@ def parts(device: str, model: Path, figures: Path) -> list[Part]:
         _tests("families", 150),
         _tests("pair", 90),
         _bench("transfer", device, figures, 90, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
-        _bench("engine", device, figures, 150, *_engine(rehearsal), model=model),
+        _bench("gpu.steps", device, figures, 150, *(_STEPS_QUICK if rehearsal else ()), *chosen),
+        _bench("gpu.pieces", device, figures, 90, *chosen),
         _bench("decode_cache", device, figures, 200, *_decode_cache(rehearsal), model=model),
     ]
 
@@ -51,11 +51,10 @@ def parts(device: str, model: Path, figures: Path) -> list[Part]:
 _TRANSFER_QUICK = ("--total-mib=64", "--pool-mib=192", "--rounds=1")
 
 
-def _engine(rehearsal: bool) -> tuple[str, ...]:
-    if rehearsal:
-        return ("--batches", "1", "--contexts", "64", "--prompts", "64", "--rounds=1", "--num-threads=1")
-    cells = ("--batches", "1", "16", "64", "--contexts", "2048", "--prompts", "2048", "8192")
-    return (*cells, "--chunk-size=2048", "--rounds=9")  # chunks as in the chart's samples for GPUs
+_STEPS_QUICK = (
+    *("--batches", "1", "2", "--context=64", "--prompts", "64", "--rounds=3"),
+    *("--page-size=16", "--chunk-size=64", "--num-threads=1"),
+)
 
 
 def _decode_cache(rehearsal: bool) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ print(json.dumps(sorted({own for name in sys.modules for own in of_module.get(na
 
 def test_all_that_the_parts_import_of_our_dependencies_is_on_the_host_or_among_the_wheels():
     modules = [module_of(own) for own in parts("cuda", Path("model"), Path("figures"))]
-    command = [sys.executable, "-c", _IMPORTED, *modules, "bench.checkpoint"]
+    command = [sys.executable, "-c", _IMPORTED, *modules, "bench.gpu.model"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
     imported = {canonicalize_name(name) for name in json.loads(done.stdout)}

@@ -1,0 +1,60 @@
+"""This benchmark measures what steps are made of, each alone.
+
+python -m bench.gpu.pieces --json FILE [--device cuda] [--cells matmuls sampling]
+
+matmuls    the model's products, and a copy: what the device can do at most (products.py)
+sampling   choosing tokens of a large vocabulary, as in bench.engine
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench import engine
+from bench.device import CPU, device_named
+from bench.gpu.cells import Cell, run_cells
+from bench.gpu.model import dtype_on, size_on
+from bench.gpu.products import ROWS, copy_row, product_rows
+from bench.interrupts import end_as_by_ctrl_c
+from bench.report import Row
+
+SAMPLING_ROUNDS = 7
+
+
+def matmuls(device: torch.device) -> list[Row]:
+    rows = ROWS if device.type == "cuda" else ROWS[:1]
+    products = product_rows(rows, size_on(device).hidden, device, dtype_on(device))
+    return [copy_row(device), *products]
+
+
+def sampling(device: torch.device) -> list[Row]:
+    if device.type == "cpu":
+        engine.SAMPLING_VOCAB_SIZE, engine.SAMPLING_BATCHES = 2000, (2, 3)
+    plan = engine.Plan((1,), (64,), (64,), SAMPLING_ROUNDS, 64, 64)
+    return engine.sampling_rows(plan, 1, device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write outcomes and tables to this file")
+    parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
+    parser.add_argument("--cells", nargs="+", help="these, by their names; default: all")
+    parser.add_argument("--num-threads", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
+    measures = {"matmuls": matmuls, "sampling": sampling}
+    cells = [
+        Cell(name, name, partial(measure, arguments.device))
+        for name, measure in measures.items()
+        if not arguments.cells or name in arguments.cells
+    ]
+    run_cells("pieces", cells, arguments.json, arguments.device, {"cells": arguments.cells})
+
+
+if __name__ == "__main__":
+    end_as_by_ctrl_c()
+    main()
