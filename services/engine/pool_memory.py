@@ -96,10 +96,11 @@ def _ranks_memory(
 ) -> RanksMemory:
     own_dtype, groups = kv_dtype(config), layer_groups(config)
     dtype = settings.dtype or own_dtype
-    weights_bytes = weights(config).bytes_per_gpu() / ITEM_BYTES[own_dtype] * ITEM_BYTES[dtype]
+    own_bytes = weights(config, dequantized=True).bytes_per_gpu()  # as a rank on a CPU has them
+    weights_bytes = own_bytes / ITEM_BYTES[own_dtype] * ITEM_BYTES[dtype]
     token_bytes = groups.full.token_bytes(dtype)
     if draft:
-        weights_bytes += weights(draft).bytes_per_gpu()
+        weights_bytes += weights(draft, dequantized=True).bytes_per_gpu()
         token_bytes += draft_groups(draft, config).whole_token_bytes(kv_dtype(draft))
     most_pages = settings.kv_pages or DEFAULT_KV_PAGES
     return RanksMemory(

@@ -36,8 +36,3 @@ def disagreement(
         return None
     expected = " or ".join(map(repr, model_types[known[0]]))
     return f"architecture {known[0]} is of model_type {expected}, not {model_type!r}"
-
-
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config")
-    return any(isinstance(part, Mapping) and bool(part.get("quantization_config")) for part in (config, text))

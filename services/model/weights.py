@@ -6,6 +6,7 @@ from typing import Any
 
 from services.model.layer_groups import text_config
 from services.model.layer_kinds import LayerKinds, layer_kinds
+from services.model.quantization import quantization_of
 from services.model.recurrent_state import recurrent_parameters
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
@@ -32,14 +33,17 @@ class WeightsMemory:
         return attention + self.feed_forward * self.feed_forward_item_bytes / (tp_size * dp_size)
 
 
-def weights(config: Mapping[str, Any]) -> WeightsMemory:
+def weights(config: Mapping[str, Any], *, dequantized: bool = False) -> WeightsMemory:
     """Count the weights of a decoder whose layers layer_kinds and recurrent_state know. Raises ConfigError.
 
-    Layers that only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
+    Quantized ones take what they do in the checkpoint or, `dequantized`, what its dtype takes. Layers that
+    only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
     """
     text = text_config(config)
     item_bytes = float(ITEM_BYTES[kv_dtype(config)])
-    linear_bytes = _quantized_bytes(config.get("quantization_config"), item_bytes)
+    quantization = quantization_of(config)
+    linear_bytes = quantization.linear_bits / 8 if quantization and not dequantized else item_bytes
+    attention_bytes = item_bytes if quantization and quantization.experts_only else linear_bytes
     try:
         hidden, kinds = int(text["hidden_size"]), layer_kinds(text)
         layers = len(kinds)
@@ -54,7 +58,8 @@ def weights(config: Mapping[str, Any]) -> WeightsMemory:
         raise ConfigError("embeddings of each layer are not counted here; say --weights-gib")
     norms = (2 * layers + 1) * hidden
     # Tables and norms keep their type where the rest is quantized.
-    mean_bytes = (attention * linear_bytes + (tables + norms) * item_bytes) / (attention + tables + norms)
+    unquantized = (tables + norms) * item_bytes
+    mean_bytes = (attention * attention_bytes + unquantized) / (attention + tables + norms)
     return WeightsMemory(attention + tables + norms, feed_forward, mean_bytes, linear_bytes)
 
 
@@ -124,16 +129,3 @@ def _shared_width(text: Mapping[str, Any], width: int) -> int:
     if str(text.get("model_type")).startswith("llama4"):
         return width
     return int(text.get("n_shared_experts") or 0) * width
-
-
-def _quantized_bytes(quantization: Any, item_bytes: float) -> float:
-    """Return the bytes of a linear layer's parameter.
-
-    Its share of the scales is left out (of 128 x 128: 1 in 4,000).
-    """
-    if not quantization:
-        return item_bytes
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if method == "fp8":
-        return 1.0
-    raise ConfigError(f"weights quantized by {method!r} are not known here; say --weights-gib")

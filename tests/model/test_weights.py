@@ -63,7 +63,7 @@ def test_what_is_not_counted_or_not_known_is_said(subtests):
                 weights(config)
     for changes, said in [
         ({"vocab_size": None}, "size of the weights"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark"),
     ]:
         with (
             subtests.test("what cannot be known is said", changes=changes),
@@ -81,6 +81,26 @@ def test_known_models_have_what_is_said_of_them(subtests):
         with subtests.test("hybrids and experts have about what their names say", config=config):
             unquantized = {name: value for name, value in config.items() if name != "quantization_config"}
             assert num_parameters(unquantized) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_quantized_weights_take_what_their_bits_take():
+    plain = weights(QWEN3_8B).bytes_per_gpu()
+    tables = 2 * 151936 * 4096 * 2
+    group = {"num_bits": 4, "group_size": 128, "symmetric": True}
+    for quantization, bits in [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.16),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": group}}}, 4.125),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+    ]:
+        quantized = QWEN3_8B | {"quantization_config": quantization}
+        held = weights(quantized).bytes_per_gpu()
+        assert held == pytest.approx((plain - tables) * bits / 16 + tables, rel=1e-3)
+        assert weights(quantized, dequantized=True).bytes_per_gpu() == plain
+    gpt_oss = weights(GPT_OSS_120B)  # 63 GiB, of which 60.8 are experts'
+    assert gpt_oss.attention_item_bytes == 2
+    assert gpt_oss.bytes_per_gpu() / 2**30 == pytest.approx(60.8, rel=0.02)
 
 
 def test_attention_is_whole_on_every_rank_of_dp_attention():

@@ -21,7 +21,8 @@ from typing import Any
 from services.engine.pool_memory import pool_pages, ranks_memory
 from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
-from services.model.architectures import disagreement, is_quantized
+from services.model.architectures import disagreement
+from services.model.quantization import quantization_of
 from services.rank.config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
@@ -107,8 +108,10 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
     if said := disagreement(config):
         raise ConfigError(f"--model: {directory}/config.json contradicts itself: {said}")
-    if is_quantized(config):
-        raise ConfigError(f"--model: {directory} is quantized; engine torch takes float weights alone")
+    try:
+        quantization_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {directory}: {error}") from error
 
 
 def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:

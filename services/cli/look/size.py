@@ -11,6 +11,7 @@ from services.cli.look.config_json import read_config
 from services.cli.table import fold, format_bytes
 from services.model.context_length import context_tokens
 from services.model.layer_groups import draft_groups, layer_groups, text_config
+from services.model.quantization import is_quantized
 from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
@@ -250,6 +251,12 @@ def _remarks(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
         dtype = config.dtype or kv_dtype(checkpoint)
         token = format_bytes(groups.whole_token_bytes(dtype, config.tp_size))
         remarks.append(f"SGLang keeps windows whole unless told otherwise: {token} a token, and no tails")
+    if config.gpu_gib is not None and config.weights_gib is None and is_quantized(checkpoint):
+        held = weights(checkpoint, dequantized=True).bytes_per_gpu(config.tp_size, config.dp_attention_size)
+        remarks.append(
+            f"weights count as they are stored, quantized; dequantized, as engine torch may hold them, they "
+            f"take {format_bytes(held)}"
+        )
     text = text_config(checkpoint)
     stated = text.get("max_position_embeddings")
     if stated and config.context_tokens > (longest := context_tokens(text)):

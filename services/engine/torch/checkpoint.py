@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -25,12 +27,16 @@ from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
-from services.model.architectures import disagreement, is_quantized
+from services.engine.torch.quantized.parts import named_weights, open_tensors
+from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
+from services.model.quantization import Quantization, quantization_of
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+# How the weights of a quantized checkpoint are computed with: as numbers of the served dtype.
+DEQUANTIZED = "dequantized"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -51,7 +57,9 @@ class Checkpoint:
     directory: Path
     config: PreTrainedConfig
     dtype: torch.dtype
-    fingerprint: int  # see model_fingerprint
+    fingerprint: int  # see model_fingerprint; where weights are quantized, of how they are computed with, too
+    quantization: Quantization | None = None
+    is_quantized: bool = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -93,10 +101,51 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
     except Exception as error:  # transformers' checks of a config share no other class
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_causal(directory, config)
-    name = dtype or _own_dtype(directory, raw)
+    quantization = _quantization(directory, raw)
+    is_quantized = quantization is not None or _has_small_floats(directory)
+    name = dtype or _own_dtype(directory, raw, is_quantized)
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} of {directory} is not supported; use one of {', '.join(DTYPES)}")
-    return Checkpoint(directory, config, DTYPES[name], model_fingerprint(directory))
+    fingerprint = model_fingerprint(directory)
+    if is_quantized:
+        config = _without_quantization(config)
+        _named_weights(directory, quantization, DTYPES[name])
+        fingerprint = computed_by(fingerprint, DEQUANTIZED)
+    return Checkpoint(directory, config, DTYPES[name], fingerprint, quantization, is_quantized)
+
+
+def computed_by(fingerprint: int, way: str) -> int:
+    """Return the fingerprint of a quantized model that is computed in that way.
+
+    Its KV is rounded otherwise than that of another way, so that ranks of both must not share it.
+    """
+    return xxhash.xxh3_64_intdigest(f"{fingerprint:016x} {way}".encode())
+
+
+def _quantization(directory: Path, raw: dict[str, Any]) -> Quantization | None:
+    try:
+        return quantization_of(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from error
+
+
+def _has_small_floats(directory: Path) -> bool:
+    """Say whether there are floats of 8 bits, which are quantized whatever config.json says."""
+    for path in _weight_files(directory):
+        with path.open("rb") as file:
+            if any(str(tensor["dtype"]).startswith("F8_") for tensor in _tensors(_read_header(file))):
+                return True
+    return False
+
+
+def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy with which transformers asks for no library that computes with such weights."""
+    config = deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(part, key):
+                delattr(part, key)
+    return config
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
@@ -109,13 +158,11 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     disable_progress_bar()  # a rank's standard error is a log
     try:
         with LOADING, telling_progress():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.directory,
-                config=checkpoint.config,
+            make = _of_named_weights if checkpoint.is_quantized else _of_files
+            model, report = make(
+                checkpoint,
                 dtype=checkpoint.dtype,
                 attn_implementation=IMPLEMENTATION,
-                use_safetensors=True,
-                local_files_only=True,
                 output_loading_info=True,
             )
         # transformers fills what is missing with random numbers; such a model must not serve.
@@ -128,6 +175,38 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     except Exception as error:  # files, safetensors and memory raise any class, too
         raise start_fault(f"weights of {checkpoint.directory} cannot be loaded: {error}", error) from error
     return loaded
+
+
+def _of_files(checkpoint: Checkpoint, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    made: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        checkpoint.directory, config=checkpoint.config, use_safetensors=True, local_files_only=True, **options
+    )
+    return made
+
+
+def _of_named_weights(checkpoint: Checkpoint, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Make the model of tensors by name; transformers' automatic classes take files alone."""
+    config = checkpoint.config
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = found if isinstance(found, list | tuple) else (found,)
+    named = (each for each in classes if each.__name__ in (config.architectures or ()))
+    model_class = next(named, classes[0])
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    weights = _named_weights(checkpoint.directory, checkpoint.quantization, checkpoint.dtype)
+    made: tuple[PreTrainedModel, dict[str, Any]] = model_class.from_pretrained(
+        None, config=config, state_dict=weights, **options
+    )
+    return made
+
+
+def _named_weights(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Any]:
+    try:
+        return dict(named_weights(open_tensors(_weight_files(directory)), quantization, dtype))
+    except SafetensorError as error:
+        raise ConfigError(f"{directory} holds damaged weights: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from error
 
 
 def model_fingerprint(directory: Path) -> int:
@@ -178,10 +257,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
     if said := disagreement(raw, _model_types()):
         raise ConfigError(f"{directory}/config.json contradicts itself: {said}")
-    if is_quantized(raw):
-        raise ConfigError(
-            f"{directory} is quantized; only float32, bfloat16 and float16 weights are supported"
-        )
 
 
 def _model_types() -> dict[str, list[str]]:
@@ -210,11 +285,13 @@ def _rope_types(config: PreTrainedConfig) -> list[Any]:
     return [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
-def _own_dtype(directory: Path, raw: dict[str, Any]) -> str:
+def _own_dtype(directory: Path, raw: dict[str, Any], is_quantized: bool) -> str:
     parts = [raw, raw["text_config"]] if isinstance(raw.get("text_config"), dict) else [raw]
     named = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if named:
         return str(named)
+    if is_quantized:
+        return "bfloat16"
     with _weight_files(directory)[0].open("rb") as file:
         first = next(iter(_tensors(_read_header(file))))
     name = str(first["dtype"])

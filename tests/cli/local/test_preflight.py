@@ -47,7 +47,7 @@ def test_checkpoints(subtests, tmp_path_factory):
         ("config.json", None, "config.json"),
         ("config.json", "{", "config.json"),
         ("config.json", "[]", "not a JSON object"),
-        ("config.json", '{"quantization_config": {"quant_method": "fp8"}}', "is quantized"),
+        ("config.json", '{"quantization_config": {"quant_method": "quark"}}', "quantized by 'quark' are not"),
         (
             "config.json",
             '{"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}',

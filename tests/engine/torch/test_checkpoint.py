@@ -127,8 +127,8 @@ def test_what_we_cannot_run_is_refused(subtests, tmp_path_factory):
     for changes, reason in [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is of model_type 'gpt.*, not 'llama'"),
         ({"architectures": None, "model_type": "clip"}, "no model that generates text"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
-        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by 'hqq' are not served"),
+        ({"text_config": {"quantization_config": {"quant_method": "quark"}}}, "quantized by 'quark'"),
         ({"dtype": "float64"}, "float64"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic"),

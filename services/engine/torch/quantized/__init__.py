@@ -1,0 +1,1 @@
+"""Quantized weights are told by the names of their parts, and made numbers again, here."""

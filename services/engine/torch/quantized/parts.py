@@ -1,0 +1,210 @@
+"""The tensors of a quantized checkpoint, by the names under which a model's definition knows its weights.
+
+    X.weight + X.weight_scale, or .weight_scale_inv          FP8, INT8, MXFP8; and so of any other tensor
+    X.weight_packed + X.weight_scale, ..                     compressed-tensors of 4 bits, whole and float
+    X.qweight + X.qzeros + X.scales                          AWQ and GPTQ, which their shapes tell apart
+    X_blocks + X_scales                                      MXFP4, whose experts lie transposed
+
+transformers asks for a tensor when its turn has come, so that few are made at a time.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from services.engine.torch.quantized.dequantize import four_bits, packed, packed_columns, scaled
+from services.model.quantization import Quantization
+from services.values.errors import ConfigError
+
+# Numbers of these kinds mean nothing without a scale.
+_NUMBERS = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
+# These are of activations and of KV, which are not quantized here, and of what has been read by its shape.
+_UNUSED = (
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".weight_shape",
+)
+
+
+class Stored(Protocol):
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """It is made anew each time it is asked for, as safetensors' own slices are read."""
+
+    parts: Mapping[str, Stored]
+    make: Callable[..., Tensor]
+    dtype: torch.dtype
+    num_dims: int = 2  # The first of the parts has so many for a matrix, and one more for those of experts.
+
+    def __getitem__(self, index: Any) -> Tensor:
+        read = {name: part[...] for name, part in self.parts.items()}
+        first = next(iter(read.values()))
+        if first.dim() == self.num_dims:
+            return self.make(**read).to(self.dtype)[index]
+        made: Tensor | None = None
+        for i in range(len(first)):  # An expert at a time: in float32 all are a lot of memory.
+            own = {name: _of_expert(part, i, len(first)) for name, part in read.items()}
+            matrix = self.make(**own)
+            if made is None:
+                made = torch.empty((len(first), *matrix.shape), dtype=self.dtype)
+            made[i] = matrix
+        assert made is not None
+        return made[index]
+
+
+def _of_expert(part: Tensor, i: int, count: int) -> Tensor:
+    return part[i] if part.numel() > 1 and len(part) == count else part
+
+
+def open_tensors(files: list[Path]) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        opened = safe_open(file, "pt")
+        tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+    return tensors
+
+
+def named_weights(
+    tensors: Mapping[str, Stored], quantization: Quantization | None, dtype: torch.dtype
+) -> dict[str, Stored | Dequantized]:
+    """Return each weight by its name, those that are made of parts in `dtype`.
+
+    Raises ConfigError for numbers that no known part tells the meaning of.
+    """
+    found = _Found(tensors, quantization, dtype)
+    weights: dict[str, Stored | Dequantized] = {}
+    for name in tensors:
+        if (made := found.weight(name)) is not None:
+            weights[made[0]] = made[1]
+    for name, tensor in tensors.items():
+        if name not in found.used and not name.endswith(_UNUSED):
+            if tensor.get_dtype() in _NUMBERS:
+                raise ConfigError(f"{name} is of {tensor.get_dtype()}, and nothing says what that means")
+            weights[name] = tensor
+    return weights
+
+
+class _Found:
+    def __init__(
+        self, tensors: Mapping[str, Stored], quantization: Quantization | None, dtype: torch.dtype
+    ) -> None:
+        self._tensors, self._dtype = tensors, dtype
+        self._block = quantization.block if quantization else None
+        self._zeros_less_one = quantization is not None and quantization.zeros_less_one
+        self.used: set[str] = set()
+
+    def weight(self, name: str) -> tuple[str, Dequantized] | None:
+        for way in (self._scaled, self._packed, self._packed_columns, self._blocks):
+            if (made := way(name)) is not None:
+                return made
+        return None
+
+    def _scaled(self, name: str) -> tuple[str, Dequantized] | None:
+        kind, optional = self._tensors[name].get_dtype(), ("_scale_2", "_zero_point")
+        if kind not in _NUMBERS:
+            return None
+        parts = self._parts(name, ("_scale_inv",), optional) or self._parts(name, ("_scale",), optional)
+        if parts is None:
+            return None
+        numbers, scale, more, zero = parts
+        if kind == "U8":
+            return name, self._made(_four_bits, pairs=numbers, scale=scale, factor=more)
+        block = self._block
+
+        def make(numbers: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+            return scaled(numbers, scale, zero, block)
+
+        return name, self._made(make, numbers=numbers, scale=scale, zero=zero)
+
+    def _packed(self, name: str) -> tuple[str, Dequantized] | None:
+        base = name.removesuffix("_packed")
+        optional = ("_zero_point", "_g_idx", "_global_scale", "_shape")
+        if (
+            base == name
+            or (parts := self._parts(base, ("_packed", "_scale"), optional, has_own=False)) is None
+        ):
+            return None
+        words, scale, zero, groups, common, shape = parts
+        assert words is not None
+        if words.get_dtype() == "U8":
+            return base, self._made(_four_bits, pairs=words, scale=scale, divisor=common)
+        if shape is None:
+            raise ConfigError(f"{name} has no {base}_shape")
+        return base, self._made(_packed, words=words, scale=scale, zero=zero, groups=groups, shape=shape)
+
+    def _packed_columns(self, name: str) -> tuple[str, Dequantized] | None:
+        base = name.removesuffix(".qweight")
+        if base == name:
+            return None
+        parts = self._parts(base, (".qweight", ".qzeros", ".scales"), (".g_idx",), has_own=False)
+        if parts is None:
+            return None
+        words, zeros, scale, groups = parts
+        less_one = self._zeros_less_one
+
+        def make(words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None = None) -> Tensor:
+            return packed_columns(words, zeros, scale, groups, less_one)
+
+        made = self._made(make, words=words, zeros=zeros, scale=scale, groups=groups)
+        return f"{base}.weight", made
+
+    def _blocks(self, name: str) -> tuple[str, Dequantized] | None:
+        base = name.removesuffix("_blocks")
+        if base == name or (parts := self._parts(base, ("_blocks", "_scales"), (), has_own=False)) is None:
+            return None
+        return base, self._made(_of_blocks, num_dims=3, blocks=parts[0], scale=parts[1])
+
+    def _made(self, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None) -> Dequantized:
+        some = {name: part for name, part in parts.items() if part is not None}
+        return Dequantized(some, make, self._dtype, num_dims)
+
+    def _parts(
+        self, base: str, needed: tuple[str, ...], optional: tuple[str, ...], has_own: bool = True
+    ) -> list[Stored | None] | None:
+        """Return what is called `base` with each of these behind it, or None where something is missing."""
+        names = [base, *(base + suffix for suffix in needed)] if has_own else [base + each for each in needed]
+        if any(name not in self._tensors for name in names):
+            return None
+        also = [base + suffix for suffix in optional]
+        self.used.update(names, also)
+        return [self._tensors.get(name) for name in (*names, *also)]
+
+
+def _four_bits(
+    pairs: Tensor, scale: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None
+) -> Tensor:
+    """NVFP4 has a scale of all blocks more, by which one multiplies or divides theirs."""
+    if factor is not None:
+        scale = scale.float() * factor.float()
+    if divisor is not None:
+        scale = scale.float() / divisor.float()
+    return four_bits(pairs, scale)
+
+
+def _packed(
+    words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None = None, groups: Tensor | None = None
+) -> Tensor:
+    if groups is not None and bool((groups < 0).any()):
+        groups = None  # They were never assigned: columns are in order.
+    return packed(words, scale, int(shape[-1]), zero, groups)
+
+
+def _of_blocks(blocks: Tensor, scale: Tensor) -> Tensor:
+    return four_bits(blocks.flatten(-2), scale).transpose(-1, -2).contiguous()
