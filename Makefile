@@ -158,7 +158,7 @@ test-versions: $(VERSIONS:%=.venv-%/.installed) ## models and tokenizers with th
 	done
 
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
-	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/attention/kernels/test_triton_kernel.py
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/attention/kernels/test_triton_kernel.py tests/engine/torch/attention/kernels/test_gather_kernel.py
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
 	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -rs -m "sglang and not slow" $(SGLANG_TESTS)

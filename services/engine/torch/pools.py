@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention.in_place import choose_in_place, choose_packings, end_threads
 from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.model.remembered import Remembered, attention_groups, recurrent_group
 from services.engine.torch.model.slots import SlotPool
@@ -77,7 +77,8 @@ class Pools:
         kv = [pool.kv for pool in self._paged]
         heads = [_num_heads(remembered, group) for group in (full, *windowed)]
         self._in_place = choose_in_place(kv, heads) if by_kernels else (None,) * len(kv)
-        self.layers = PagedLayers(kv, self._in_place, _places(remembered, self.layout.groups))
+        packings = choose_packings(kv, heads) if by_kernels else ()
+        self.layers = PagedLayers(kv, self._in_place, _places(remembered, self.layout.groups), packings)
 
     @property
     def memory(self) -> tuple[PoolMemory, ...]:

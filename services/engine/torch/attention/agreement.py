@@ -1,10 +1,12 @@
 """The ways to attend on a device are tried on random pages of the pool's own layout when the runner starts.
 
     a plain softmax, on the host  <--require_causal-->  the gather path  <--require_agreement-->  a kernel
+                                  <--require_packed-->  prompts packed together
 
-A kernel that is wrong can be done without, the gather path cannot.
+A kernel that is wrong can be done without, and so can packing; the gather path cannot.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnD
 from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.prompts import Packing
 from services.engine.torch.attention.step_view import view_step
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
@@ -34,6 +37,7 @@ _NUM_LAYERS, _LAYER = 2, 1
 _ROOM = 2
 # The chunks (start, length) end within, at and one past what kernels take at a time; short ones lie far on.
 _SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1), (177, 3), (100, 21), (90, 5))
+_WHOLE_SPANS = ((0, 150), (0, 64), (0, 3))  # of these the step has all K and V
 
 
 _ALL = Reach(0)
@@ -58,6 +62,8 @@ _WAYS = (
     _Way(Reach(0, GroupKind.CHUNKED_WINDOW, 90), softcap=3.0),
     _Way(softcap=5.0, has_sinks=True),
 )
+
+_PACKED_WAYS = (_WAYS[0], _WAYS[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,20 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
             )
 
 
+def require_packed(packing: Packing, kv: PagedKv, num_heads: int) -> None:
+    """Compare prompts that attend together with a plain softmax; `kv` is not touched.
+
+    Layers have sinks where `packing` says that it serves those. Raises KernelWrong, and whatever compiling
+    and running raises.
+    """
+    for way, spans in itertools.product(_PACKED_WAYS, (_SPANS, _WHOLE_SPANS)):
+        tried = replace(way, has_sinks=packing.has_sinks)
+        example = _example(kv, num_heads, _prompts(kv.shape.page_size, spans), tried)
+        excess = _excess(_attend(example, None, packing).cpu(), _attend_plainly(example))
+        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too
+            raise KernelWrong(f"prompts together differ from a plain softmax by {excess:.2g}, with {tried}")
+
+
 def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) -> _Example:
     shape = kv.shape._replace(num_layers=_NUM_LAYERS)
     device = kv.numbers.device
@@ -187,12 +207,13 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
     return _Example(pool, chunks, query, key, value, way.reach, way.softcap, sinks)
 
 
-def _attend(example: _Example, in_place: OnDevice | None) -> Tensor:
+def _attend(example: _Example, in_place: OnDevice | None, packing: Packing | None = None) -> Tensor:
     """Return float32 [total, num_heads, v_head_dim].
 
     The step's keys and values are stored in the example's pool.
     """
-    layers = PagedLayers((example.pool,), (in_place,), {_LAYER: LayerPlace(example.reach, _LAYER)})
+    places = {_LAYER: LayerPlace(example.reach, _LAYER)}
+    layers = PagedLayers((example.pool,), (in_place,), places, (packing,))
     output, _ = paged_attention(
         SimpleNamespace(),
         example.query,

@@ -4,7 +4,7 @@ On a CPU that is numba_kernel.py, for all tokens; on a GPU triton_kernel.py, for
 there and agrees with the gather path, which copies each sequence's K and V and needs nothing but torch. If
 not, that path serves them too, as it serves all chunks of several tokens there, and latents; it is tried
 itself, before that (agreement.py). (A kernel that breaks the CUDA context ends the process, for torch cannot
-go on either.)
+go on either.) Chunks of several tokens are packed (prompts.py) where that is right, too.
 """
 
 import logging
@@ -13,15 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.agreement import (
+    require_agreement,
+    require_causal,
+    require_packed,
+)
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.prompts import Packing, is_packable
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 
 logger = logging.getLogger(__name__)
 
 _PROGRAMS_OF_A_PROCESSOR = 2
+_LEAST_CAPABILITY = (8, 0)  # of a GPU on which torch has flash attention
 
 
 def choose_in_place(
@@ -81,3 +87,31 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
         return None
     logger.info("attention_kernel_ready kernel=triton")
     return on_device
+
+
+def choose_packings(
+    pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
+) -> tuple[Packing | None, ...]:
+    """Choose for each pool how its prompts attend together; None where they do so one by one."""
+    return tuple(_packing(kv, heads) for kv, heads in zip(pools, num_heads, strict=True))
+
+
+def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
+    device = kv.numbers.device
+    if device.type != "cuda" or not is_packable(kv):
+        return None
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return None
+    packing = None
+    for has_sinks in (False, True):
+        try:
+            from services.engine.torch.attention.kernels.gather_kernel import gather_pages
+
+            tried = Packing(gather_pages, has_sinks)
+            for heads in num_heads:
+                require_packed(tried, kv, heads)
+        except Exception as error:  # as above
+            logger.warning("prompts_not_packed sinks=%s error=%r", has_sinks, error)
+            break
+        packing = tried
+    return packing

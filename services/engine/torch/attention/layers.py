@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.prompts import Packing
 from services.values.kv import GroupKind
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
@@ -67,12 +68,21 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """`in_place` says for each pool of a runner how tokens attend; with None they gather."""
+    """`in_place` says for each pool of a runner how tokens attend; with None they gather.
+
+    `packings` say how chunks that gather do so together; without one they do so one by one.
+    """
 
     pools: Sequence[PagedKv]
     in_place: Sequence[InPlace | OnDevice | None]
     places: Mapping[int, LayerPlace]  # by layer_idx, as the model gives it to cache.update
+    packings: Sequence[Packing | None] = ()
 
     @cached_property
     def reaches(self) -> tuple[Reach, ...]:
         return tuple(dict.fromkeys(place.reach for place in self.places.values()))
+
+    def packing_of(self, reach: Reach) -> Packing | None:
+        if not self.packings or reach.kind is GroupKind.CHUNKED_WINDOW:
+            return None
+        return self.packings[reach.pool]

@@ -6,7 +6,8 @@
       paged_attention                  1. store the step's K and V in their pages
                                        2. attend to pages where they lie, by the kernel that was chosen at
                                           start (in_place.py): on a CPU all tokens, on a GPU single ones
-                                       3. where there is none: gather what a chunk sees, attend (gathered.py)
+                                       3. where there is none: gather what all chunks see, attend at once
+                                          (prompts.py), or chunk by chunk (gathered.py)
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
@@ -31,6 +32,7 @@ from services.engine.torch.attention.kernels.numba_kernel import Floats, attend_
 from services.engine.torch.attention.kernels.piece_parts import PartsView
 from services.engine.torch.attention.latent import contexts
 from services.engine.torch.attention.layers import Reach
+from services.engine.torch.attention.prompts import attend_packed
 from services.engine.torch.attention.step_view import InPlaceView, ReachView, StepView
 from services.engine.torch.attention.stores import store_layer
 from services.values.errors import ConfigError
@@ -90,13 +92,11 @@ def paged_attention(
     queries = query[0].transpose(0, 1)
     if view.kv.is_latent:
         return _attend_to_contexts(queries, key[0], value[0], view, scores)[None], None
-    keys, values = view.kv.layer(index)
-    output = queries.new_empty(*queries.shape[:2], values.shape[3])
-    for chunk in view.chunks:
-        rows = slice(chunk.offset, chunk.offset + chunk.length)
-        output[rows] = attend_gathered(
-            queries[rows], gather(keys, chunk), gather(values, chunk), chunk, scores
-        )
+    if view.packed is not None and view.packed.serves(scores):
+        own = (key[0].transpose(0, 1), value[0].transpose(0, 1)) if is_stored else None
+        output = attend_packed(view.packed, queries, own, view.kv, index, scores)
+    else:
+        output = _attend_by_chunks(queries, view, index, scores)
     if isinstance(view.decode, PartsView):
         view.decode.attend(view.decode, queries, view.kv, index, scores, output)
     return output[None], None
@@ -121,6 +121,15 @@ def _require_window(reach: Reach, sliding_window: int | None) -> None:
     known = reach.window if reach.kind is GroupKind.SLIDING_WINDOW else None
     if sliding_window is not None and sliding_window != known:
         raise ConfigError(f"a layer attends to a window of {sliding_window} tokens, and is taken for {reach}")
+
+
+def _attend_by_chunks(query: Tensor, view: ReachView, layer: int, scores: Scores) -> Tensor:
+    keys, values = view.kv.layer(layer)
+    output = query.new_empty(*query.shape[:2], values.shape[3])
+    for chunk in view.chunks:
+        rows = slice(chunk.offset, chunk.offset + chunk.length)
+        output[rows] = attend_gathered(query[rows], gather(keys, chunk), gather(values, chunk), chunk, scores)
+    return output
 
 
 def _attend_to_contexts(

@@ -20,6 +20,8 @@ from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.prompts import PackedView, Packing, PlacedRead, pack_chunks
+from services.engine.torch.device import send
 from services.engine.torch.vector_lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
 
@@ -53,17 +55,45 @@ class ChunkView:
 
     offset: int
     length: int
-    first: int
     end: int
-    skip: int
-    pages: Tensor  # int64
+    read: Read
     in_windows: bool
-    mask: Tensor | None  # [length, end - first], see _mask
     reach: Reach
+    device: torch.device
 
     @property
     def num_seen(self) -> int:
-        return self.end - self.first
+        return self.read.num_tokens
+
+    @property
+    def first(self) -> int:
+        return self.end - self.num_seen
+
+    @property
+    def skip(self) -> int:
+        return self.read.skip
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """Return int64 page ids; like `mask` they are made where the chunk attends by itself."""
+        return torch.tensor(self.read.pages, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Return which of the positions that are read each token sees: [length, end - first].
+
+        None is returned where that is all, where it is all up to itself of as many (is_causal), and of
+        windows on a GPU, where a mask is of no use (gathered.py).
+        """
+        start = self.end - self.length
+        if self.in_windows:
+            if self.device.type == "cuda":
+                return None
+            positions = torch.arange(start, self.end, device=self.device)
+            return seen_by(positions, self.reach, self.first, self.end)
+        if 1 < self.length < self.num_seen:
+            return _causal_mask(self.length, self.num_seen, self.device)
+        return None
 
     @property
     def is_causal(self) -> bool:
@@ -72,9 +102,8 @@ class ChunkView:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        device = self.pages.device
         rows, seen = (
-            torch.tensor([0, n], dtype=torch.int32, device=device) for n in (self.length, self.num_seen)
+            torch.tensor([0, n], dtype=torch.int32, device=self.device) for n in (self.length, self.num_seen)
         )
         return rows, seen
 
@@ -97,9 +126,16 @@ class ReachView:
     spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
     decode: InPlaceView | PartsView | None  # all single tokens that need not
     numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
-    static_slots: tuple[Tensor, Tensor, Tensor] | None = (
-        None  # the slots, where they are on the device already
-    )
+    # The slots, where they are on the device already.
+    static_slots: tuple[Tensor, Tensor, Tensor] | None = None
+    packing: Packing | None = None  # of the chunks, where they may attend together
+
+    @cached_property
+    def packed(self) -> PackedView | None:
+        if self.packing is None or not self.chunks:
+            return None
+        placed = [PlacedRead(chunk.offset, chunk.length, chunk.read) for chunk in self.chunks]
+        return pack_chunks(placed, self.kv, self.packing, self.chunks[0].reach.window)
 
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:
@@ -109,7 +145,7 @@ class ReachView:
     def slot_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.static_slots is not None:
             return self.static_slots
-        rows, pages, slots = (torch.from_numpy(ids).to(self.kv.numbers.device) for ids in self.slots)
+        rows, pages, slots = send(self.slots, self.kv.numbers.device)
         return rows, pages, slots
 
 
@@ -148,6 +184,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
         spans=spans,
         decode=_view_decodes(singles, reach, kv, in_place) if in_place is not None and singles else None,
         numbers=as_numpy(kv.numbers) if isinstance(in_place, InPlace) else None,
+        packing=layers.packing_of(reach),
     )
 
 
@@ -203,34 +240,16 @@ def read_of(chunk: Chunk, reach: Reach, page_size: int) -> Read:
 
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:
-    read, device = read_of(chunk, reach, kv.shape.page_size), kv.numbers.device
-    first = chunk.end - read.num_tokens
-    in_windows = reach.first_seen(chunk.end - 1) > first
+    read = read_of(chunk, reach, kv.shape.page_size)
     return ChunkView(
         offset=offset,
         length=len(chunk.token_ids),
-        first=first,
         end=chunk.end,
-        skip=read.skip,
-        pages=torch.tensor(read.pages, dtype=torch.int64, device=device),
-        in_windows=in_windows,
-        mask=_mask(chunk, reach, first, in_windows, device),
+        read=read,
+        in_windows=reach.first_seen(chunk.end - 1) > chunk.end - read.num_tokens,
         reach=reach,
+        device=kv.numbers.device,
     )
-
-
-def _mask(chunk: Chunk, reach: Reach, first: int, in_windows: bool, device: torch.device) -> Tensor | None:
-    """Return which of the positions that are read each token sees: [length, end - first].
-
-    None is returned where that is all, where it is all up to itself of as many (is_causal), and of windows on
-    a GPU, where a mask is of no use (gathered.py).
-    """
-    if in_windows:
-        if device.type == "cuda":
-            return None
-        return seen_by(torch.arange(chunk.start, chunk.end, device=device), reach, first, chunk.end)
-    length, num_seen = len(chunk.token_ids), chunk.end - first
-    return _causal_mask(length, num_seen, device) if 1 < length < num_seen else None
 
 
 def seen_by(positions: Tensor, reach: Reach, first: int, end: int) -> Tensor:

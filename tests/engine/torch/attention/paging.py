@@ -34,15 +34,16 @@ class OneLayer:
         return self.taken
 
 
-def layers_of(kv, in_place=None, reach=Reach(0)):  # noqa: B008
+def layers_of(kv, in_place=None, reach=Reach(0), packing=None):  # noqa: B008
     places = {index: LayerPlace(reach, index) for index in range(kv.shape.num_layers)}
-    return PagedLayers([kv] * (reach.pool + 1), [in_place] * (reach.pool + 1), places)
+    num_pools = reach.pool + 1
+    return PagedLayers([kv] * num_pools, [in_place] * num_pools, places, [packing] * num_pools)
 
 
-def view_of(kv, chunks, in_place=None, reach=Reach(0), layer=1):  # noqa: B008
+def view_of(kv, chunks, in_place=None, reach=Reach(0), layer=1, packing=None):  # noqa: B008
     """A StepView of which only this reach is asked."""
-    return view_step(layers_of(kv, in_place, reach), chunks, OneLayer(layer))
+    return view_step(layers_of(kv, in_place, reach, packing), chunks, OneLayer(layer))
 
 
-def reach_view_of(kv, chunks, in_place=None, reach=Reach(0)):  # noqa: B008
-    return view_of(kv, chunks, in_place, reach).by_reach[reach]
+def reach_view_of(kv, chunks, in_place=None, reach=Reach(0), packing=None):  # noqa: B008
+    return view_of(kv, chunks, in_place, reach, packing=packing).by_reach[reach]

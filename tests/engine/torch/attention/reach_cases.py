@@ -196,9 +196,10 @@ class SharedLayer:
         return LAYER, self._stores
 
 
-def attended(case, made, in_place):
+def attended(case, made, in_place, packing=None):
     """The same by paged_attention; `made.pool` is as it leaves it."""
-    view = view_step(layers_of(made.pool, in_place, case.reach), case.chunks, SharedLayer(case.stores))
+    layers = layers_of(made.pool, in_place, case.reach, packing)
+    view = view_step(layers, case.chunks, SharedLayer(case.stores))
     window = case.reach.window if case.reach.kind is SLIDING else None
     output, _ = paged_attention(
         SimpleNamespace(),

@@ -1,0 +1,218 @@
+"""Prompts attend on a GPU by torch's flash attention: all chunks of a step that one reach has, together.
+
+    pack_chunks      once a step for each reach: which rows are whose, and which pages they read
+    attend_packed    in each layer  1. K and V of what the chunks see are copied out of their pages, one after
+                                       the other; those of whole prompts need not be, for the step has them
+                                    2. one varlen_attn: each row sees its chunk's tokens up to itself
+                                    3. sinks take their share, which the log-sum-exps tell
+
+It serves half precision, with sliding windows or none. All else is attended chunk by chunk (gathered.py).
+Whether it computes on this device what it should is tried when the runner starts (in_place.py).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from services.engine.torch.attention.attention_scores import Scores
+from services.engine.torch.attention.kernels.pieces import Read
+from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.device import send
+
+# What chunks of one call see takes no more than so many bytes, K and V of a layer, or one chunk sees more.
+_PACKED_BYTES = 256 << 20
+# torch's flash attention takes these.
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_FLASH_DIM, _FLASH_DIM_STEP = 256, 8
+# It reads so many numbers of half precision at a time.
+_FLASH_NUMBERS = 8
+# Newer versions of torch must be told that K and V have fewer heads.
+_FEWER_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+# The arguments are those of gather_kernel.gather_pages: reads, num_tokens, the pool, layer.
+GatherPages = Callable[[Tensor, int, PagedKv, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A pool's prompts may be packed, and with `has_sinks` also those of layers that have some."""
+
+    gather: GatherPages
+    has_sinks: bool = True
+
+
+class PlacedRead(NamedTuple):
+    """A chunk is rows [offset, offset + length) of the step, the last tokens of what it reads."""
+
+    offset: int
+    length: int
+    read: Read
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """One call serves these chunks, which are neighbours in the step; tables are int32, on the device.
+
+    The rows of chunk i are [row_starts[i], row_starts[i + 1]) of `rows`, what it sees [seen_starts[i],
+    seen_starts[i + 1]) of what is gathered. A read is (page, first slot, end slot, where the first goes).
+    """
+
+    rows: slice
+    row_starts: Tensor
+    seen_starts: Tensor
+    reads: Tensor  # [num_reads, 4]
+    longest: int
+    most_seen: int
+    num_seen: int
+    are_whole: bool  # no chunk sees anything but itself
+
+
+@dataclass(frozen=True, slots=True)
+class PackedView:
+    calls: tuple[PackedChunks, ...]
+    packing: Packing
+    window: int  # tokens that a row sees, with itself; 0: all
+
+    def serves(self, scores: Scores) -> bool:
+        return scores.softcap is None and (scores.sinks is None or self.packing.has_sinks)
+
+
+def is_packable(kv: PagedKv) -> bool:
+    """Tell whether flash attention takes what the pool has, if the GPU is new enough."""
+    _, _, _, head_dim, v_head_dim = kv.shape
+    return (
+        kv.numbers.dtype in _FLASH_DTYPES
+        and v_head_dim == head_dim <= _MOST_FLASH_DIM
+        and head_dim % _FLASH_DIM_STEP == 0
+    )
+
+
+def pack_chunks(placed: Sequence[PlacedRead], kv: PagedKv, packing: Packing, window: int) -> PackedView:
+    """`placed` come in the order of the step. All tables go to the device in one copy."""
+    layer_bytes = kv.shape.layer_numbers * kv.numbers.itemsize
+    most_tokens = _PACKED_BYTES * kv.shape.page_size // layer_bytes
+    groups = list(_neighbours(placed, most_tokens))
+    tables = [table for group in groups for table in _tables(group, kv.shape.page_size)]
+    on_device = iter(send(tables, kv.numbers.device))
+    calls = tuple(_packed(*each) for each in zip(groups, on_device, on_device, on_device, strict=True))
+    return PackedView(calls, packing, window)
+
+
+def _neighbours(placed: Sequence[PlacedRead], most_tokens: int) -> Iterator[list[PlacedRead]]:
+    group: list[PlacedRead] = []
+    num_tokens = 0
+    for each in placed:
+        is_next = not group or each.offset == group[-1].offset + group[-1].length
+        if group and (not is_next or num_tokens + each.read.num_tokens > most_tokens):
+            yield group
+            group, num_tokens = [], 0
+        group.append(each)
+        num_tokens += each.read.num_tokens
+    yield group
+
+
+def _tables(group: Sequence[PlacedRead], page_size: int) -> tuple[NDArray[np.int32], ...]:
+    """Return row_starts, seen_starts and reads of PackedChunks."""
+    starts = np.zeros((2, len(group) + 1), np.int32)
+    np.cumsum([[each.length, each.read.num_tokens] for each in group], axis=0, out=starts.T[1:])
+    reads = [_reads(each.read, at, page_size) for each, at in zip(group, starts[1].tolist(), strict=False)]
+    return starts[0], starts[1], np.concatenate(reads).reshape(-1)
+
+
+def _reads(read: Read, at: int, page_size: int) -> NDArray[np.int32]:
+    num_pages, num_slots = len(read.pages), read.skip + read.num_tokens
+    reads = np.empty((num_pages, 4), np.int32)
+    first_slots = np.arange(0, num_pages * page_size, page_size)
+    reads[:, 0] = read.pages
+    reads[:, 1] = 0
+    reads[:, 2] = np.minimum(page_size, num_slots - first_slots)
+    reads[:, 3] = first_slots + (at - read.skip)
+    reads[0, [1, 3]] = read.skip, at
+    return reads
+
+
+def _packed(
+    group: Sequence[PlacedRead], row_starts: Tensor, seen_starts: Tensor, reads: Tensor
+) -> PackedChunks:
+    lengths, seen = [each.length for each in group], [each.read.num_tokens for each in group]
+    return PackedChunks(
+        rows=slice(group[0].offset, group[0].offset + sum(lengths)),
+        row_starts=row_starts,
+        seen_starts=seen_starts,
+        reads=reads.view(-1, 4),
+        longest=max(lengths),
+        most_seen=max(seen),
+        num_seen=sum(seen),
+        are_whole=lengths == seen,
+    )
+
+
+def attend_packed(
+    view: PackedView,
+    queries: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    kv: PagedKv,
+    layer: int,
+    scores: Scores,
+) -> Tensor:
+    """Return [total, num_heads, head_dim]; rows that are no chunk's are left to who writes them.
+
+    `queries` are [total, num_heads, head_dim]; `own` are the step's K and V [total, num_kv_heads, head_dim],
+    where the layer has stored them.
+    """
+    if len(view.calls) == 1 and view.calls[0].rows == slice(0, len(queries)):
+        return _attend(view.calls[0], view, queries, own, kv, layer, scores)
+    output = queries.new_empty(queries.shape)
+    for chunks in view.calls:
+        output[chunks.rows] = _attend(chunks, view, queries[chunks.rows], own, kv, layer, scores)
+    return output
+
+
+def _attend(
+    chunks: PackedChunks,
+    view: PackedView,
+    queries: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    kv: PagedKv,
+    layer: int,
+    scores: Scores,
+) -> Tensor:
+    if own is not None and chunks.are_whole:
+        keys, values = (numbers[chunks.rows] for numbers in own)
+    else:
+        keys, values = view.packing.gather(chunks.reads, chunks.num_seen, kv, layer)
+    attended = varlen_attn(
+        _aligned(queries),
+        _aligned(keys),
+        _aligned(values),
+        chunks.row_starts,
+        chunks.seen_starts,
+        chunks.longest,
+        chunks.most_seen,
+        return_aux=None if scores.sinks is None else AuxRequest(lse=True),
+        scale=scores.scaling,
+        window_size=(view.window - 1, 0),
+        **_FEWER_HEADS,
+    )
+    if scores.sinks is None:
+        output: Tensor = attended
+        return output
+    output, log_sums = attended
+    # The log-sum-exps are [num_heads, total], whatever torch's documentation says.
+    shares = torch.sigmoid(log_sums - scores.sinks.float()[:, None])
+    return output.mul_(shares.transpose(0, 1)[..., None])
+
+
+def _aligned(numbers: Tensor) -> Tensor:
+    """Return the numbers as flash attention reads them: it copes with strides, but not with all."""
+    *strides, last = numbers.stride()
+    if last == 1 and not any(at % _FLASH_NUMBERS for at in (*strides, numbers.storage_offset())):
+        return numbers
+    return numbers.clone(memory_format=torch.contiguous_format)
