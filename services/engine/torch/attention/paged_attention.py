@@ -93,7 +93,9 @@ def paged_attention(
     if view.kv.is_latent:
         return _attend_to_contexts(queries, key[0], value[0], view, scores)[None], None
     if view.packed is not None and view.packed.serves(scores):
-        own = (key[0].transpose(0, 1), value[0].transpose(0, 1)) if is_stored else None
+        # A row that is not stored sees what is in its page, and not its own.
+        are_stored = is_stored and len(view.slots.rows) == len(queries)
+        own = (key[0].transpose(0, 1), value[0].transpose(0, 1)) if are_stored else None
         output = attend_packed(view.packed, queries, own, view.kv, index, scores)
     else:
         output = _attend_by_chunks(queries, view, index, scores)

@@ -165,7 +165,7 @@ def attend_packed(
     """Return [total, num_heads, head_dim]; rows that are no chunk's are left to who writes them.
 
     `queries` are [total, num_heads, head_dim]; `own` are the step's K and V [total, num_kv_heads, head_dim],
-    where the layer has stored them.
+    where the layer has stored all of them.
     """
     if len(view.calls) == 1 and view.calls[0].rows == slice(0, len(queries)):
         return _attend(view.calls[0], view, queries, own, kv, layer, scores)
