@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
-from services.engine.torch.attention.agreement import require_agreement, require_causal
+from services.engine.torch.attention.agreement import require_agreement, require_causal, require_stored
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import open_device
@@ -57,6 +57,14 @@ def test_prompts_of_any_length_are_too(device, dtype, head_dim, num_heads):
 def test_single_tokens_agree_with_prompts(device, attend_parts, dtype, page_size, head_dim):
     kv = pool(device, dtype, page_size, head_dim)
     require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (7, 80), (16, 12)])
+def test_tokens_are_stored_as_torch_stores_them(device, attend_parts, dtype, page_size, head_dim):
+    from services.engine.torch.attention.kernels.triton_kernel import store_kv
+
+    require_stored(store_kv, pool(device, dtype, page_size, head_dim))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

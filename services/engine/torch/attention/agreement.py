@@ -18,7 +18,7 @@ from torch import Tensor
 from services.engine.paged.runner import Chunk
 from services.engine.start_fault import start_fault
 from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, PartsView
+from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, PartsView, StoreKv
 from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv
@@ -143,6 +143,45 @@ def _roomy(view: PartsView, total: int) -> PartsView:
         outputs=view.outputs.new_full((len(view.outputs) + _ROOM, *view.outputs.shape[1:]), torch.nan),
         log_sums=view.log_sums.new_full((len(view.log_sums) + _ROOM, *view.log_sums.shape[1:]), torch.nan),
     )
+
+
+def require_stored(store: StoreKv, kv: PagedKv) -> None:
+    """Compare what a kernel stores in pages of the layout of `kv` with what torch does, to the bit.
+
+    Raises KernelWrong, and whatever compiling and running raises.
+    """
+    shape, device = kv.shape._replace(num_layers=_NUM_LAYERS), kv.numbers.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(kv.numbers.dtype)
+
+    total = 12
+    numbers = random(total * shape.page_numbers)
+    keys, values = (random(total, shape.num_kv_heads, dim) for dim in (shape.head_dim, shape.v_head_dim))
+    # Two rows come twice, and the last one goes nowhere.
+    rows = torch.tensor([0, 2, 11, 7, 7, 0, 10, 3], device=device)
+    pages, slots = torch.where(rows == rows[-1], -1, rows), (5 * rows + 3) % shape.page_size
+    expected = PagedKv(numbers.clone(), shape)
+    for of_layer, stored in zip(expected.layer(_LAYER), (keys, values), strict=True):
+        of_layer[rows[:-1], :, slots[:-1]] = stored[rows[:-1]]
+    # V lies in memory in another order than K.
+    orders = zip(_in_orders(keys), reversed(_in_orders(values)), strict=True)
+    for (key, value), ids in itertools.product(orders, (torch.int64, torch.int32)):
+        got = PagedKv(numbers.clone(), shape)
+        store(key, value, got, _LAYER, rows.to(ids), pages.to(ids), slots.to(ids))
+        if not torch.equal(got.numbers, expected.numbers):
+            strides = key.stride(), value.stride()
+            raise KernelWrong(f"stores otherwise than torch, with strides {strides} and {ids}")
+
+
+def _in_orders(numbers: Tensor) -> list[Tensor]:
+    """Return numbers of [total, num_heads, dim] as they may lie in memory."""
+    by_head = numbers.transpose(0, 1).contiguous().transpose(0, 1)
+    in_one_product = torch.cat([numbers, numbers], dim=1)[:, numbers.shape[1] :]
+    unaligned = numbers.new_empty(numbers.numel() + 1)[1:].view_as(numbers).copy_(numbers)
+    by_column = numbers.transpose(1, 2).contiguous().transpose(1, 2)
+    return [numbers, by_head, in_one_product, unaligned, by_column]
 
 
 def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]] = _SPANS) -> None:

@@ -3,13 +3,15 @@
 On a CPU that is numba_kernel.py, for all tokens; on a GPU triton_kernel.py, for single ones, if it compiles
 there and agrees with the gather path, which copies each sequence's K and V and needs nothing but torch. If
 not, that path serves them too, as it serves all chunks of several tokens there, and latents; it is tried
-itself, before that (agreement.py). (A kernel that breaks the CUDA context ends the process, for torch cannot
+itself, before that (agreement.py). Where the kernel is taken, so is one that stores K and V, if it does that
+to the bit; else torch stores them. (A kernel that breaks the CUDA context ends the process, for torch cannot
 go on either.) Chunks of several tokens are packed (prompts.py) where that is right, too.
 """
 
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -17,8 +19,9 @@ from services.engine.torch.attention.agreement import (
     require_agreement,
     require_causal,
     require_packed,
+    require_stored,
 )
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.kernels.piece_parts import OnDevice, StoreKv
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import Packing, is_packable
@@ -86,7 +89,18 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
         logger.warning("attention_kernel_unusable error=%r", error)
         return None
     logger.info("attention_kernel_ready kernel=triton")
-    return on_device
+    return replace(on_device, store=_storing(kv))
+
+
+def _storing(kv: PagedKv) -> StoreKv | None:
+    try:
+        from services.engine.torch.attention.kernels.triton_kernel import store_kv
+
+        require_stored(store_kv, kv)
+    except Exception as error:
+        logger.warning("store_kernel_unusable error=%r", error)
+        return None
+    return store_kv
 
 
 def choose_packings(

@@ -1,6 +1,6 @@
 """Attention reads and writes a pool's numbers so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,10 @@ class PagedKv:
     def compute_dtype(self) -> torch.dtype:
         return self.widened or self.numbers.dtype
 
+    _layers: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
     @property
     def num_pages(self) -> int:
         return len(self.numbers) // self.shape.page_numbers
@@ -63,10 +67,13 @@ class PagedKv:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer: views [num_pages, num_kv_heads, page_size, head_dim or v_head_dim]."""
+        if (known := self._layers.get(index)) is not None:
+            return known
         _, num_kv_heads, page_size, head_dim, v_head_dim = self.shape
         keys_at = self.numbers.storage_offset() + index * self.shape.layer_numbers
         values_at = keys_at + num_kv_heads * page_size * head_dim
-        return self._heads(head_dim, keys_at), self._heads(v_head_dim, values_at)
+        views = self._layers[index] = self._heads(head_dim, keys_at), self._heads(v_head_dim, values_at)
+        return views
 
     def _heads(self, head_dim: int, first: int) -> Tensor:
         _, num_kv_heads, page_size, _, _ = self.shape

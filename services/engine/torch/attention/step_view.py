@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.runner import Chunk, TailPages
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces, Span
-from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, view_parts
+from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, StoreKv, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
@@ -137,6 +137,8 @@ class ReachView:
         placed = [PlacedRead(chunk.offset, chunk.length, chunk.read) for chunk in self.chunks]
         return pack_chunks(placed, self.kv, self.packing, self.chunks[0].reach.window)
 
+    store: StoreKv | None = None  # a kernel of the device, where there is one
+
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:
         return (*self.spans, self.decode) if isinstance(self.decode, InPlaceView) else self.spans
@@ -185,6 +187,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
         decode=_view_decodes(singles, reach, kv, in_place) if in_place is not None and singles else None,
         numbers=as_numpy(kv.numbers) if isinstance(in_place, InPlace) else None,
         packing=layers.packing_of(reach),
+        store=in_place.store if isinstance(in_place, OnDevice) else None,
     )
 
 

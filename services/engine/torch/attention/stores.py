@@ -13,6 +13,9 @@ def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None
         keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
         store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)
         return
+    if view.store is not None:
+        view.store(key[0].transpose(0, 1), value[0].transpose(0, 1), view.kv, layer, *view.slot_tensors)
+        return
     for numbers, pages in zip((key, value), view.kv.layer(layer), strict=True):
         store(numbers, pages, view)
 

@@ -178,7 +178,8 @@ class StepBuffers:
 
     def _view(self, nth: int, reach: Reach, outputs: Outputs) -> ReachView:
         kv, room, device = self._layers.pools[reach.pool], self._rooms[reach], self._areas.device
-        num_heads, v_head_dim = on_device(self._layers, reach).num_heads, kv.shape.v_head_dim
+        chosen = on_device(self._layers, reach)
+        num_heads, v_head_dim = chosen.num_heads, kv.shape.v_head_dim
         num_log_sums = room.num_outputs * num_heads
         parts = PartsView(
             pages=device["pages"],
@@ -192,10 +193,12 @@ class StepBuffers:
             grid=room.grid,
             outputs=outputs.numbers[: num_log_sums * v_head_dim].view(-1, num_heads, v_head_dim),
             log_sums=outputs.log_sums[:num_log_sums].view(-1, num_heads),
-            attend=on_device(self._layers, reach).attend,
+            attend=chosen.attend,
         )
         rows, pages, slots = (device[f"stored_{name}{reach.pool}"] for name in Slots._fields)
-        return ReachView(kv, _NO_SLOTS, (), (), parts, None, static_slots=(rows, pages, slots))
+        return ReachView(
+            kv, _NO_SLOTS, (), (), parts, None, static_slots=(rows, pages, slots), store=chosen.store
+        )
 
     def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> _Plan:
         kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)

@@ -6,11 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers, readings_of
+from engine.torch.attention.kernels.plain_parts import (
+    attend_parts_plainly,
+    of_other_numbers,
+    readings_of,
+    store_kv_plainly,
+)
 from engine.torch.attention.paging import empty
 from services.engine.torch.attention import gathered as attention
 from services.engine.torch.attention import step_view
-from services.engine.torch.attention.agreement import KernelWrong, require_agreement, require_causal
+from services.engine.torch.attention.agreement import (
+    KernelWrong,
+    require_agreement,
+    require_causal,
+    require_stored,
+)
 from services.engine.torch.attention.gathered import _weights
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
@@ -32,6 +42,7 @@ def check_right(dtype, page_size):
     kv = pool(dtype, page_size)
     require_agreement(OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16), kv)
     require_causal(kv, NUM_HEADS)
+    require_stored(store_kv_plainly, kv)
     assert not kv.numbers.any()
 
 
@@ -127,6 +138,30 @@ def test_a_kernel_that_is_wrong_is_found_out(subtests):
     ]:
         with subtests.test(attend=attend), pytest.raises((KernelWrong, IndexError)):
             require_agreement(OnDevice(attend, NUM_HEADS, num_programs=16), pool())
+
+
+def store_in(change):
+    """A kernel that takes one of its arguments for another."""
+
+    def store(keys, values, kv, layer, rows, pages, slots):
+        store_kv_plainly(*change(keys, values, kv, layer, rows, pages, slots))
+
+    return store
+
+
+def test_a_kernel_that_stores_otherwise_is_found_out(subtests):
+    for name, change in {
+        "in another layer": lambda k, v, kv, layer, *places: (k, v, kv, layer - 1, *places),
+        "one page on": lambda k, v, kv, layer, r, p, s: (k, v, kv, layer, r, (p + 1) % 12, s),
+        "in another slot": lambda k, v, kv, layer, r, p, s: (k, v, kv, layer, r, p, s * 0),
+        "other rows": lambda k, v, kv, layer, r, p, s: (k, v, kv, layer, r * 0, p, s),
+        "other heads": lambda k, v, *others: (k.flip(1), v, *others),
+        "keys for values": lambda k, v, *others: (k, k, *others),
+        "what is not to be stored": lambda k, v, kv, layer, r, p, s: (k, v, kv, layer, r, p.abs(), s),
+        "not the last of them": lambda *args: (*args[:4], *(ids[:-2] for ids in args[4:])),
+    }.items():
+        with subtests.test(name), pytest.raises(KernelWrong):
+            require_stored(store_in(change), pool())
 
 
 def masked(diagonal):

@@ -5,10 +5,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from engine.torch.attention.kernels.plain_parts import attend_parts_plainly, of_other_numbers
+from engine.torch.attention.kernels.plain_parts import (
+    attend_parts_plainly,
+    of_other_numbers,
+    store_kv_plainly,
+)
 from engine.torch.attention.paging import empty
 from services.engine.torch.attention import in_place
-from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.agreement import require_agreement, require_stored
 from services.engine.torch.attention.in_place import choose_in_place, end_threads
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import InPlace
@@ -32,13 +36,14 @@ def pool_on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         in_place, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
     )
+    monkeypatch.setattr(in_place, "require_stored", lambda store, kv: require_stored(store, pool()))
     monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: None)
     return SimpleNamespace(numbers=SimpleNamespace(device=torch.device("cuda", 0)), is_latent=False)
 
 
-def install(monkeypatch, attend):
+def install(monkeypatch, attend, store=store_kv_plainly):
     module = ModuleType(MODULE)
-    module.attend_parts = attend
+    module.attend_parts, module.store_kv = attend, store
     monkeypatch.setitem(sys.modules, MODULE, module)
 
 
@@ -50,8 +55,21 @@ def test_on_a_gpu(subtests, caplog):
         cuda = pool_on_a_gpu(monkeypatch)
         install(monkeypatch, attend_parts_plainly)
         assert choose_in_place([cuda], [HEADS]) == (
-            OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16),
+            OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16, store=store_kv_plainly),
         )
+    for store, reason in [(failing, "no C compiler"), (storing_keys_alone, "KernelWrong")]:
+        with (
+            subtests.test("one that stores otherwise is not, and torch stores", store=store),
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            cuda = pool_on_a_gpu(monkeypatch)
+            caplog.clear()
+            install(monkeypatch, attend_parts_plainly, store)
+            (chosen,) = choose_in_place([cuda], [HEADS])
+            assert chosen == OnDevice(attend_parts_plainly, NUM_HEADS, num_programs=16)
+            (record,) = caplog.records
+            assert record.getMessage().startswith("store_kernel_unusable error=")
+            assert reason in record.getMessage()
     with (
         subtests.test("a pool whose layers differ in heads gathers"),
         pytest.MonkeyPatch.context() as monkeypatch,
@@ -98,6 +116,10 @@ def test_on_a_gpu(subtests, caplog):
         monkeypatch.setattr(in_place, "require_causal", refuse)
         with pytest.raises(ConfigError, match="does not attend"):
             choose_in_place([cuda], [HEADS])
+
+
+def storing_keys_alone(keys, values, *places):
+    store_kv_plainly(keys, torch.zeros_like(values), *places)
 
 
 def failing(*_):

@@ -33,6 +33,7 @@ class OnDevice:
     attend: "AttendParts"
     num_heads: int
     num_programs: int
+    store: "StoreKv | None" = None  # else torch stores K and V
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class PartsView:
 
 # The arguments are those of triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
 AttendParts = Callable[[PartsView, Tensor, PagedKv, int, Scores, Tensor], None]
+# Those of triton_kernel.store_kv are: keys, values, the pool, layer, rows, pages, slots.
+StoreKv = Callable[[Tensor, Tensor, PagedKv, int, Tensor, Tensor, Tensor], None]
 
 
 class Joins(NamedTuple):

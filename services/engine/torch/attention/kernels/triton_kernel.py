@@ -1,5 +1,6 @@
-"""Triton kernels let single tokens attend to pages where they lie, on a GPU.
+"""Triton kernels store K and V in pages, and let single tokens attend to them where they lie, on a GPU.
 
+    store_kv       K and V of a step in one launch
     attend_parts   1. _attend_part, for each part and KV head: all heads of the part's readers, over its pages
                    2. _join_parts, for each query and head: what its parts say, by their log-sum-exps
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import PartsView, rows_of
-from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # A program holds so many bytes of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared
@@ -33,6 +34,8 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _TILE_BYTES = 16 << 10
 _MAX_SLOTS = 64
 NUM_STAGES, NUM_WARPS = 2, 4
+# A program stores so many numbers of K, and of V. They are taken to begin at multiples of the unit.
+_STORED_NUMBERS, _UNIT = 2048, 16
 
 
 @triton.jit(
@@ -170,6 +173,53 @@ def _join_parts(
     tl.store(results, (weighted * shrunk / total).to(joined.dtype.element_ty), mask=is_column)
 
 
+@triton.jit(
+    do_not_specialize=["layer", "num_layers", "key_row", "key_head", "value_row", "value_head"],
+    do_not_specialize_on_alignment=["rows", "pages", "slots"],
+)
+def _store_kv(
+    keys,
+    values,
+    kv,
+    rows,
+    pages,
+    slots,
+    layer,
+    num_layers,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_UNIT: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+):
+    """Program (i, k) stores some heads of the i-th entry. Strides are in units, so that they are aligned."""
+    entry = tl.program_id(0)
+    page = tl.load(pages + entry).to(tl.int64)
+    if page < 0:
+        return
+    row, slot = tl.load(rows + entry).to(tl.int64), tl.load(slots + entry)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    is_head = heads < NUM_KV_HEADS
+    of_layer = (page * num_layers + layer) * (NUM_KV_HEADS * PAGE_SIZE * (HEAD_DIM + V_HEAD_DIM))
+    places = heads * PAGE_SIZE + slot
+    columns, v_columns = tl.arange(0, COLUMNS)[None, :], tl.arange(0, V_COLUMNS)[None, :]
+    is_key, is_value = is_head & (columns < HEAD_DIM), is_head & (v_columns < V_HEAD_DIM)
+    key = tl.load(keys + (row * key_row + heads * key_head) * KEY_UNIT + columns, mask=is_key)
+    value = tl.load(values + (row * value_row + heads * value_head) * VALUE_UNIT + v_columns, mask=is_value)
+    number = kv.dtype.element_ty
+    tl.store(kv + of_layer + places * HEAD_DIM + columns, key.to(number), mask=is_key)
+    of_values = of_layer + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    tl.store(kv + of_values + places * V_HEAD_DIM + v_columns, value.to(number), mask=is_value)
+
+
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
 
@@ -228,6 +278,66 @@ def _sinks(scores: Scores, num_heads: int, device: torch.device) -> Tensor:
 @cache
 def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
     return torch.full((num_heads,), -math.inf, device=device)
+
+
+def store_kv(
+    keys: Tensor, values: Tensor, kv: PagedKv, layer: int, rows: Tensor, pages: Tensor, slots: Tensor
+) -> None:
+    """Store K and V of the step's token rows[i] in slot slots[i] of pages[i], for each i.
+
+    An entry of page -1 is not stored. `keys` and `values` are [total, num_kv_heads, ..], in memory as may be.
+    """
+    if len(rows) == 0:
+        return
+    constants = store_constants(kv.shape)
+    keys, key_strides = _in_units(keys, constants["KEY_UNIT"])
+    values, value_strides = _in_units(values, constants["VALUE_UNIT"])
+    with torch.cuda.device_of(keys):
+        _store_kv[len(rows), -(-kv.shape.num_kv_heads // constants["HEADS"])](
+            keys,
+            values,
+            kv.numbers,
+            rows,
+            pages,
+            slots,
+            layer,
+            kv.shape.num_layers,
+            *key_strides,
+            *value_strides,
+            **constants,
+        )
+
+
+def _in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
+    """Return [total, num_heads, dim] as the kernel takes it, and how many units rows and heads are apart.
+
+    The kernel is compiled for what begins at a multiple of 16 bytes, and for units. What is not so is copied.
+    """
+    row, head = (
+        0 if n == 1 else stride for n, stride in zip(numbers.shape, numbers.stride()[:2], strict=False)
+    )
+    if row % unit or head % unit or numbers.stride(2) != 1 or numbers.data_ptr() % 16:
+        numbers = numbers.clone(memory_format=torch.contiguous_format)
+        row, head = numbers.stride()[:2]
+    return numbers, (row // unit, head // unit)
+
+
+@cache
+def store_constants(shape: PageShape) -> dict[str, Any]:
+    _, num_kv_heads, page_size, head_dim, v_head_dim = shape
+    columns, v_columns = _columns(head_dim), _columns(v_head_dim)
+    heads: int = triton.next_power_of_2(num_kv_heads)
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "COLUMNS": columns,
+        "V_COLUMNS": v_columns,
+        "HEADS": max(1, min(heads, _STORED_NUMBERS // max(columns, v_columns))),
+        "KEY_UNIT": math.gcd(head_dim, _UNIT),
+        "VALUE_UNIT": math.gcd(v_head_dim, _UNIT),
+    }
 
 
 def part_constants(kv: PagedKv, num_heads: int, rows: int, is_wide: int) -> dict[str, Any]:

@@ -19,20 +19,22 @@ from services.engine.torch.attention.kernels.piece_parts import rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 NUM_KV_HEADS = 2
+NUMBER_POINTERS = ("query", "kv", "joined", "keys", "values")
 POINTERS = {"outputs": "*fp32", "log_sums": "*fp32"}  # aligned
-NUMBERS = {"layer": "i32", "num_layers": "i32", "scaling": "fp32", "softcap": "fp32"}
+STRIDES = ("key_row", "key_head", "value_row", "value_head")
+NUMBERS = dict.fromkeys(("layer", "num_layers", *STRIDES), "i32") | {"scaling": "fp32", "softcap": "fp32"}
 SHORT = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 def compiled(kernel, capability, dtype, constants, **options):
     """Compile as at a launch with torch's own tensors, which start at multiples of 16 bytes."""
-    signature = {name: "*i32" for name in kernel.arg_names} | {"query": dtype, "kv": dtype, "joined": dtype}
+    signature = {name: "*i32" for name in kernel.arg_names} | dict.fromkeys(NUMBER_POINTERS, dtype)
     signature |= POINTERS | {"sinks": "*fp32"} | NUMBERS | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if name in ("kv", *POINTERS)
+        if name in ("kv", "keys", "values", *POINTERS)
     }
     source = ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -53,6 +55,8 @@ def all_kernels(capability, cases):
             yield compiled(triton_kernel._attend_part, capability, SHORT[dtype], constants, **options)
         constants = {name: constants[name] for name in ("V_HEAD_DIM", "V_COLUMNS")}
         yield compiled(triton_kernel._join_parts, capability, SHORT[dtype], constants)
+        constants = triton_kernel.store_constants(shape)
+        yield compiled(triton_kernel._store_kv, capability, SHORT[dtype], constants)
 
 
 if __name__ == "__main__":

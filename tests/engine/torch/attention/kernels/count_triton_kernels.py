@@ -45,6 +45,11 @@ def attend(kv, chunks, layer, scores):
     view = reach_view_of(pool, chunks, on_device).decode
     query = torch.zeros(len(chunks), NUM_HEADS, kv.shape[5], dtype=kv.dtype)
     triton_kernel.attend_parts(view, query, pool, layer, scores, torch.empty_like(query))
+    keys = torch.zeros(1, len(chunks), kv.shape[3], kv.shape[5], dtype=kv.dtype)
+    for ids in (torch.int64, torch.int32):
+        rows = torch.zeros(len(chunks), dtype=ids)
+        for numbers in (keys[0], keys.transpose(1, 2).contiguous()[0].transpose(0, 1)):
+            triton_kernel.store_kv(numbers, numbers, pool, layer, rows, rows, rows)
 
 
 def main():
@@ -64,7 +69,7 @@ def main():
     ]
     for i, (pool, chunks, layer) in enumerate(steps):
         attend(pool, chunks, layer, SCORES[i % len(SCORES)])
-        kernels = (triton_kernel._attend_part, triton_kernel._join_parts)
+        kernels = (triton_kernel._attend_part, triton_kernel._join_parts, triton_kernel._store_kv)
         print(sum(len(kernel.device_caches[0][0]) for kernel in kernels))
 
 

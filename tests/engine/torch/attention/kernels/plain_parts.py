@@ -1,4 +1,4 @@
-"""attend_parts, of a PartsView, without a kernel: part by part and row by row."""
+"""attend_parts, of a PartsView, and store_kv without a kernel: part by part and row by row."""
 
 import torch
 
@@ -44,3 +44,10 @@ def readings_of(view):
 
 def of_other_numbers(view, query, kv, layer, scores, output):
     attend_parts_plainly(view, query, kv, layer - 1, scores, output)
+
+
+def store_kv_plainly(keys, values, kv, layer, rows, pages, slots):
+    for row, page, slot in zip(rows.tolist(), pages.tolist(), slots.tolist(), strict=True):
+        if page >= 0:
+            for pool, numbers in zip(kv.layer(layer), (keys, values), strict=True):
+                pool[page, :, slot] = numbers[row]

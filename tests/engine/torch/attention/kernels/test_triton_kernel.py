@@ -24,7 +24,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.runner import Chunk
 from services.engine.torch import pools as runner_pools
-from services.engine.torch.attention.agreement import require_agreement
+from services.engine.torch.attention.agreement import require_agreement, require_stored
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView
 from services.engine.torch.attention.paged_kv import PageShape
@@ -49,6 +49,13 @@ def attend_parts():
     return attend_parts
 
 
+@pytest.fixture(scope="module")
+def store_kv(attend_parts):
+    from services.engine.torch.attention.kernels.triton_kernel import store_kv
+
+    return store_kv
+
+
 @settings(max_examples=40)
 @given(
     step=steps(),
@@ -71,6 +78,20 @@ def test_the_runners_own_check_finds_it_right(attend_parts, dtype, page_size):
     require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
 
 
+def test_it_stores_what_torch_does(store_kv, subtests):
+    for dtype, num_kv_heads, page_size, head_dim, v_head_dim in [
+        (torch.float32, 2, 16, 64, 64),
+        (torch.bfloat16, 10, 64, 128, 128),
+        (torch.float16, 1, 1, 80, 80),
+        (torch.bfloat16, 3, 7, 192, 128),
+        (torch.bfloat16, 9, 16, 256, 20),
+        (torch.float32, 4, 48, 7, 12),
+    ]:
+        shape = PageShape(3, num_kv_heads, page_size, head_dim, v_head_dim)
+        with subtests.test(dtype=dtype, shape=shape):
+            require_stored(store_kv, empty(shape, dtype=dtype))
+
+
 def test_scores_far_apart_join_without_overflow(attend_parts):
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(40, 2, 2, 1, 16, 64, generator=generator)
@@ -87,8 +108,8 @@ def test_scores_far_apart_join_without_overflow(attend_parts):
 
 
 @pytest.fixture
-def views(attend_parts, monkeypatch):
-    """Those of the steps; all runners attend by the kernel."""
+def views(attend_parts, store_kv, monkeypatch):
+    """Those of the steps; all runners store and attend by the kernels."""
     recorded = []
 
     def recording(*args):
@@ -100,7 +121,7 @@ def views(attend_parts, monkeypatch):
     monkeypatch.setattr(
         runner_pools,
         "choose_in_place",
-        lambda pools, num_heads: [OnDevice(attend_parts, max(heads), num_programs=16) for heads in num_heads],
+        lambda pools, num_heads: [OnDevice(attend_parts, max(heads), 16, store_kv) for heads in num_heads],
     )
     return recorded
 
@@ -163,7 +184,7 @@ def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_
     kernels = json.loads(
         printed("compile_triton_kernel.py", str(capability), json.dumps(COMPILED), cache=tmp_path)
     )
-    assert len(kernels) == 3 * len(COMPILED)
+    assert len(kernels) == 4 * len(COMPILED)
     for kernel in kernels:
         assert kernel["cubin_bytes"] > 0
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, kernel
@@ -173,4 +194,5 @@ def test_it_is_compiled_once_whatever_a_step_looks_like(tmp_path):
     """It takes a second, in which a rank stands still."""
     counts = [int(line) for line in printed("count_triton_kernels.py", cache=tmp_path).split()]
     assert len(counts) == 13
-    assert set(counts) == {3}  # of narrow parts, of wide ones, and what joins them
+    # Of narrow parts, of wide ones, what joins them, and what stores, for ids of either size.
+    assert set(counts) == {5}
