@@ -33,6 +33,7 @@ VERSIONS_TESTS := tests/engine/torch/model tests/model tests/router/text tests/s
 VERSIONS_EXACT := tests/model tests/engine/torch/model/check tests/engine/torch/model/test_recurrence.py
 
 TRITON := .cache/triton
+TRITON_TESTS := tests/engine/torch
 TRITON_STAMP := $(TRITON)/.installed
 
 CHARTS_VENV ?= .venv-charts
@@ -157,8 +158,8 @@ test-versions: $(VERSIONS:%=.venv-%/.installed) ## models and tokenizers with th
 	  .venv-$$each/bin/python -m pytest -q -n 2 -m "exact and not slow" $(VERSIONS_EXACT); \
 	done
 
-test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's attention kernel, interpreted and compiled; needs no GPU
-	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton tests/engine/torch/attention/kernels/test_triton_kernel.py tests/engine/torch/attention/kernels/test_gather_kernel.py
+test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's kernels, interpreted and compiled; needs no GPU
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton $(TRITON_TESTS)
 
 test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
 	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -rs -m "sglang and not slow" $(SGLANG_TESTS)

@@ -18,6 +18,8 @@ from services.engine.torch.linear.packed_linear import pack_linears
 from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.model.activations import even_activations
 from services.engine.torch.model.check.model_probe import probe
+from services.engine.torch.model.fused.fuse import fuse
+from services.engine.torch.model.fused.fused import Fused
 from services.engine.torch.model.mixers import place_rows, wrap
 from services.engine.torch.model.norm_kernel import fuse_norms
 from services.engine.torch.model.recurrence import Workers, forward_in_place
@@ -56,16 +58,25 @@ class Computed:
 
 
 class PackedModel:
-    def __init__(self, model: PreTrainedModel, num_threads: int = 1, index_block: int = 64) -> None:
-        """Probe the model, and wrap its recurrent layers.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_threads: int = 1,
+        index_block: int = 64,
+        fuses: bool = True,
+    ) -> None:
+        """Probe the model, wrap its recurrent layers, and fuse its small operations if it `fuses`.
 
-        Raises ConfigError and Unavailable as probe does.
+        On a CPU they are as they are. Raises ConfigError and Unavailable as probe does.
         """
         self.model = model
         # On a GPU nothing promises the same bits, and short scans leave it idle.
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
         self._cache_argument = cache_argument(model)
         self.remembered = probe(model)
+        self.fused = Fused()
+        if fuses and self.device.type == "cuda":
+            self.fused = fuse(model, self.remembered.read_linears)
         if self.device.type == "cpu":
             even_activations(model)
             fuse_norms(model)

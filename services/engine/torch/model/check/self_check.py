@@ -1,6 +1,6 @@
 """Packed steps must compute what a definition does in one plain pass; it is tried before a model serves.
 
-    plain     each sequence in one pass, with transformers' own attention and no cache
+    plain     each sequence in one pass, as it is defined, with transformers' own attention and no cache
     packed    the same in chunks and single tokens, several sequences a step (trial.py); one is resumed from a
               copied state
     control   as that one, but the state is lost, or the first page of what its attention sees: how much that
@@ -58,7 +58,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def check(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | None = None) -> None:
     """Log what is found, and leave the model as it was. With `kv_dtype` it is tried once more in that.
 
-    But a recurrence in place that is wrong is left out, for it can be done without.
+    But fused operations, or a recurrence in place, that are wrong are left out: it can be done without.
 
     Raises:
         ConfigError: it differs, or cannot compute; the message says by how much, or why.
@@ -67,11 +67,22 @@ def check(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | Non
     try:
         _check_as_it_is(model, page_size, name, kv_dtype)
     except ConfigError as error:
-        if not model.in_place:
+        left_out = _leave_out(model)
+        if left_out is None:
             raise
+        check(model, page_size, name, kv_dtype)
+        logger.warning("%s model=%s error=%r", left_out, name, str(error))
+
+
+def _leave_out(model: PackedModel) -> str | None:
+    """Leave out what the model can be computed without, and return how that is logged."""
+    if model.fused:
+        model.fused.undo()
+        return "fused_kernels_unusable"
+    if model.in_place:
         model.in_place = False
-        _check_as_it_is(model, page_size, name, kv_dtype)
-        logger.warning("recurrence_kernel_unusable model=%s error=%r", name, str(error))
+        return "recurrence_kernel_unusable"
+    return None
 
 
 def _check_as_it_is(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | None) -> None:
@@ -182,7 +193,8 @@ class _Check:
 
     def _plain(self, ids: Sequence[int], rows: Sequence[int]) -> dict[int, Tensor]:
         model, device = self._model.model, self._model.device
-        with attending_by(model, "eager" if self._kv_dtype is None else _ROUNDING):
+        implementation = "eager" if self._kv_dtype is None else _ROUNDING
+        with attending_by(model, implementation), self._model.fused.as_defined():
             logits = model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.arange(len(ids), device=device)[None],  # Bamba makes wrong ones itself

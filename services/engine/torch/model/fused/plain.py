@@ -1,0 +1,83 @@
+"""Torch's own operations compute what the kernels do, and round where they round.
+
+They are what a trial compares a definition with, and stand in for the kernels where there is no GPU.
+"""
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class NormForm(NamedTuple):
+    """A norm without a weight has the same form for all."""
+
+    epsilon: float
+    adds_one: bool  # to the weight
+    rounds_first: bool  # before it multiplies by the weight
+
+
+class RotaryForm(NamedTuple):
+    """Heads of `dim` numbers have the first `2 * half` rotated; each half may have angles of its own."""
+
+    half: int
+    has_own_angles: bool
+
+
+class Normalize(Protocol):
+    def __call__(self, rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor: ...
+
+
+class Rotate(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Activate(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor: ...
+
+
+class Kernels(NamedTuple):
+    normalize: Normalize
+    rotate: Rotate
+    activate: Activate
+
+
+def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
+    """Divide each of `rows` [.., width] by the root of its mean square, and multiply it by the weight."""
+    wide = rows.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + form.epsilon)
+    if form.rounds_first:
+        normed = normed.to(rows.dtype).float()
+    if weight is not None:
+        normed = normed * (1.0 + weight.float() if form.adds_one else weight.float())
+    return normed.to(rows.dtype)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
+    """Rotate `query` [1, heads, total, dim] and `key` by the angles of `cos` and `sin` [1, total, ..]."""
+    half = form.half
+    second = slice(half, 2 * half) if form.has_own_angles else slice(half)
+    angles = [each[:, None, :, halves] for halves in (slice(half), second) for each in (cos, sin)]
+    return _rotated(query, angles), _rotated(key, angles)
+
+
+def _rotated(heads: Tensor, angles: list[Tensor]) -> Tensor:
+    cos, sin, second_cos, second_sin = angles
+    half = cos.shape[-1]
+    first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], -1)
+    turned = (first * cos + -second * sin, second * second_cos + first * second_sin, rest)
+    return torch.cat(turned, -1)
+
+
+def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+PLAIN = Kernels(normalize, rotate, activate)

@@ -1,0 +1,152 @@
+"""Linear layers that get the very same tensor are computed by one product.
+
+Which these are is seen in a pass of a few tokens (q, k and v; gate and up; what a mixer projects), whatever
+their names are. Their weights lie one after another in one parameter of the model, and nowhere else: so what
+widens or moves the model's parameters meets it, too.
+
+The first layer that is called computes the product, and the others take their columns of it. One that gets
+another tensor, or is called out of order, computes its own part. So whatever a definition does in a step,
+each layer gives what it should.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from services.engine.torch.model.check.model_probe import probe
+from services.engine.torch.model.fused.fused import Fused
+
+# Columns of a layer begin at multiples of these, so that the rows of what is taken are aligned as kernels
+# and cuBLAS want them (16 bytes in half precision).
+_ALIGNMENT = 8
+
+
+def merge_products(model: PreTrainedModel, fused: Fused, kept: Collection[nn.Module] = ()) -> None:
+    """Merge what can be merged, but for the linear layers that are `kept`: others read their weights."""
+    for members in shared_inputs(model, kept):
+        Product(fused, members)
+        fused.num_products += 1
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the memory of the weights that were merged
+
+
+def shared_inputs(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> list[list[nn.Linear]]:
+    """Return groups of two or more layers in the order of their calls."""
+    calls: dict[nn.Linear, list[Tensor]] = {}
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        # The tensors are held, or another one could get the same identity.
+        calls.setdefault(module, []).append(given[0] if given else None)
+
+    with ExitStack() as hooks:
+        for module in _own_linears(model, kept):
+            hooks.callback(module.register_forward_pre_hook(note).remove)
+        probe(model)
+    groups: dict[tuple[object, ...], list[nn.Linear]] = {}
+    for module, tensors in calls.items():
+        if all(isinstance(tensor, Tensor) for tensor in tensors):
+            key = (*map(id, tensors), module.in_features, module.weight.dtype, module.weight.device)
+            groups.setdefault(key, []).append(module)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _own_linears(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[nn.Linear]:
+    """Yield layers whose weights are their own: others may be tied to an embedding."""
+    owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    for module in model.modules():
+        is_its_own = all(owners[id(each)] == 1 for each in module.parameters(recurse=False))
+        if type(module) is nn.Linear and module not in kept and is_its_own:
+            yield module
+
+
+class Product:
+    """It is computed at its first member's call, and dropped when the last one has taken its columns."""
+
+    def __init__(self, fused: Fused, members: Sequence[nn.Linear]) -> None:
+        self._fused = fused
+        with torch.no_grad():
+            self._weight = nn.Parameter(_stacked([each.weight for each in members]), requires_grad=False)
+            biases = [
+                each.weight.new_zeros(each.out_features) if each.bias is None else each.bias
+                for each in members
+            ]
+            has_bias = any(each.bias is not None for each in members)
+            self._bias = nn.Parameter(_stacked(biases), requires_grad=False) if has_bias else None
+        members[0].register_parameter("merged_weight", self._weight)
+        members[0].register_parameter("merged_bias", self._bias)
+        self._everyone = frozenset(range(1, len(members)))
+        self._waiting: set[int] = set()  # they have not taken their columns
+        self._given: Tensor | None = None
+        self._columns: Tensor | None = None
+        begin = 0
+        for index, member in enumerate(members):
+            _make_member(member, self, index, begin)
+            begin += _aligned(member.out_features)
+
+    def weight(self, begin: int, size: int) -> Tensor:
+        return self._weight[begin : begin + size]
+
+    def bias(self, begin: int, size: int) -> Tensor | None:
+        return None if self._bias is None else self._bias[begin : begin + size]
+
+    def part(self, given: Tensor, index: int, begin: int, size: int) -> Tensor:
+        if not self._fused.is_on:
+            return linear(given, self.weight(begin, size), self.bias(begin, size))
+        if index == 0:
+            self._given, self._columns = given, linear(given, self._weight, self._bias)
+            self._waiting = set(self._everyone)
+        elif self._given is not given or index not in self._waiting:
+            return linear(given, self.weight(begin, size), self.bias(begin, size))
+        else:
+            self._waiting.remove(index)
+        assert self._columns is not None
+        columns = self._columns.narrow(-1, begin, size)
+        if not self._waiting:
+            self._given = self._columns = None
+        return columns
+
+
+class ProductPart(nn.Linear):
+    """This layer's weight is a part of a product's."""
+
+    product: Product
+    index: int
+    begin: int
+
+    @property
+    def weight(self) -> Tensor:
+        return self.product.weight(self.begin, self.out_features)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.product.bias(self.begin, self.out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product.part(input, self.index, self.begin, self.out_features)
+
+
+def _make_member(linear: nn.Linear, product: Product, index: int, begin: int) -> None:
+    """Let the same module be of another class: others know it, and have it in their tables."""
+    del linear.weight, linear.bias
+    linear.__class__ = ProductPart
+    linear.product, linear.index, linear.begin = product, index, begin
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts one after another, each filled up to where the next one may begin."""
+    first = parts[0]
+    sizes = [_aligned(len(part)) for part in parts]
+    whole = first.new_zeros(sum(sizes), *first.shape[1:])
+    for part, place in zip(parts, whole.split(sizes), strict=True):
+        place[: len(part)] = part
+    return whole
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
