@@ -213,13 +213,13 @@ class Steps:
         add("transformers", lambda: Transformers(self.model, self._kv, tables, context))
         if beside_peers:
             self._add_peers(add, tables)
-        before = Counter(getattr(runner, "ways", {}))
+        before = Counter(runner.steps_by_way)
         try:
             samples = alternate(steps, self.plan.rounds)
         finally:
             steps.clear()
             self.free()
-        taken = Counter(getattr(runner, "ways", {})) - before
+        taken = Counter(runner.steps_by_way) - before
         by = " ".join(f"{name} {count}" for name, count in taken.items())
         return _decode_rows(samples, chosen, {"batch": batch, "context": context}, way, by)
 

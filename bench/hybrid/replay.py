@@ -59,7 +59,7 @@ class CountingRunner:
         self.draft = None
         self.vocab_size = self.max_context_tokens = 1 << 30
         self.max_step_drafts = 0
-        self.mask_counts = MaskCounts()
+        self.mask_counts, self.steps_by_way = MaskCounts(), dict[str, int]()
         self.computed_tokens = self.num_steps = 0
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:

@@ -76,7 +76,7 @@ class TorchRunner:
         checkpoint = open_checkpoint(Path(model_path), dtype)
         tell_slow(self._device, checkpoint.dtype)
         model = load_model(checkpoint, self._device)
-        self._model = PackedModel(model, torch.get_num_threads(), index_block)
+        self._model = PackedModel(model, torch.get_num_threads(), index_block, fuses=fuses)
         if self_check:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
