@@ -1,5 +1,6 @@
 """Attention must know this of a step; it is worked out once for all layers of a reach (layers.py)."""
 
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -192,17 +193,22 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 
 
 def stored_slots(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
-    pages: list[int] = []
-    slots: list[int] = []
-    rows: list[int] = []
+    # To these one number is appended as fast as to a list, and many are by their bytes.
+    rows, pages, slots = array("q"), array("q"), array("q")
     for chunk, offset in zip(chunks, _offsets(chunks), strict=True):
         first = chunk.start if pool else max(chunk.start, chunk.store_from)
-        rows.extend(range(offset + first - chunk.start, offset + len(chunk.token_ids)))
+        rows_of = range(offset + first - chunk.start, offset + len(chunk.token_ids))
+        if len(rows_of) == 1:
+            rows.append(rows_of[0])
+        else:
+            rows.frombytes(np.arange(rows_of.start, rows_of.stop).tobytes())
         _add_slots(pages, slots, _held(chunk, pool), range(first, chunk.end), kv.shape.page_size)
-    return Slots(np.array(rows, np.int64), np.array(pages, np.int64), np.array(slots, np.int64))
+    return Slots(np.array(rows), np.array(pages), np.array(slots))
 
 
-def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: range, page_size: int) -> None:
+def _add_slots(
+    pages: "array[int]", slots: "array[int]", held: TailPages, positions: range, page_size: int
+) -> None:
     if not positions:
         return
     first_page, last_page = positions[0] // page_size, positions[-1] // page_size
@@ -213,8 +219,8 @@ def _add_slots(pages: list[int], slots: list[int], held: TailPages, positions: r
         return
     own = np.asarray(held.pages[first_page - held.first_page : last_page + 1 - held.first_page], np.int64)
     where = np.arange(positions.start, positions.stop)
-    pages.extend(own[where // page_size - first_page].tolist())
-    slots.extend((where % page_size).tolist())
+    pages.frombytes(own[where // page_size - first_page].tobytes())
+    slots.frombytes((where % page_size).tobytes())
 
 
 def _offsets(chunks: Sequence[Chunk]) -> list[int]:

@@ -4,14 +4,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.step_view import StepView, view_step
+from services.engine.torch.device import send
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.graphs.step_buffers import StepBuffers
 from services.engine.torch.linear.packed_linear import pack_linears
@@ -114,8 +118,9 @@ class PackedModel:
 
         Raises ProtocolError where a chunk lacks pages or a slot.
         """
-        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        positions = self._tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
+        token_ids, positions, kept = send(
+            (*_ids_and_positions(chunks), np.array(rows, np.int64)), self.device
+        )
         cache = StepCache(pools.calls, positions)
         if pools.slots is not None:
             self._place_mixers(cache, pools.slots, chunks)
@@ -123,7 +128,7 @@ class PackedModel:
         cache.view = view_step(pools.layers, queries, cache)
         call = partial(
             self.model,
-            input_ids=self._tensor(token_ids)[None],
+            input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             paged=cache.view,
@@ -132,7 +137,6 @@ class PackedModel:
         if asks_more:
             head = _Head(_layers_of(self.model), call, self.device)
             return Computed(head.logits_of(rows), cache, head)
-        kept = self._tensor(rows)
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
 
     def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
@@ -158,8 +162,15 @@ class PackedModel:
         place_rows(cache, chunks, slots.num_slots, self.scan_tokens)
         slots.zero([chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot is not None])
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+def _ids_and_positions(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of a step, int64 [total] each."""
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    total = sum(lengths)
+    token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, total)
+    offsets = accumulate(lengths, initial=0)
+    before = [chunk.start - offset for chunk, offset in zip(chunks, offsets, strict=False)]
+    return token_ids, np.arange(total) + np.repeat(np.array(before, np.int64), lengths)
 
 
 def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
