@@ -21,6 +21,7 @@ from services.values.rank import Role
 _CATCH_UP_BY_TARGET = 64  # It counts tokens.
 _MOST_GRAPH_ROWS = 512  # Above that a step computes longer than its host takes.
 DEFAULT_KV_PAGES = 2048
+_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,11 @@ class EngineSettings(ClusterConfig):
     expect_kv_path: Literal["any", "rdma"] = setting(
         "any", "rdma: warn and alert where KV is transferred over TCP (prefill)"
     )
-    chunk_size: int = setting(512, "prompt tokens computed per step", bounds=Bounds(at_least=1))
+    chunk_size: int | None = setting(
+        None,
+        "prompt tokens computed per step; default: 512, or 2048 where engine torch computes on a GPU",
+        bounds=Bounds(at_least=1),
+    )
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(
         None,
@@ -200,6 +205,12 @@ class EngineSettings(ClusterConfig):
         return replace(tls, peer_name=self.tls_peer_name or self.tls_server_name)
 
     @property
+    def chunk_tokens(self) -> int:
+        """Return --chunk-size, or its default: a GPU is idle with short chunks."""
+        on_gpu = self.engine == "torch" and self.device != "cpu"
+        return self.chunk_size or (_GPU_CHUNK_TOKENS if on_gpu else _CHUNK_TOKENS)
+
+    @property
     def has_draft(self) -> bool:
         return bool(self.fake_draft if self.engine == "fake" else self.draft_model)
 
@@ -209,7 +220,7 @@ class EngineSettings(ClusterConfig):
 
         With a target for the time between tokens they are few: what they take is known only afterwards.
         """
-        return self.chunk_size if self.itl_target_ms is None else min(self.chunk_size, _CATCH_UP_BY_TARGET)
+        return self.chunk_tokens if self.itl_target_ms is None else min(self.chunk_tokens, _CATCH_UP_BY_TARGET)
 
     @property
     def graph_rows(self) -> int:
@@ -254,7 +265,7 @@ class EngineSettings(ClusterConfig):
             num_window_pages=self.window_pages,
             num_slots=self.state_slots,
             max_running_requests=self.max_running_requests,
-            chunk_size=self.chunk_size,
+            chunk_size=self.chunk_tokens,
         )
 
     @property
@@ -286,7 +297,7 @@ class EngineSettings(ClusterConfig):
         target_ms = self.itl_target_ms if role is Role.DECODE else None
         return Limits(
             self.max_running_requests,
-            self.chunk_size,
+            self.chunk_tokens,
             itl_target_s=target_ms / 1e3 if target_ms is not None else None,
             step_limit_s=self.step_limit_s,
         )

@@ -67,7 +67,7 @@ def test_all_services_of_a_release_are_one_cluster(name):
     for field in ("etcd", "cluster", "index_block", "served_name", "otlp_endpoint", "tls_server_name"):
         assert len({getattr(config, field) for config in configs}) == 1, field
     router, prefill, _ = configs
-    assert router.chunk_size == prefill.chunk_size
+    assert router.chunk_size == prefill.chunk_tokens
 
 
 def test_a_pod_s_rank_is_reached_at_a_name_that_survives_it():

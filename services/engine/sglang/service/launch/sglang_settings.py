@@ -157,7 +157,7 @@ class SglangSettings:
             f"--page-size={self.engine.page_size}",
             f"--max-total-tokens={self.engine.pool_pages * self.engine.page_size}",
             f"--max-running-requests={self.engine.max_running_requests * self._shares}",
-            f"--chunked-prefill-size={self.engine.chunk_size * self._shares}",
+            f"--chunked-prefill-size={self.engine.chunk_tokens * self._shares}",
             f"--disaggregation-mode={self.role.value}",
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
