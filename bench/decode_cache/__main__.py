@@ -82,13 +82,14 @@ async def measure(
     *,
     quick: bool,
     prefill_cached: bool,
+    chosen: Sequence[str] = SIDES,
 ) -> dict[str, dict[str, list[Run]]]:
-    """The runs of each side, by cell."""
-    runs: dict[str, dict[str, list[Run]]] = {cell.name: {side: [] for side in SIDES} for cell in cells}
+    """The runs of each side that is chosen, by cell."""
+    runs: dict[str, dict[str, list[Run]]] = {cell.name: {side: [] for side in chosen} for cell in cells}
     async with AsyncExitStack() as stack:
         sides = {
             name: await stack.enter_async_context(open_side(settings, decode_cache=name == "on"))
-            for name in SIDES
+            for name in chosen
         }
         primer = await stack.enter_async_context(_primer(settings, cells, seed)) if prefill_cached else None
         for side in sides.values():  # the first steps are slow: caches, kernels, the connection
@@ -96,7 +97,7 @@ async def measure(
                 await drive(side, workloads.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             for cell in cells:
-                for name in SIDES if round_ % 2 == 0 else reversed(SIDES):
+                for name in chosen if round_ % 2 == 0 else reversed(chosen):
                     runs[cell.name][name].append(await _run(sides[name], cell, round_, seed, primer))
     return runs
 
@@ -118,13 +119,16 @@ def pool_pages(cells: Sequence[Cell], page_size: int, seed: int) -> int:
 
 
 def report(workload: str, runs: dict[str, dict[str, list[Run]]]) -> tuple[Row, list[Row]]:
-    """The ratios, and the raw figures of each cell and side."""
+    """Return the ratios, none where a side is missing, and the raw figures of each cell and side."""
     raw: list[Row] = []
     compared = []
     for cell, by_side in runs.items():
         rows = {side: figures(of_side) for side, of_side in by_side.items()}
         raw += [{"cell": cell, "cache": side} | row for side, row in rows.items()]
-        compared.append(ratios(rows["on"], rows["off"]))
+        if len(rows) == len(SIDES):
+            compared.append(ratios(rows["on"], rows["off"]))
+    if not compared:
+        return {}, raw
     return (worst(compared) if workload == "idle" else compared[0]), raw
 
 
@@ -156,6 +160,8 @@ def main() -> None:
         default="off",
         help="on both sides; tree learns from all, whose salt is empty",
     )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="the cache off, or on")
+    parser.add_argument("--graph-mib", type=int, help="of each rank, as in isthmus-decode; 0: no graphs")
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
@@ -191,6 +197,7 @@ def main() -> None:
             speculation=arguments.speculation,
             speculate_unsalted=True,
             itl_target_s=arguments.itl_target_ms / 1e3 if arguments.itl_target_ms else None,
+            graph_mib=arguments.graph_mib,
             device=str(arguments.device),
             dtype=arguments.dtype or ("bfloat16" if arguments.device.type == "cuda" else None),
         )
@@ -202,6 +209,7 @@ def main() -> None:
                 arguments.seed,
                 quick=arguments.quick,
                 prefill_cached=arguments.prefill_cached,
+                chosen=arguments.sides,
             )
         )
     compared, raw = report(arguments.workload, runs)
@@ -211,7 +219,8 @@ def main() -> None:
     )
     print(f"pool of {pages} pages of {page_size}; rounds {rounds}; load average at the start {load:.1f}\n")
     print(table(raw))
-    print(f"\n{table([compared])}\n\n{table(verdicts(arguments.workload, compared))}")
+    if compared:
+        print(f"\n{table([compared])}\n\n{table(verdicts(arguments.workload, compared))}")
     if arguments.json is not None:
         settings_row: Row = {k: v for k, v in vars(arguments).items() if k not in ("json", "checkpoint")} | {
             "device": str(arguments.device)

@@ -71,6 +71,7 @@ class RankSettings:
     speculation: Mode = "off"  # of the decode rank
     speculate_unsalted: bool = False
     draft_model: str = ""
+    graph_mib: int | None = None
 
     def decode_engine(self, cache_enabled: bool) -> EngineSettings:
         settings = self.engine(self.decode_pages, cache_enabled=cache_enabled, itl_target_s=self.itl_target_s)
@@ -93,6 +94,7 @@ class RankSettings:
             dtype=self.dtype,
             num_threads=self.num_threads,
             self_check="off",
+            graph_mib=self.graph_mib,
             kv_pages=num_pages,
             page_size=self.page_size,
             index_block=self.page_size,

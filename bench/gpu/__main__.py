@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -33,11 +34,10 @@ from packaging.version import Version
 
 from bench.gpu import host, wheels
 from bench.gpu.outcomes import AGAIN, CONTINUES, TABLES_FOLLOW, headlines, tables_of
-from bench.gpu.parts import Part, model_command, parts
+from bench.gpu.parts import ROOT, Part, model_command, parts
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, table
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 565.0  # of all parts together: in all it is less than ten minutes
 TAIL_LINES = 25
 MOST_STARTS = 5
@@ -80,10 +80,11 @@ def host_versions() -> dict[str, Version]:
     return found
 
 
-def install(folder: Path | None, target: Path) -> list[str]:
+def install(folder: Path | None, target: Path, *, incomplete: bool = False) -> list[str]:
     """Install what is missing from `folder` into `target` and return what was taken.
 
-    Raises SystemExit, with a sentence, where something is missing all the same.
+    Raises SystemExit, with a sentence, where something is missing all the same; if that is `incomplete`, only
+    says so.
     """
     ranges = host.ranges_of((ROOT / "pyproject.toml").read_text())
     has = host_versions()
@@ -92,7 +93,10 @@ def install(folder: Path | None, target: Path) -> list[str]:
     names = [*wheels.needed_by_host(), *host.ITS_OWN]
     if missing := host.lacking(names, has, ranges):
         where = "no folder of wheels was named" if folder is None else f"not in {folder} either"
-        sys.exit(f"missing here: {', '.join(missing)}; {where} (make gpu-wheels WHEELS=DIR fills one)")
+        said = f"missing here: {', '.join(missing)}; {where} (make gpu-wheels WHEELS=DIR fills one)"
+        if not incomplete:
+            sys.exit(said)
+        print(said, flush=True)
     if chosen:
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
         paths = [str(wheel.path) for wheel in chosen]
@@ -151,18 +155,35 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def run_parts(
-    chosen: Sequence[Part], env: Mapping[str, str], model: "subprocess.Popen[bytes]", limit_s: float
+    chosen: Sequence[Part],
+    env: Mapping[str, str],
+    model: "subprocess.Popen[bytes]",
+    limit_s: float,
+    together: int = 1,
 ) -> list[Ended]:
-    """One after the other; who needs the model waits for it."""
+    """Run tests, up to `together` at a time, then benchmarks, one after the other.
+
+    Who needs the model waits for it.
+    """
     deadline_s = time.monotonic() + limit_s
-    ended = []
+    tests = [part for part in chosen if part.is_test and not part.needs_model]
+    with ThreadPoolExecutor(together) as executor:
+        ended = list(executor.map(lambda part: _run_and_say(part, env, deadline_s), tests))
     for part in chosen:
+        if part in tests:
+            continue
         left_s = deadline_s - time.monotonic()
         if part.needs_model and not was_made(model, left_s):
             ended.append(Ended(part.name, NOT_REACHED, 0.0, "its model could not be made"))
+            say(ended[-1])
         else:
-            ended.append(run_part(part, env, deadline_s - time.monotonic()))
-        say(ended[-1])
+            ended.append(_run_and_say(part, env, deadline_s))
+    return ended
+
+
+def _run_and_say(part: Part, env: Mapping[str, str], deadline_s: float) -> Ended:
+    ended = run_part(part, env, deadline_s - time.monotonic())
+    say(ended)
     return ended
 
 
@@ -176,8 +197,8 @@ def was_made(model: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
 def say(ended: Ended) -> None:
     """A failure with what led to it, else the last line; tables come last of all."""
     lines = ended.output.partition(TABLES_FOLLOW)[0].strip().splitlines()
-    print(f"\n=== {ended.part}: {ended.outcome} in {ended.took_s:.1f} s", flush=True)
-    print("\n".join(lines[-(1 if ended.outcome is PASSED else TAIL_LINES) :]), flush=True)
+    shown = "\n".join(lines[-(1 if ended.outcome is PASSED else TAIL_LINES) :])
+    print(f"\n=== {ended.part}: {ended.outcome} in {ended.took_s:.1f} s\n{shown}", flush=True)
 
 
 def facts() -> dict[str, object]:
@@ -207,6 +228,9 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, by their names")
     parser.add_argument("--cells", nargs="+", default=(), help="of bench.gpu.steps and bench.gpu.pieces")
+    parser.add_argument("--ways", nargs="+", default=(), help="of bench.gpu.steps")
+    parser.add_argument("--together", type=int, default=1, help="so many tests at a time; benchmarks alone")
+    parser.add_argument("--incomplete", action="store_true", help="go on where packages are missing")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"of all parts ({LIMIT_S:.0f})")
     parser.add_argument("--json", type=Path, help="write all outcomes and figures to this file")
     parser.add_argument("--figures", type=Path, help="each part writes its own here, as it goes")
@@ -228,18 +252,18 @@ def main() -> None:
         sys.exit("torch sees no CUDA device here (--device cpu is a rehearsal without one)")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-gpu-")))
-        taken = install(arguments.wheels, folder / "site")
+        taken = install(arguments.wheels, folder / "site", incomplete=arguments.incomplete)
         print(f"installed for this run: {', '.join(taken) or 'nothing'}", flush=True)
         env = environment(folder / "site", arguments.device)
         figures_in = arguments.figures or folder
         figures_in.mkdir(parents=True, exist_ok=True)
-        chosen = parts(arguments.device, folder / "model", figures_in, arguments.cells)
+        chosen = parts(arguments.device, folder / "model", figures_in, arguments.cells, arguments.ways)
         chosen = [part for part in chosen if not arguments.only or part.name in arguments.only]
         needs_model = any(part.needs_model for part in chosen)
         command = model_command(folder / "model", arguments.device) if needs_model else ("true",)
         model = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
         stack.callback(end_group, model)
-        ended = run_parts(chosen, env, model, arguments.limit_s)
+        ended = run_parts(chosen, env, model, arguments.limit_s, arguments.together)
         figures = figures_of(figures_in, chosen)
     rows = [one.row() for one in ended]
     summary = headlines(figures)

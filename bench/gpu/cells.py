@@ -8,12 +8,14 @@ one that a signal has ended.
 """
 
 import json
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from bench.gpu.outcomes import AGAIN, CONTINUES, PASSED, TABLES_FOLLOW
 from bench.report import Row, table
 
 _TAIL_LINES = 12
+_LINE_LENGTH = 240
 _BEGAN = "began"
 
 
@@ -37,7 +40,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Report:
-    """This is what is written: outcomes and seconds by cell, rows by table."""
+    """This is what is written: outcomes and seconds by cell, rows by table, what the engine logged."""
 
     benchmark: str
     settings: Row
@@ -45,10 +48,11 @@ class Report:
     outcomes: dict[str, str]
     seconds: dict[str, float]
     tables: dict[str, list[Row]]
+    log: list[str] = field(default_factory=list)
 
     def write(self) -> None:
         if self.path is not None:
-            members = ("benchmark", "settings", "outcomes", "seconds", "tables")
+            members = ("benchmark", "settings", "outcomes", "seconds", "tables", "log")
             content = {name: getattr(self, name) for name in members}
             self.path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
@@ -63,6 +67,13 @@ def run_cells(
 ) -> None:
     """Measure the cells, print the tables last, and end the process with 1 if one failed."""
     report = _begin(benchmark, path, device, settings)
+    with _noted(report.log):
+        _measure(cells, report, device)
+    _tell(report)
+    sys.exit(any(outcome != PASSED for outcome in report.outcomes.values()))
+
+
+def _measure(cells: Sequence[Cell], report: Report, device: torch.device) -> None:
     for cell in cells:
         if cell.name in report.outcomes:
             continue
@@ -81,8 +92,29 @@ def run_cells(
         print(f"{cell.name}: {report.seconds[cell.name]} s", flush=True)
         if report.outcomes[cell.name] != PASSED and _is_broken(device):
             sys.exit(AGAIN)
-    _tell(report)
-    sys.exit(any(outcome != PASSED for outcome in report.outcomes.values()))
+
+
+@contextmanager
+def _noted(lines: list[str]) -> Iterator[None]:
+    """Keep what the engine logs meanwhile."""
+    logger, handler = logging.getLogger("services"), _Noting(lines)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _Noting(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{record.levelname} {record.getMessage()}"[:_LINE_LENGTH])
 
 
 def _begin(benchmark: str, path: Path | None, device: torch.device, settings: Row) -> Report:
@@ -95,6 +127,7 @@ def _begin(benchmark: str, path: Path | None, device: torch.device, settings: Ro
         for name, outcome in written["outcomes"].items()
     }
     report.outcomes, report.seconds, report.tables = ended, written["seconds"], written["tables"]
+    report.log = written["log"]
     return report
 
 
@@ -118,6 +151,7 @@ def _tell(report: Report) -> None:
     print(f"{TABLES_FOLLOW}\n{report.benchmark} on {report.settings['device']}")
     for name, rows in report.tables.items():
         print(f"\n{name}\n{table(rows)}" if rows else f"\n{name}: no rows")
+    print("\n" + "\n".join(report.log))
     failed = [name for name, outcome in report.outcomes.items() if outcome != PASSED]
     if failed:
         print(f"\nFAILED: {', '.join(failed)}")

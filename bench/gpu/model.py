@@ -91,17 +91,22 @@ def runner_on(model: PreTrainedModel, *, num_pages: int, page_size: int, **optio
         )
 
 
+def copied(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy that attends as the engine does."""
+    own = copy.deepcopy(model)
+    own.set_attn_implementation(IMPLEMENTATION)
+    return own.eval()
+
+
+def opened(model: PreTrainedModel) -> Checkpoint:
+    return Checkpoint(Path("bench"), model.config, model.dtype, 0)
+
+
 @contextmanager
 def _loading(model: PreTrainedModel) -> Iterator[None]:
-    def load(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
-        own = copy.deepcopy(model)
-        own.set_attn_implementation(IMPLEMENTATION)
-        return own.to(device).eval()
-
-    opened = Checkpoint(Path("bench"), model.config, model.dtype, 0)
     with (
-        mock.patch.object(runner_module, "open_checkpoint", lambda *_: opened),
-        mock.patch.object(runner_module, "load_model", load),
+        mock.patch.object(runner_module, "open_checkpoint", lambda *_: opened(model)),
+        mock.patch.object(runner_module, "load_model", lambda *_: copied(model)),
     ):
         yield
 

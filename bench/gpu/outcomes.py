@@ -22,6 +22,7 @@ def tables_of(figures: Mapping[str, Any]) -> str:
     names = sorted(tables, key=lambda name: _ORDER.index(name) if name in _ORDER else -1)
     told = [f"{name}\n{table(tables[name])}" for name in names if tables[name]]
     told += [table(part["rows"]) for part in figures.values() if part.get("rows")]
+    told += ["\n".join(part["log"]) for part in figures.values() if part.get("log")]
     outcomes = [item for part in figures.values() for item in part.get("outcomes", {}).items()]
     told += [f"{cell} FAILED: {said.splitlines()[-1]}" for cell, said in outcomes if said != PASSED]
     return "\n\n".join(told)
@@ -43,9 +44,10 @@ def headlines(figures: Mapping[str, Any]) -> list[Row]:
         rows.append(_headline(what, row["ms"], row["x transformers"], "", device))
     for row in figures.get("bench.gpu.pieces", {}).get("tables", {}).get("draft", ()):
         rows.append(_headline(f"draft round, {row['what']}", row["ms"], "", "", device))
-    for row in figures.get("bench.decode_cache", {}).get("rows", ()):
-        what = f"decode_cache, cache {row['cache']}, {row['throughput']:.0f} tokens/s, gap p50"
-        rows.append(_headline(what, 1e3 * row["itl_p50"], "", "", device))
+    for part, said in (("bench.decode_cache", ""), ("bench.decode_cache.eager", " without graphs")):
+        for row in figures.get(part, {}).get("rows", ()):
+            what = f"decode_cache{said}, cache {row['cache']}, {row['throughput']:.0f} tokens/s, gap p50"
+            rows.append(_headline(what, 1e3 * row["itl_p50"], "", "", device))
     return rows
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 # For a rehearsal on a CPU; the sizes for a GPU are those of bench.gpu.model: 1.06 billion parameters.
 _TINY = ("--layers=2", "--hidden=64", "--heads=4", "--kv-heads=2")
 
@@ -19,6 +20,11 @@ class Part:
     needs_model: bool = False
     figures: str | None = None
 
+    @property
+    def is_test(self) -> bool:
+        """Tell whether it may run beside others: nothing is timed."""
+        return self.figures is None
+
 
 def model_command(model: Path, device: str) -> tuple[str, ...]:
     """Writes the checkpoint that the benchmarks run."""
@@ -26,31 +32,36 @@ def model_command(model: Path, device: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "bench.gpu.model", str(model), f"--device={device}", *size)
 
 
-def parts(device: str, model: Path, figures: Path, cells: Sequence[str] = ()) -> list[Part]:
+def parts(
+    device: str, model: Path, figures: Path, cells: Sequence[str] = (), ways: Sequence[str] = ()
+) -> list[Part]:
     """All parts in their order: what must be right first, then what it costs.
 
     `device` cpu is a rehearsal: the same parts, so small that they say nothing of speed. `cells` are those
-    that steps and pieces measure; none are all.
+    that steps and pieces measure, `ways` those of steps; none are all.
     """
     rehearsal = device == "cpu"
     chosen = ("--cells", *cells) if cells else ()
-    return [
+    of_steps = (*chosen, *(("--ways", *ways) if ways else ()))
+    all_parts = [
         _tests("kernels", 200),
+        _tests("prompts", 120),
+        _tests("graphs", 150),
         _tests("transport", 60),
         _tests("exactness", 120),
         _tests("half", 90),
         _tests("families", 150),
         _tests("pair", 90),
         _bench("transfer", device, figures, 90, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
-        _bench("gpu.steps", device, figures, 150, *(_STEPS_QUICK if rehearsal else ()), *chosen),
+        _bench("gpu.steps", device, figures, 150, *(_STEPS_QUICK if rehearsal else ()), *of_steps),
         _bench("gpu.pieces", device, figures, 90, *chosen),
         _bench("decode_cache", device, figures, 200, *_decode_cache(rehearsal), model=model),
+        _eager_cache(device, figures, model, rehearsal),
     ]
+    return [part for part in all_parts if not part.is_test or (ROOT / part.command[-1]).is_file()]
 
 
 _TRANSFER_QUICK = ("--total-mib=64", "--pool-mib=192", "--rounds=1")
-
-
 _STEPS_QUICK = (
     *("--batches", "1", "2", "--context=64", "--prompts", "64", "--rounds=3"),
     *("--page-size=16", "--chunk-size=64", "--num-threads=1"),
@@ -58,7 +69,15 @@ _STEPS_QUICK = (
 
 
 def _decode_cache(rehearsal: bool) -> tuple[str, ...]:
-    return ("--workload=turns", "--rounds=1", "--quick") if rehearsal else ("--workload=shared", "--rounds=1")
+    # Chunks are as in the chart's samples for GPUs.
+    own = ("--workload=turns", "--quick") if rehearsal else ("--workload=shared", "--chunk-size=2048")
+    return (*own, "--rounds=1")
+
+
+def _eager_cache(device: str, figures: Path, model: Path, rehearsal: bool) -> Part:
+    """Return the part that runs the side with the cache, and no graphs: what graphs gain is told by both."""
+    own = ("--sides", "on", "--graph-mib=0", *_decode_cache(rehearsal))
+    return _bench("decode_cache", device, figures, 120, *own, model=model, of="decode_cache.eager")
 
 
 def _tests(name: str, limit_s: float) -> Part:
@@ -67,9 +86,16 @@ def _tests(name: str, limit_s: float) -> Part:
 
 
 def _bench(
-    name: str, device: str, figures: Path, limit_s: float, *arguments: str, model: Path | None = None
+    name: str,
+    device: str,
+    figures: Path,
+    limit_s: float,
+    *arguments: str,
+    model: Path | None = None,
+    of: str | None = None,
 ) -> Part:
-    json = figures / f"{name}.json"
+    """Return a part that runs the benchmark `name`; `of` names it where that does not."""
+    json = figures / f"{of or name}.json"
     own = () if model is None else (f"--checkpoint={model}",)
     command = (
         sys.executable,
@@ -80,4 +106,4 @@ def _bench(
         *own,
         *arguments,
     )
-    return Part(f"bench.{name}", command, limit_s, model is not None, json.name)
+    return Part(f"bench.{of or name}", command, limit_s, model is not None, json.name)

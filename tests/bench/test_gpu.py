@@ -1,20 +1,25 @@
 """The run on a GPU host: what is installed there, and that a part that fails or hangs stops no other."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import wheels
+from bench.gpu.cells import Cell, run_cells
 from bench.gpu.host import ITS_OWN, Wheel, lacking, ranges_of, to_install
+from bench.gpu.outcomes import CONTINUES, headlines, tables_of
 from bench.gpu.parts import Part, parts
 
 pytestmark = pytest.mark.long
@@ -53,11 +58,8 @@ def test_all_that_the_parts_import_of_our_dependencies_is_on_the_host_or_among_t
 def module_of(own):
     if own.figures is None:
         return f"gpu.{Path(own.command[-1]).stem}"
-    return (
-        own.name
-        if (ROOT / own.name.replace(".", "/")).with_suffix(".py").is_file()
-        else f"{own.name}.__main__"
-    )
+    name = own.command[2]
+    return name if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file() else f"{name}.__main__"
 
 
 def test_packages_of_the_host(subtests, tmp_path):
@@ -103,6 +105,41 @@ def process(code):
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 
+def test_cells(subtests, tmp_path, capsys, monkeypatch):
+    path, cpu = tmp_path / "cells.json", torch.device("cpu")
+
+    def fails():
+        logging.getLogger("services.engine").warning("graph_refused rows=%d", 8)
+        raise ValueError("no such kernel")
+
+    cells = [
+        Cell("bad", "first", fails),
+        Cell("good", "first", lambda: [{"x": 1}]),
+        Cell("more", "first", lambda: [{"x": 2}]),
+    ]
+    with subtests.test("a cell that fails stops no other, and says why"):
+        with pytest.raises(SystemExit) as ended:
+            run_cells("cells", cells, path, cpu, {})
+        assert ended.value.code == 1
+        written = json.loads(path.read_text())
+        assert written["tables"] == {"first": [{"x": 1}, {"x": 2}]}
+        assert written["outcomes"]["good"] == "passed"
+        assert "ValueError: no such kernel" in written["outcomes"]["bad"]
+        assert written["log"] == ["WARNING graph_refused rows=8"]
+        assert "bad FAILED: ValueError: no such kernel" in tables_of({"part": written})
+    with subtests.test("who is started again goes on behind the cell in which it ended"):
+        written["outcomes"] = {"bad": "began"}
+        path.write_text(json.dumps(written))
+        monkeypatch.setenv(CONTINUES, "1")
+        with pytest.raises(SystemExit) as ended:
+            run_cells("cells", [replace(cells[0], measure=lambda: 1 / 0), *cells[1:]], path, cpu, {})
+        written = json.loads(path.read_text())
+        assert written["outcomes"] == {"bad": "the process ended in it", "good": "passed", "more": "passed"}
+    with subtests.test("nothing was measured"):
+        assert headlines({}) == []
+        assert tables_of({"part": {"tables": {}}}) == ""
+
+
 def test_parts(subtests, capsys):
     with subtests.test("a part that fails or hangs stops no other"):
         chosen = [
@@ -115,6 +152,14 @@ def test_parts(subtests, capsys):
         assert [one.output.strip() for one in ended] == ["why", "before", "fine"]
         said = capsys.readouterr().out
         assert said.index("fails: FAILED") < said.index("hangs: TOO LONG") < said.index("passes: passed")
+    with subtests.test("a benchmark that asks for it, or is killed, is started again and goes on"):
+        code = "import os; os.environ.get('ISTHMUS_GPU_CONTINUES') or os._exit(75); print('went on')"
+        again = Part("again", (sys.executable, "-c", code), 60.0, figures="again.json")
+        killed = Part("killed", (sys.executable, "-c", code.replace("os._exit(75)", "os.abort()")), 60.0)
+        [ended] = gpu.run_parts([again], {}, process("pass"), limit_s=120)
+        assert (ended.outcome, ended.output.strip()) == (gpu.PASSED, "went on")
+        [ended] = gpu.run_parts([killed], {}, process("pass"), limit_s=120)
+        assert ended.outcome == gpu.FAILED, "a test that is killed is not"
     with subtests.test("what needs a model that could not be made is not reached"):
         [ended] = gpu.run_parts(
             [part("bench", "pass", needs_model=True)], {}, process("raise SystemExit(1)"), 60
@@ -129,7 +174,7 @@ def test_parts(subtests, capsys):
                 if own.figures is None:
                     assert (ROOT / own.command[-1]).is_file(), own
                 else:
-                    place = ROOT / own.name.replace(".", "/")
+                    place = ROOT / own.command[2].replace(".", "/")
                     assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), own
     with subtests.test("nonsense is refused by name"):
         for argv in (["--only", "kernel"], ["--wheels", "/nowhere"]):

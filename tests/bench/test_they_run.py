@@ -7,6 +7,8 @@ import pytest
 
 from bench import engine, told_apart, tool_loops, transfer
 from bench.decode_cache import __main__ as decode_cache
+from bench.gpu import steps
+from bench.gpu.outcomes import headlines
 from bench.hybrid import __main__ as hybrid
 from bench.router import __main__ as router
 from services.engine.fake import FakeRunner
@@ -36,6 +38,21 @@ def test_engine_quickly(tmp_path, monkeypatch):
     [cost] = [row for row in rows if "cost" in row]
     assert cost["free_ms"] > 0 and cost["constrained_ms"] > 0
     assert {"greedy", "greedy, constrained"} <= {row["sampling"] for row in rows if "sampling" in row}
+
+
+def test_gpu_steps_quickly(tmp_path, monkeypatch):
+    figures = tmp_path / "figures.json"
+    sizes = ["--batches=2", "--context=64", "--prompts=64", "--rounds=2", "--page-size=16", "--num-threads=1"]
+    chosen = ["--ways=eager", "--cells", "build", "decode", "prompts"]
+    monkeypatch.setattr(sys, "argv", ["steps", *sizes, *chosen, f"--json={figures}"])
+    with pytest.raises(SystemExit) as ended:
+        steps.main()
+    written = json.loads(figures.read_text())
+    assert ended.value.code == 0, written["outcomes"]
+    same = {row["side"]: row["same"] for row in written["tables"]["decode"] if row["same"] != ""}
+    assert {"eager", "transformers static", "loop flash"} <= {name for name in same if same[name] == 1}
+    assert all(row["same"] for row in written["tables"]["prompts"])
+    assert any(row["x loop"] for row in headlines({"bench.gpu.steps": written}))
 
 
 def test_hybrid_quickly(tmp_path, monkeypatch):
