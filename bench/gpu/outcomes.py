@@ -20,9 +20,9 @@ def tables_of(figures: Mapping[str, Any]) -> str:
     for part in figures.values():
         tables |= part.get("tables", {})
     names = sorted(tables, key=lambda name: _ORDER.index(name) if name in _ORDER else -1)
-    told = [f"{name}\n{table(tables[name])}" for name in names if tables[name]]
+    told = ["\n".join(dict.fromkeys(part["log"])) for part in figures.values() if part.get("log")]
     told += [table(part["rows"]) for part in figures.values() if part.get("rows")]
-    told += ["\n".join(part["log"]) for part in figures.values() if part.get("log")]
+    told += [f"{name}\n{table(tables[name])}" for name in names if tables[name]]
     outcomes = [item for part in figures.values() for item in part.get("outcomes", {}).items()]
     told += [f"{cell} FAILED: {said.splitlines()[-1]}" for cell, said in outcomes if said != PASSED]
     return "\n\n".join(told)

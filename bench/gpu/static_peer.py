@@ -27,7 +27,7 @@ class StaticTransformers:
         num_steps: int,
     ) -> None:
         self._model, device = model, model.device
-        room = context + num_steps
+        room = -(-(context + num_steps) // 64) * 64  # kernels with masks want even rows
         self._cache = StaticCache(config=model.config, max_cache_len=room)
         for layer in range(kv.shape.num_layers):
             key, value = (_gather(pages, tables, context) for pages in kv.layer(layer))
