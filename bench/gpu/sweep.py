@@ -4,14 +4,13 @@ A measure is the attention of all layers of a pool, in one CUDA graph, so nothin
 Rows have no page in common.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from bench.gpu.captured import Captured, finish
 from bench.report import Row
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import OnDevice, view_parts
+from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, view_parts
 from services.engine.torch.attention.kernels.pieces import pieces_of
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
@@ -69,10 +68,8 @@ def sweep_rows(
     numbers = torch.empty(max(batches) * room * shape.page_numbers, dtype=dtype, device=device)
     kv = PagedKv(numbers.normal_(), shape)
     rows = []
-    for setting in settings:
-        with constants(setting):
-            for batch, per_processor in product(batches, programs):
-                rows.append(_row(heads, kv, batch, context, setting, per_processor))
+    for setting, batch, per_processor in product(settings, batches, programs):
+        rows.append(_row(heads, kv, batch, context, setting, per_processor))
     return rows
 
 
@@ -107,21 +104,21 @@ def best_constants(rows: Sequence[Row], num_best: int) -> list[Constants]:
     return sorted(losses, key=lambda setting: losses[setting])[:num_best]
 
 
-@contextmanager
-def constants(setting: Constants) -> Iterator[None]:
-    """Let the kernel be launched with these constants meanwhile."""
+def attending(setting: Constants) -> AttendParts:
+    """Return the kernel that is launched with these constants."""
     kernel = import_module(_KERNEL)
+    if not hasattr(kernel, "TUNING"):  # it cannot be told yet
+        own: AttendParts = kernel.attend_parts
+        return own
     tile_bytes = None if setting.slots is None else 256 * setting.slots
-    with ExitStack() as stack:
-        for name, value in (
-            ("NUM_STAGES", setting.stages),
-            ("NUM_WARPS", setting.warps),
-            ("_MAX_SLOTS", setting.slots),
-            ("_TILE_BYTES", tile_bytes),
-        ):
-            if value is not None:
-                stack.enter_context(mock.patch.object(kernel, name, value))
-        yield
+    changed = {
+        "num_stages": setting.stages,
+        "num_warps": setting.warps,
+        "max_slots": setting.slots,
+        "tile_bytes": tile_bytes,
+    }
+    tuning = replace(kernel.TUNING, **{name: value for name, value in changed.items() if value is not None})
+    return partial(kernel.attend_parts, tuning=tuning)
 
 
 def _row(heads: Heads, kv: PagedKv, batch: int, context: int, setting: Constants, per_processor: int) -> Row:
@@ -132,7 +129,7 @@ def _row(heads: Heads, kv: PagedKv, batch: int, context: int, setting: Constants
         "programs": per_processor,
     }
     try:
-        took_s = _layer_s(heads, kv, batch, context, per_processor)
+        took_s = _layer_s(heads, kv, batch, context, attending(setting), per_processor)
     except Exception as error:  # there may be too little shared memory, say
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:60]
         return row | {"us a layer": reason, "GB/s": 0.0, "setting": setting}
@@ -141,9 +138,10 @@ def _row(heads: Heads, kv: PagedKv, batch: int, context: int, setting: Constants
 
 
 @torch.inference_mode()
-def _layer_s(heads: Heads, kv: PagedKv, batch: int, context: int, per_processor: int) -> float:
+def _layer_s(
+    heads: Heads, kv: PagedKv, batch: int, context: int, attend_parts: AttendParts, per_processor: int
+) -> float:
     device, page_size, num_layers = kv.numbers.device, kv.shape.page_size, kv.shape.num_layers
-    attend_parts = import_module(_KERNEL).attend_parts
     on_cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
     room = context // page_size + 1
