@@ -193,11 +193,15 @@ def _of_named_weights(checkpoint: Checkpoint, **options: Any) -> tuple[PreTraine
     model_class = next(named, classes[0])
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
-    weights = _named_weights(checkpoint.directory, checkpoint.quantization, checkpoint.dtype)
     made: tuple[PreTrainedModel, dict[str, Any]] = model_class.from_pretrained(
-        None, config=config, state_dict=weights, **options
+        None, config=config, state_dict=stored_weights(checkpoint), **options
     )
     return made
+
+
+def stored_weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the weights of a quantized checkpoint by their names in it, each read when it is asked for."""
+    return _named_weights(checkpoint.directory, checkpoint.quantization, checkpoint.dtype)
 
 
 def _named_weights(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,13 @@ import torch
 
 from services.engine.paged.drafts.draft_failures import DraftFailures
 from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
-from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
+from services.engine.torch.checkpoint import (
+    Checkpoint,
+    computed_by,
+    load_model,
+    open_checkpoint,
+    stored_weights,
+)
 from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
 from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
@@ -18,6 +24,7 @@ from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
+from services.engine.torch.quantized.float8 import WeightsForm, compute_in_float8
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
@@ -51,6 +58,7 @@ class TorchRunner:
         graph_mib: int | None = None,
         fuses: bool = True,
         kv_dtype: KvDtype | None = None,
+        weights: WeightsForm | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
 
@@ -66,6 +74,9 @@ class TorchRunner:
 
         K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
 
+        On a GPU, half precision multiplies `weights` as 8-bit floats: with None those that a checkpoint has
+        so, row by row, with "fp8" all but the head's, with "dequantized" none.
+
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
             Unavailable: memory, the device or a file is not to be had now; another start may do.
@@ -79,13 +90,14 @@ class TorchRunner:
         self._model = PackedModel(model, torch.get_num_threads(), index_block, fuses=fuses)
         if self_check:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
+        fingerprint = self._in_float8(checkpoint, weights)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
         self._pools = Pools(
             self._model.remembered,
             num_pages=num_pages,
             page_size=page_size,
             sizes=sizes or PoolSizes(),
-            model_fingerprint=checkpoint.fingerprint,
+            model_fingerprint=fingerprint,
             device=self._device,
             kv_dtype=kv_dtype,
         )
@@ -163,6 +175,16 @@ class TorchRunner:
         if self._draft is not None and group == len(self._pools.layout.groups):
             return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
+
+    def _in_float8(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
+        """Let what can be computed in floats of 8 bits be so, and return the fingerprint of what computes."""
+        is_stored = form is None and checkpoint.is_quantized
+        is_here = self._device.type == "cuda" and checkpoint.dtype is not torch.float32
+        if not is_here or not (form == "fp8" or is_stored):
+            return checkpoint.fingerprint
+        stored = stored_weights(checkpoint) if is_stored else None
+        count = compute_in_float8(self._model.model, self._model.remembered.read_linears, stored)
+        return computed_by(checkpoint.fingerprint, f"float8 {count}") if count else checkpoint.fingerprint
 
     def _open_draft(self, settings: DraftModelSettings, target: Checkpoint, budget: int) -> TorchDraft:
         num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size

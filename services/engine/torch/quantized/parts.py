@@ -10,8 +10,9 @@ transformers asks for a tensor when its turn has come, so that few are made at a
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -71,6 +72,18 @@ class Dequantized:
 
 def _of_expert(part: Tensor, i: int, count: int) -> Tensor:
     return part[i] if part.numel() > 1 and len(part) == count else part
+
+
+def is_of_rows(weight: Stored | Dequantized) -> TypeGuard[Dequantized]:
+    """Say whether these are floats of 8 bits with a scale for each row, or one for all of them."""
+    if (
+        not isinstance(weight, Dequantized)
+        or set(weight.parts) != {"numbers", "scale"}
+        or weight.parts["numbers"].get_dtype() != "F8_E4M3"
+    ):
+        return False
+    shape, scale = (weight.parts[part].get_shape() for part in ("numbers", "scale"))
+    return len(shape) == 2 and prod(scale) in (1, shape[0]) and (len(scale) < 2 or scale[-1] == 1)
 
 
 def open_tensors(files: list[Path]) -> dict[str, Stored]:

@@ -10,7 +10,7 @@ each layer gives what it should.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,6 +78,8 @@ class Product:
             ]
             has_bias = any(each.bias is not None for each in members)
             self._bias = nn.Parameter(_stacked(biases), requires_grad=False) if has_bias else None
+        self._owner = members[0]
+        self._computes: Callable[[Tensor], Tensor] | None = None
         members[0].register_parameter("merged_weight", self._weight)
         members[0].register_parameter("merged_bias", self._bias)
         self._everyone = frozenset(range(1, len(members)))
@@ -89,6 +91,26 @@ class Product:
             _make_member(member, self, index, begin)
             begin += _aligned(member.out_features)
 
+    @property
+    def whole_bias(self) -> Tensor | None:
+        return self._bias
+
+    def __call__(self, given: Tensor) -> Tensor:
+        """Return the columns of all members, some of which belong to none."""
+        return linear(given, self._weight, self._bias) if self._computes is None else self._computes(given)
+
+    def compute_by(self, computes: Callable[[Tensor], Tensor]) -> None:
+        """Let `computes` give the columns from now on, and give up the weight."""
+        self._computes = computes
+        self._weight = self._owner.merged_weight = nn.Parameter(
+            self._weight.new_empty(0, self._weight.shape[1]), requires_grad=False
+        )
+
+    def _part(self, given: Tensor, begin: int, size: int) -> Tensor:
+        if self._computes is not None:
+            return self._computes(given).narrow(-1, begin, size)
+        return linear(given, self.weight(begin, size), self.bias(begin, size))
+
     def weight(self, begin: int, size: int) -> Tensor:
         return self._weight[begin : begin + size]
 
@@ -97,12 +119,12 @@ class Product:
 
     def part(self, given: Tensor, index: int, begin: int, size: int) -> Tensor:
         if not self._fused.is_on:
-            return linear(given, self.weight(begin, size), self.bias(begin, size))
+            return self._part(given, begin, size)
         if index == 0:
-            self._given, self._columns = given, linear(given, self._weight, self._bias)
+            self._given, self._columns = given, self(given)
             self._waiting = set(self._everyone)
         elif self._given is not given or index not in self._waiting:
-            return linear(given, self.weight(begin, size), self.bias(begin, size))
+            return self._part(given, begin, size)
         else:
             self._waiting.remove(index)
         assert self._columns is not None
