@@ -220,7 +220,9 @@ class EngineSettings(ClusterConfig):
 
         With a target for the time between tokens they are few: what they take is known only afterwards.
         """
-        return self.chunk_tokens if self.itl_target_ms is None else min(self.chunk_tokens, _CATCH_UP_BY_TARGET)
+        return (
+            self.chunk_tokens if self.itl_target_ms is None else min(self.chunk_tokens, _CATCH_UP_BY_TARGET)
+        )
 
     @property
     def graph_rows(self) -> int:

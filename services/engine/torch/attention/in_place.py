@@ -21,7 +21,7 @@ from services.engine.torch.attention.agreement import (
     require_packed,
     require_stored,
 )
-from services.engine.torch.attention.kernels.piece_parts import OnDevice, StoreKv
+from services.engine.torch.attention.kernels.piece_parts import TUNING, OnDevice, StoreKv
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import Packing, is_packable
@@ -29,7 +29,6 @@ from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 
 logger = logging.getLogger(__name__)
 
-_PROGRAMS_OF_A_PROCESSOR = 2
 _LEAST_CAPABILITY = (8, 0)  # of a GPU on which torch has flash attention
 
 
@@ -82,7 +81,7 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
         # torch for CUDA alone brings Triton along, and it takes a second to import.
         from services.engine.torch.attention.kernels.triton_kernel import attend_parts
 
-        num_programs = _PROGRAMS_OF_A_PROCESSOR * properties.multi_processor_count
+        num_programs = TUNING.programs * properties.multi_processor_count
         on_device = OnDevice(attend_parts, heads, num_programs)
         require_agreement(on_device, kv)
     except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without

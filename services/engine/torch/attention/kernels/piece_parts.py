@@ -29,6 +29,23 @@ _LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
+class Tuning:
+    """These say how a device is kept busy; what is computed is the same up to rounding."""
+
+    programs: int = 2  # of a processor
+    num_warps: int = 4  # of a program
+    num_stages: int = 3  # of narrow parts: one tile of K and of V less is on its way or read at a time
+    wide_stages: int = 2
+    max_slots: int = 64  # of a tile
+    tile_bytes: int = 16 << 10  # of K, and of V, at most
+
+
+# With these a program fits into 99 KiB of shared memory. (By 1 KiB it does not in float32 with head_dim 256:
+# where there are no more, that gathers.)
+TUNING = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
 class OnDevice:
     attend: "AttendParts"
     num_heads: int

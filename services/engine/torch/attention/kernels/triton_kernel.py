@@ -25,15 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import PartsView, rows_of
+from services.engine.torch.attention.kernels.piece_parts import TUNING, PartsView, Tuning, rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# A program holds so many bytes of K, and of V, at a time: twice (NUM_STAGES) both fit into 99 KiB of shared
-# memory. (By 1 KiB they do not in float32 with head_dim 256: where there are no more, that gathers.)
-_TILE_BYTES = 16 << 10
-_MAX_SLOTS = 64
-NUM_STAGES, NUM_WARPS = 2, 4
 # A program stores so many numbers of K, and of V. They are taken to begin at multiples of the unit.
 _STORED_NUMBERS, _UNIT = 2048, 16
 
@@ -97,13 +92,15 @@ def _attend_part(
     # The slots of the part's pages are counted through, from the first page on.
     first_slot = tl.load(part + 5)
     end_slot = (end_page - first_page - 1) * PAGE_SIZE + tl.load(part + 6)
-    for start in range(first_slot // SLOTS * SLOTS, end_slot, SLOTS):
+    first_start = first_slot // SLOTS * SLOTS
+    # Each round loads the next one's page. Were it loaded by the round that reads it, Triton would fetch no
+    # tile of K and V ahead, but pages: it takes the loads that wait for others for a chain of stages.
+    next_page = tl.load(pages + first_page + _nth_page(first_start, end_slot, PAGE_SIZE, SLOTS))
+    for start in range(first_start, end_slot, SLOTS):
+        page = next_page.to(tl.int64)
+        next_page = tl.load(pages + first_page + _nth_page(start + SLOTS, end_slot, PAGE_SIZE, SLOTS))
         nth = start + tl.arange(0, SLOTS)
         is_token = (first_slot <= nth) & (nth < end_slot)
-        if PAGE_SIZE % SLOTS == 0:  # then all are of one page
-            page = tl.load(pages + first_page + start // PAGE_SIZE).to(tl.int64)
-        else:
-            page = tl.load(pages + first_page + nth // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
         slot = nth % PAGE_SIZE
         of_layer = (page * num_layers + layer) * (NUM_KV_HEADS * PAGE_SIZE * (HEAD_DIM + V_HEAD_DIM))
         keys_at = of_layer + (kv_head * PAGE_SIZE + slot) * HEAD_DIM
@@ -133,6 +130,16 @@ def _attend_part(
     tl.store(log_sums + places, greatest + tl.log2(total), mask=is_row)
     results = outputs + places[:, None] * V_HEAD_DIM + v_columns[None, :]
     tl.store(results, weighted / total[:, None], mask=is_row[:, None] & is_v_column[None, :])
+
+
+@triton.jit
+def _nth_page(start, end_slot, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr):
+    """Return which page the slots from `start` on are in, or each of them if a page is no whole tiles.
+
+    Of slots from `end_slot` on it is the last page.
+    """
+    slots = start if PAGE_SIZE % SLOTS == 0 else start + tl.arange(0, SLOTS)
+    return tl.minimum(slots, end_slot - 1) // PAGE_SIZE
 
 
 @triton.jit(do_not_specialize_on_alignment=["readings", "starts", "ends", "offsets", "sinks", "joined"])
@@ -225,7 +232,13 @@ _IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
 
 
 def attend_parts(
-    view: PartsView, query: Tensor, kv: PagedKv, layer: int, scores: Scores, output: Tensor
+    view: PartsView,
+    query: Tensor,
+    kv: PagedKv,
+    layer: int,
+    scores: Scores,
+    output: Tensor,
+    tuning: Tuning = TUNING,
 ) -> None:
     """Write the attention of the step's single tokens to their rows of `output`.
 
@@ -251,9 +264,9 @@ def attend_parts(
                 kv.shape.num_layers,
                 scores.scaling,
                 scores.softcap or 0.0,
-                **part_constants(kv, num_heads, rows, is_wide),
-                num_warps=NUM_WARPS,
-                num_stages=NUM_STAGES,
+                **part_constants(kv.shape, kv.numbers.dtype, num_heads, rows, is_wide, tuning),
+                num_warps=tuning.num_warps,
+                num_stages=tuning.wide_stages if is_wide else tuning.num_stages,
             )
         _join_parts[len(view.offsets), num_heads](
             view.outputs,
@@ -313,9 +326,7 @@ def _in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
 
     The kernel is compiled for what begins at a multiple of 16 bytes, and for units. What is not so is copied.
     """
-    row, head = (
-        0 if n == 1 else stride for n, stride in zip(numbers.shape, numbers.stride()[:2], strict=False)
-    )
+    row, head = (0 if numbers.shape[i] == 1 else numbers.stride(i) for i in (0, 1))
     if row % unit or head % unit or numbers.stride(2) != 1 or numbers.data_ptr() % 16:
         numbers = numbers.clone(memory_format=torch.contiguous_format)
         row, head = numbers.stride()[:2]
@@ -340,8 +351,11 @@ def store_constants(shape: PageShape) -> dict[str, Any]:
     }
 
 
-def part_constants(kv: PagedKv, num_heads: int, rows: int, is_wide: int) -> dict[str, Any]:
-    _, num_kv_heads, page_size, head_dim, v_head_dim = kv.shape
+@cache
+def part_constants(
+    shape: PageShape, dtype: torch.dtype, num_heads: int, rows: int, is_wide: int, tuning: Tuning = TUNING
+) -> dict[str, Any]:
+    _, num_kv_heads, page_size, head_dim, v_head_dim = shape
     columns, v_columns = _columns(head_dim), _columns(v_head_dim)
     widest = max(columns, v_columns)
     return {
@@ -353,9 +367,9 @@ def part_constants(kv: PagedKv, num_heads: int, rows: int, is_wide: int) -> dict
         "ROWS": rows,
         "COLUMNS": columns,
         "V_COLUMNS": v_columns,
-        "SLOTS": max(16, min(_MAX_SLOTS, _TILE_BYTES // (widest * kv.numbers.itemsize))),
+        "SLOTS": max(16, min(tuning.max_slots, tuning.tile_bytes // (widest * dtype.itemsize))),
         # The interpreter takes the bits of bfloat16 for integers when it multiplies, so there it is wider.
-        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[kv.numbers.dtype],
+        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[dtype],
         "WIDE": is_wide,
     }
 

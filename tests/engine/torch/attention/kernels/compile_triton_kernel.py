@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.engine.torch.attention.kernels import triton_kernel
-from services.engine.torch.attention.kernels.piece_parts import rows_of
+from services.engine.torch.attention.kernels.piece_parts import TUNING, rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 NUM_KV_HEADS = 2
@@ -50,8 +50,10 @@ def all_kernels(capability, cases):
         shape = PageShape(1, NUM_KV_HEADS, page_size, head_dim, v_head_dim)
         kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape)
         for is_wide, rows in enumerate(rows_of(kv, NUM_KV_HEADS * group)):
-            constants = triton_kernel.part_constants(kv, NUM_KV_HEADS * group, rows, is_wide)
-            options = {"num_warps": triton_kernel.NUM_WARPS, "num_stages": triton_kernel.NUM_STAGES}
+            heads = NUM_KV_HEADS * group
+            constants = triton_kernel.part_constants(shape, kv.numbers.dtype, heads, rows, is_wide)
+            num_stages = TUNING.wide_stages if is_wide else TUNING.num_stages
+            options = {"num_warps": TUNING.num_warps, "num_stages": num_stages}
             yield compiled(triton_kernel._attend_part, capability, SHORT[dtype], constants, **options)
         constants = {name: constants[name] for name in ("V_HEAD_DIM", "V_COLUMNS")}
         yield compiled(triton_kernel._join_parts, capability, SHORT[dtype], constants)
