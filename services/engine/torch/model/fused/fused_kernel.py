@@ -1,6 +1,8 @@
 """Triton kernels compute a norm, a rotation, and an activation times what it gates, each by one launch.
 
-They round where a definition does in half precision: each kernel has the order of plain.py.
+They round where a definition does in half precision: each kernel has the order of plain.py. So a product
+and a sum are never fused into one operation: it rounds once where two do, and LLVM makes one of two products
+of bfloat16 that are added up, though each of them is rounded here.
 
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
 once for a layer's width: the number of rows is in the grid alone. Strides are counted in units of eight
@@ -86,6 +88,7 @@ def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
             form.adds_one,
             form.rounds_first,
             num_warps=_num_warps(columns),
+            enable_fp_fusion=False,
         )
     return normed
 
@@ -272,6 +275,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryFor
             angles_unit,
             _HEADS,
             num_warps=1,
+            enable_fp_fusion=False,
         )
     return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
 
@@ -324,6 +328,7 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             activation == "silu",
             unit,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return activated
 

@@ -2,7 +2,7 @@
 
     python compile_fused_kernels.py 90
 
-Prints how many kernels there are after each step.
+Prints how many kernels there are after each step, then how often those that rotate multiply and add at once.
 """
 
 import sys
@@ -64,6 +64,8 @@ def main():
         step(total)
         kernels = (fused_kernel._normalize, fused_kernel._rotate, fused_kernel._activate)
         print(*(len(kernel.device_caches[0][0]) for kernel in kernels))
+    rotations = fused_kernel._rotate.device_caches[0][0].values()
+    print(sum(each.asm["ptx"].count("fma.") for each in rotations))
 
 
 if __name__ == "__main__":

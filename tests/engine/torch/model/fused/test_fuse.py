@@ -9,60 +9,17 @@ import torch
 from torch import nn
 
 from bench.families import FAMILIES
-from exactness.checkpoints import tiny_checkpoint
-from services.engine.torch.checkpoint import load_model, open_checkpoint
+from engine.torch.model.fused.fused_models import COUNTS, OFF_BY, counts_of, loaded, logits_of, off_by
 from services.engine.torch.model import packed_model
 from services.engine.torch.model.check import self_check
-from services.engine.torch.model.check.model_probe import attending_by, probe
+from services.engine.torch.model.check.model_probe import probe
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.fused import Fused
 from services.engine.torch.model.fused.plain import PLAIN
 from services.engine.torch.model.fused.products import Product, ProductPart, shared_inputs
 from services.engine.torch.model.packed_model import PackedModel
 
-CPU = torch.device("cpu")
-# Products, norms, rotations and activations of a checkpoint of a few layers.
-COUNTS = {
-    "llama": (4, 5, 2, 2),
-    "mistral": (4, 5, 2, 2),
-    "qwen2": (4, 5, 2, 2),
-    "qwen3": (4, 9, 2, 2),
-    "qwen3_5": (8, 13, 2, 4),
-    "qwen3_5_moe": (8, 13, 2, 4),
-    "qwen3_next": (8, 13, 2, 4),
-    "nemotron_h": (2, 7, 0, 0),
-    "falcon_h1": (4, 5, 2, 0),
-    "bamba": (6, 9, 2, 4),
-    "jamba": (4, 15, 0, 2),
-    "gpt_oss": (4, 9, 4, 0),
-    "gemma3": (8, 25, 4, 4),
-    "gemma4": (10, 46, 0, 6),
-    "llama4": (8, 11, 0, 0),
-    "qwen3_moe": (2, 9, 2, 0),
-    "minimax_m2": (2, 9, 2, 0),
-    "deepseek_v3": (4, 9, 2, 2),
-}
 QUICK = ("llama", "qwen3", "gemma3")
-OFF_BY = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-
-
-def loaded(family, dtype="float32"):
-    return load_model(open_checkpoint(tiny_checkpoint(family), dtype), CPU)
-
-
-def logits_of(model):
-    ids = torch.arange(3, 12)[None]
-    with torch.inference_mode(), attending_by(model, "eager"):
-        logits = model(input_ids=ids, position_ids=torch.arange(9)[None], use_cache=False).logits
-    return logits.float()
-
-
-def off_by(given, expected):
-    return ((given - expected).square().mean() / expected.square().mean()).sqrt().item()
-
-
-def counts_of(fused):
-    return fused.num_products, fused.num_norms, fused.num_rotations, fused.num_activations
 
 
 def assert_fused_right(family, dtype):
