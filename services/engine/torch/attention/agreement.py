@@ -24,6 +24,7 @@ from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import Packing
 from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.stores import put
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
 from services.values.request import SamplingParams
@@ -96,8 +97,8 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
         expected = _attend(example, None)
         for tried in (on_device, with_room):
             excess = _excess(_attend(example, tried), expected)
-            if not excess <= _TOLERANCE[kv.numbers.dtype]:  # NaN fails, too
-                allowed, tables = _TOLERANCE[kv.numbers.dtype], " and room" if tried is with_room else ""
+            if not excess <= _TOLERANCE[kv.compute_dtype]:  # NaN fails, too
+                allowed, tables = _TOLERANCE[kv.compute_dtype], " and room" if tried is with_room else ""
                 raise KernelWrong(
                     f"differs from the gather path by {excess:.2g} of {allowed:.2g}, with {way}{tables}"
                 )
@@ -154,23 +155,23 @@ def require_stored(store: StoreKv, kv: PagedKv) -> None:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).to(kv.numbers.dtype)
+        return 200 * torch.randn(size, generator=generator, device=device).to(kv.compute_dtype)
 
     total = 12
-    numbers = random(total * shape.page_numbers)
+    numbers = random(total * shape.page_numbers).to(kv.numbers.dtype)
     keys, values = (random(total, shape.num_kv_heads, dim) for dim in (shape.head_dim, shape.v_head_dim))
     # Two rows come twice, and the last one goes nowhere.
     rows = torch.tensor([0, 2, 11, 7, 7, 0, 10, 3], device=device)
     pages, slots = torch.where(rows == rows[-1], -1, rows), (5 * rows + 3) % shape.page_size
-    expected = PagedKv(numbers.clone(), shape)
+    expected = PagedKv(numbers.clone(), shape, kv.widened)
     for of_layer, stored in zip(expected.layer(_LAYER), (keys, values), strict=True):
-        of_layer[rows[:-1], :, slots[:-1]] = stored[rows[:-1]]
+        put(expected.rounded(stored[rows[:-1]]), of_layer, pages[:-1], slots[:-1])
     # V lies in memory in another order than K.
     orders = zip(_in_orders(keys), reversed(_in_orders(values)), strict=True)
     for (key, value), ids in itertools.product(orders, (torch.int64, torch.int32)):
-        got = PagedKv(numbers.clone(), shape)
+        got = PagedKv(numbers.clone(), shape, kv.widened)
         store(key, value, got, _LAYER, rows.to(ids), pages.to(ids), slots.to(ids))
-        if not torch.equal(got.numbers, expected.numbers):
+        if not torch.equal(*(each.numbers.view(torch.uint8) for each in (got, expected))):
             strides = key.stride(), value.stride()
             raise KernelWrong(f"stores otherwise than torch, with strides {strides} and {ids}")
 
@@ -227,7 +228,7 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).to(kv.numbers.dtype)
+        return torch.randn(size, generator=generator, device=device).to(kv.compute_dtype)
 
     is_unread = torch.ones(1 + max(max(chunk.pages) for chunk in chunks), shape.page_size, dtype=torch.bool)
     for chunk in chunks:
@@ -237,6 +238,7 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
     for index in range(_NUM_LAYERS):
         for numbers in pool.layer(index):
             numbers.masked_fill_(is_unread[:, None, :, None].to(device), torch.nan)
+    pool = PagedKv(pool.numbers.to(kv.numbers.dtype), shape, kv.widened)
     total = sum(len(chunk.token_ids) for chunk in chunks)
     # The scores are large, so that few tokens decide: one that is left out is seen.
     query = 4 * random(1, num_heads, total, shape.head_dim)
@@ -274,7 +276,7 @@ def _attend_plainly(example: _Example) -> Tensor:
         rows = slice(offset, offset + len(chunk.token_ids))
         offset = rows.stop
         keys, values = (
-            numbers[list(chunk.pages)].cpu().float().transpose(0, 1).flatten(1, 2)[:, : chunk.end]
+            numbers.float()[list(chunk.pages)].cpu().transpose(0, 1).flatten(1, 2)[:, : chunk.end]
             for numbers in example.pool.layer(_LAYER)
         )
         queries = example.query[0, :, rows].cpu().float().unflatten(0, (len(keys), -1))

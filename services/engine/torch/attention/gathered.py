@@ -34,9 +34,10 @@ def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
     """Return what the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
     # The pages are selected by heads first: so they are copied once, not a second time to put the heads
     # first. Selected from the transposed pool instead, torch would copy all of that.
+    numbers, pages = pages.dtype, pages.view(torch.uint8) if pages.itemsize == 1 else pages
     own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
     torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
-    return own.flatten(1, 2)[:, chunk.skip : chunk.skip + chunk.num_seen]
+    return own.view(numbers).flatten(1, 2)[:, chunk.skip : chunk.skip + chunk.num_seen]
 
 
 def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:

@@ -130,7 +130,8 @@ def _attend_by_chunks(query: Tensor, view: ReachView, layer: int, scores: Scores
     output = query.new_empty(*query.shape[:2], values.shape[3])
     for chunk in view.chunks:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
-        output[rows] = attend_gathered(query[rows], gather(keys, chunk), gather(values, chunk), chunk, scores)
+        own_keys, own_values = (gather(pages, chunk).to(query.dtype) for pages in (keys, values))
+        output[rows] = attend_gathered(query[rows], own_keys, own_values, chunk, scores)
     return output
 
 

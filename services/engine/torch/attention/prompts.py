@@ -88,7 +88,7 @@ def is_packable(kv: PagedKv) -> bool:
     """Tell whether flash attention takes what the pool has, if the GPU is new enough."""
     _, _, _, head_dim, v_head_dim = kv.shape
     return (
-        kv.numbers.dtype in _FLASH_DTYPES
+        kv.compute_dtype in _FLASH_DTYPES
         and v_head_dim == head_dim <= _MOST_FLASH_DIM
         and head_dim % _FLASH_DIM_STEP == 0
     )
@@ -96,7 +96,7 @@ def is_packable(kv: PagedKv) -> bool:
 
 def pack_chunks(placed: Sequence[PlacedRead], kv: PagedKv, packing: Packing, window: int) -> PackedView:
     """`placed` come in the order of the step. All tables go to the device in one copy."""
-    layer_bytes = kv.shape.layer_numbers * kv.numbers.itemsize
+    layer_bytes = kv.shape.layer_numbers * kv.compute_dtype.itemsize
     most_tokens = _PACKED_BYTES * kv.shape.page_size // layer_bytes
     groups = list(_neighbours(placed, most_tokens))
     tables = [table for group in groups for table in _tables(group, kv.shape.page_size)]
@@ -184,7 +184,7 @@ def _attend(
     layer: int,
     scores: Scores,
 ) -> Tensor:
-    if own is not None and chunks.are_whole:
+    if own is not None and chunks.are_whole and kv.widened is None:
         keys, values = (numbers[chunks.rows] for numbers in own)
     else:
         keys, values = view.packing.gather(chunks.reads, chunks.num_seen, kv, layer)

@@ -1,5 +1,6 @@
 """K and V of a step are stored in their pages."""
 
+import torch
 from torch import Tensor
 
 from services.engine.torch.attention.kernels.store_kernel import store_tokens
@@ -8,8 +9,8 @@ from services.engine.torch.attention.step_view import ReachView, as_numpy
 
 def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None:
     """Store the step's `key` and `value`, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
-    key, value = view.kv.rounded(key), view.kv.rounded(value)
     if view.numbers is not None:
+        key, value = view.kv.rounded(key), view.kv.rounded(value)
         keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
         store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)
         return
@@ -17,7 +18,7 @@ def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None
         view.store(key[0].transpose(0, 1), value[0].transpose(0, 1), view.kv, layer, *view.slot_tensors)
         return
     for numbers, pages in zip((key, value), view.kv.layer(layer), strict=True):
-        store(numbers, pages, view)
+        store(view.kv.rounded(numbers), pages, view)
 
 
 def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
@@ -26,4 +27,11 @@ def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
     of_tokens = numbers[0].transpose(0, 1)
     if len(rows) < len(of_tokens):
         of_tokens = of_tokens[rows]
-    pages[token_pages, :, token_slots] = of_tokens
+    put(of_tokens, pages, token_pages, token_slots)
+
+
+def put(numbers: Tensor, pages: Tensor, token_pages: Tensor, token_slots: Tensor) -> None:
+    """Put [num_tokens, num_kv_heads, head_dim] into a layer's pages, each token's into its page and slot."""
+    if pages.itemsize == 1:  # torch puts no numbers of 8 bits in places, but bytes
+        pages, numbers = pages.view(torch.uint8), numbers.view(torch.uint8)
+    pages[token_pages, :, token_slots] = numbers

@@ -25,6 +25,7 @@ from services.engine.torch.attention.kernels.piece_parts import (
     PartsView,
     PieceParts,
     cut_pieces,
+    rows_of,
 )
 from services.engine.torch.attention.kernels.pieces import pieces_of
 from services.engine.torch.attention.kernels.store_kernel import Slots
@@ -235,7 +236,9 @@ def _room(layers: PagedLayers, reach: Reach, num_rows: int) -> _Room:
     kv, chosen = layers.pools[reach.pool], on_device(layers, reach)
     of_a_head = chosen.num_programs // kv.shape.num_kv_heads + 1
     # A tree of rows has fewer inner pieces than rows; a piece is cut once more than there are programs for.
-    grid = of_a_head + 3 * num_rows, of_a_head + num_rows
+    narrow_rows, group = rows_of(kv, chosen.num_heads)[0], chosen.num_heads // kv.shape.num_kv_heads
+    has_wide = num_rows * group > narrow_rows
+    grid = of_a_head + 3 * num_rows, of_a_head + num_rows if has_wide else 0
     # Of a page that is being filled, and of one that a window cuts, each row may read another part.
     num_pages = kv.num_pages + 2 * num_rows
     if reach.window:

@@ -145,7 +145,7 @@ def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(
         __import__("sys").modules, "services.engine.torch.attention.kernels.gather_kernel", module
     )
     numbers = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
-    return SimpleNamespace(numbers=numbers, shape=pool.shape)
+    return SimpleNamespace(numbers=numbers, shape=pool.shape, compute_dtype=dtype)
 
 
 def of_another_layer(reads, num_tokens, kv, layer):

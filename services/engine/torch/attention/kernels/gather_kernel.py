@@ -1,8 +1,8 @@
 """A Triton kernel copies K and V of what prompts see out of their pages, on a GPU, and packs them.
 
-Each program copies one page of one KV head, K and V. It moves bits and computes nothing, so its result is the
-same in every type. What differs from step to step is kept out of what Triton specializes by, as in
-triton_kernel.py.
+Each program copies one page of one KV head, K and V. It moves numbers, and widens those of smaller types, so
+its result is exact in every type. What differs from step to step is kept out of what Triton specializes by,
+as in triton_kernel.py.
 """
 
 from functools import cache
@@ -53,17 +53,25 @@ def _gather_page(
         is_slot = slots[:, None] < end
         is_key = is_slot & (columns[None, :] < HEAD_DIM)
         of_keys = tl.load(keys_from + slots[:, None] * HEAD_DIM + columns[None, :], mask=is_key)
-        tl.store(keys + places[:, None] * HEAD_DIM + columns[None, :], of_keys, mask=is_key)
+        tl.store(
+            keys + places[:, None] * HEAD_DIM + columns[None, :],
+            of_keys.to(keys.dtype.element_ty),
+            mask=is_key,
+        )
         is_value = is_slot & (v_columns[None, :] < V_HEAD_DIM)
         of_values = tl.load(values_from + slots[:, None] * V_HEAD_DIM + v_columns[None, :], mask=is_value)
-        tl.store(values + places[:, None] * V_HEAD_DIM + v_columns[None, :], of_values, mask=is_value)
+        tl.store(
+            values + places[:, None] * V_HEAD_DIM + v_columns[None, :],
+            of_values.to(values.dtype.element_ty),
+            mask=is_value,
+        )
 
 
 def gather_pages(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:
     """Return K and V, [num_tokens, num_kv_heads, ..], of `reads`, int32 [num_reads, 4] (see PackedChunks)."""
     num_layers, num_kv_heads, _, head_dim, v_head_dim = kv.shape
-    keys = kv.numbers.new_empty(num_tokens, num_kv_heads, head_dim)
-    values = kv.numbers.new_empty(num_tokens, num_kv_heads, v_head_dim)
+    keys = kv.numbers.new_empty(num_tokens, num_kv_heads, head_dim, dtype=kv.compute_dtype)
+    values = kv.numbers.new_empty(num_tokens, num_kv_heads, v_head_dim, dtype=kv.compute_dtype)
     constants = page_constants(kv.shape)
     with torch.cuda.device_of(kv.numbers):  # Triton launches on the current device
         _gather_page[len(reads), num_kv_heads](

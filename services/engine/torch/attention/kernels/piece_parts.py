@@ -105,7 +105,7 @@ class PieceParts:
 def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
     """Return the rows of a narrow and of a wide part: powers of two, and enough for one reader."""
     whole = 1 << (num_heads // kv.shape.num_kv_heads - 1).bit_length()
-    return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.numbers.itemsize, whole)
+    return max(_NARROW_ROWS, whole), max(_WIDE_ROW_BYTES // kv.compute_dtype.itemsize, whole)
 
 
 def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevice) -> PartsView:

@@ -206,6 +206,7 @@ def _store_kv(
     HEADS: tl.constexpr,
     KEY_UNIT: tl.constexpr,
     VALUE_UNIT: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Program (i, k) stores some heads of the i-th entry. Strides are in units, so that they are aligned."""
     entry = tl.program_id(0)
@@ -222,9 +223,19 @@ def _store_kv(
     key = tl.load(keys + (row * key_row + heads * key_head) * KEY_UNIT + columns, mask=is_key)
     value = tl.load(values + (row * value_row + heads * value_head) * VALUE_UNIT + v_columns, mask=is_value)
     number = kv.dtype.element_ty
+    if ROUNDS:
+        key, value = _within_float8(key), _within_float8(value)
     tl.store(kv + of_layer + places * HEAD_DIM + columns, key.to(number), mask=is_key)
     of_values = of_layer + NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
     tl.store(kv + of_values + places * V_HEAD_DIM + v_columns, value.to(number), mask=is_value)
+
+
+@triton.jit
+def _within_float8(numbers):
+    """Return what PagedKv.rounded rounds, in float32; NaN stays NaN."""
+    numbers = numbers.to(tl.float32)
+    numbers = tl.where(numbers > 448.0, 448.0, numbers)
+    return tl.where(numbers < -448.0, -448.0, numbers)
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -264,7 +275,7 @@ def attend_parts(
                 kv.shape.num_layers,
                 scores.scaling,
                 scores.softcap or 0.0,
-                **part_constants(kv.shape, kv.numbers.dtype, num_heads, rows, is_wide, tuning),
+                **part_constants(kv.shape, kv.compute_dtype, num_heads, rows, is_wide, tuning),
                 num_warps=tuning.num_warps,
                 num_stages=tuning.wide_stages if is_wide else tuning.num_stages,
             )
@@ -318,6 +329,7 @@ def store_kv(
             *key_strides,
             *value_strides,
             **constants,
+            ROUNDS=kv.widened is not None,
         )
 
 
