@@ -84,17 +84,31 @@ def _remade(
 
 
 def _may_rotate(function: FunctionType) -> bool:
+    return _takes_both(function) or _takes_one(function)
+
+
+def _takes_both(function: Rotation) -> bool:
     return list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
 
 
+def _takes_one(function: Rotation) -> bool:
+    parameters = inspect.signature(function).parameters
+    return (
+        list(parameters) == ["x", "cos", "sin", "unsqueeze_dim"] and parameters["unsqueeze_dim"].default == 1
+    )
+
+
 def _replacement(function: Rotation, model: Any, fused: Fused, rotate: Rotate) -> Rotation | None:
-    trial = _Trial(function, model.dtype, model.device)
+    trial = _Trial(function if _takes_both(function) else _of_both(function), model.dtype, model.device)
     of_fewer = next((own for own in (True, False) if trial.agrees(_few(own), plain.rotate)), None)
     known = _Known(trial.agrees(_ALL, plain.rotate), of_fewer)
     forms = [_ALL] * known.takes_all + [_few(own) for own in (True, False) if own is of_fewer]
     if not forms or not all(trial.agrees(form, rotate) for form in forms):
         return None
+    return (_rotation_of_both if _takes_both(function) else _rotation_of_one)(function, known, fused, rotate)
 
+
+def _rotation_of_both(function: Rotation, known: _Known, fused: Fused, rotate: Rotate) -> Rotation:
     @wraps(function)
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
         if fused.is_on and not others and not named:
@@ -104,6 +118,30 @@ def _replacement(function: Rotation, model: Any, fused: Fused, rotate: Rotate) -
         return function(q, k, cos, sin, *others, **named)
 
     return rotated
+
+
+def _rotation_of_one(function: Rotation, known: _Known, fused: Fused, rotate: Rotate) -> Rotation:
+    @wraps(function)
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if fused.is_on and x.dim() == 4 and unsqueeze_dim in (1, 2):
+            heads = x if unsqueeze_dim == 1 else x.transpose(1, 2)
+            none = heads[:, :0]
+            form = known.form_for(heads, none, cos, sin)
+            if form is not None:
+                turned, _ = rotate(heads, none, cos, sin, form)
+                return turned if unsqueeze_dim == 1 else turned.transpose(1, 2)
+        return function(x, cos, sin, unsqueeze_dim)
+
+    return rotated
+
+
+def _of_both(function: Rotation) -> Rotation:
+    """Return a rotation of both by one of each, of heads before tokens and of tokens before heads."""
+
+    def of_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return function(q, cos, sin), function(k.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2)
+
+    return of_both
 
 
 _ALL = RotaryForm(_DIM // 2, True)

@@ -49,6 +49,8 @@ def step(total):
         fused_kernel.rotate(query.transpose(1, 2), key.transpose(1, 2), cos, cos, RotaryForm(DIM // 2, True))
     few = torch.zeros(1, total, DIM // 4, dtype=DTYPE)
     fused_kernel.rotate(heads.transpose(1, 2), kv_heads.transpose(1, 2), few, few, RotaryForm(DIM // 8, True))
+    none = heads.transpose(1, 2)[:, :0]
+    fused_kernel.rotate(heads.transpose(1, 2), none, cos, cos, RotaryForm(DIM // 2, True))
     gate, up = torch.zeros(1, total, 2 * INNER_WIDTH, dtype=DTYPE).split(INNER_WIDTH, -1)
     for activation in ("silu", "gelu_tanh"):
         fused_kernel.activate(gate, up, activation)
