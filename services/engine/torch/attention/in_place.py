@@ -22,10 +22,12 @@ from services.engine.torch.attention.agreement import (
     require_stored,
 )
 from services.engine.torch.attention.kernels.piece_parts import TUNING, OnDevice, StoreKv
+from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import Packing, is_packable
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
+from services.values.kv import PageId
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def _is_read_by_numba(kv: PagedKv) -> bool:
 
 
 def _on_cpu() -> InPlace:
+    # What plans a step of several rows is compiled now, and not in the first such step.
+    pieces_of([Read([PageId(0)], 0, 0, 1)] * 2, page_size=1)
     num_threads = torch.get_num_threads()
     executor = ThreadPoolExecutor(num_threads - 1, "attention") if num_threads > 1 else None
     return InPlace(num_threads, executor)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.numba_kernel import Ids, PagePieces
+from services.engine.torch.attention.kernels.plan_kernel import plan_parts
 from services.engine.torch.attention.paged_kv import PagedKv
 
 # A program multiplies so many rows at once: a row is one query head of one reader. Tensor cores take 16 at
@@ -151,32 +152,6 @@ def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: in
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)
-    num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
-    reader_cuts = -(-num_readers // (wide // group))
-    num_reads = int((num_pages * reader_cuts).sum()) * num_kv_heads
-    page_cuts = -(-num_pages // max(-(-num_reads // num_programs), -(-_LEAST_TOKENS // page_size)))
-    counts = page_cuts * reader_cuts
-    piece = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-    by_pages = _bounds(pieces.page_starts, page_cuts, piece, nth % page_cuts[piece])
-    by_readers = _bounds(pieces.reader_starts, reader_cuts, piece, nth // page_cuts[piece])
-    is_wide = (by_readers[1] - by_readers[0]) * group > narrow
-    columns = np.stack([*by_pages, *by_readers], axis=1)[np.argsort(is_wide, kind="stable")]
-    sizes = columns[:, 3] - columns[:, 2]
-    first_outputs = np.cumsum(sizes) - sizes
-    slots = pieces.firsts[columns[:, 0]], pieces.ends[columns[:, 1] - 1]
-    table = np.concatenate([columns, np.stack([first_outputs, *slots], axis=1)], axis=1)
-    return PieceParts(table, int((~is_wide).sum()), _joins(pieces.readers, table))
-
-
-def _bounds(starts: Ids, cuts: Ids, piece: Ids, nth: Ids) -> tuple[Ids, Ids]:
-    start, length, count = starts[piece], np.diff(starts)[piece], cuts[piece]
-    return start + length * nth // count, start + length * (nth + 1) // count
-
-
-def _joins(readers: Ids, table: Ids) -> Joins:
-    first_readers, end_readers, first_outputs = table[:, 2:5].T
-    sizes = end_readers - first_readers
-    queries = readers[np.arange(sizes.sum()) + np.repeat(first_readers - first_outputs, sizes)]
-    readings = np.argsort(queries, kind="stable")
-    return Joins(readings, np.searchsorted(queries[readings], np.arange(queries.max() + 2)))
+    sizes = (narrow, wide // group, group, num_kv_heads, num_programs, -(-_LEAST_TOKENS // page_size))
+    table, num_narrow, readings, starts = plan_parts(tuple(pieces), sizes)
+    return PieceParts(table, num_narrow, Joins(readings, starts))

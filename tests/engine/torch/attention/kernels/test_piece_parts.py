@@ -6,11 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.kernel_cases import steps
+from engine.torch.attention.kernels.plain_plan import cut_plainly, pieces_plainly
 from engine.torch.attention.paging import empty, reach_view_of
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces
 from services.engine.torch.attention.kernels.piece_parts import cut_pieces, rows_of
+from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.step_view import read_of
 
 
 def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):
@@ -23,7 +26,7 @@ def read_by(step):
     return reach_view_of(kv, step.chunks, InPlace(), step.reach).decode.reads
 
 
-def pieces_of(sizes):
+def of_sizes(sizes):
     """Each of so many pages and so many readers; a piece's readers are the first queries."""
     pages = sum(num_pages for num_pages, _ in sizes)
     readers = [query for _, num_readers in sizes for query in range(num_readers)]
@@ -48,7 +51,7 @@ def pieces_of(sizes):
 def test_parts_are_all_of_the_pieces_and_nothing_twice(
     sizes, group, num_kv_heads, page_size, num_programs, dtype
 ):
-    pieces = pieces_of(sizes)
+    pieces = of_sizes(sizes)
     kv, num_heads = pool(num_kv_heads, page_size, dtype), group * num_kv_heads
     parts = cut_pieces(pieces, kv, num_heads, num_programs)
     expected = [
@@ -73,7 +76,7 @@ def test_parts_are_all_of_the_pieces_and_nothing_twice(
     num_programs=st.integers(1, 300),
 )
 def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, num_programs):
-    pieces = pieces_of(sizes)
+    pieces = of_sizes(sizes)
     parts = cut_pieces(pieces, pool(), 32, num_programs)
     query_at = {
         first_output + i: pieces.readers[start + i]
@@ -98,16 +101,57 @@ def test_a_part_has_whole_pages_but_for_its_first_slot_and_its_last(step, num_pr
         assert pieces.ends[first:end].tolist() == [*[page_size] * (end - first - 1), end_slot]
 
 
+@given(
+    step=steps(),
+    num_programs=st.integers(1, 300),
+    group=st.sampled_from([1, 8, 16]),
+    num_kv_heads=st.sampled_from([1, 8]),
+)
+def test_pieces_and_parts_are_those_of_numpy(step, num_programs, group, num_kv_heads):
+    kv = pool(num_kv_heads, step.page_size)
+    reads = [read_of(chunk, step.reach, step.page_size) for chunk in step.chunks]
+    pieces, expected = pieces_of(reads, step.page_size), pieces_plainly(reads, step.page_size)
+    for field, of_numpy in zip(pieces, expected, strict=True):
+        assert field.dtype == np.int64
+        assert field.flags.c_contiguous
+        np.testing.assert_array_equal(field, of_numpy)
+    parts = cut_pieces(pieces, kv, group * num_kv_heads, num_programs)
+    plain = cut_plainly(pieces, kv, group * num_kv_heads, num_programs)
+    assert parts.num_narrow == plain.num_narrow
+    for table, of_numpy in [(parts.table, plain.table), *zip(parts.joins, plain.joins, strict=True)]:
+        np.testing.assert_array_equal(table, of_numpy)
+
+
+def test_pages_in_other_places_are_read_apart():
+    """A page of two windows, at two places, or still being filled is not read together."""
+    reads = [
+        Read([5, 6, 7], 0, 0, 12),
+        Read([6, 5, 7], 0, 0, 11),
+        Read([5, 6, 7], 0, 1, 11),
+        Read([5, 6, 7], 1, 0, 12),
+        Read([5, 6, 7, 8], 0, 0, 13),
+    ]
+    pieces, expected = pieces_of(reads, 4), pieces_plainly(reads, 4)
+    for field, of_numpy in zip(pieces, expected, strict=True):
+        np.testing.assert_array_equal(field, of_numpy)
+    together = {
+        tuple(pieces.readers[slice(*who)].tolist()): pieces.pages[slice(*where)].tolist()
+        for who, where in zip(pairwise(pieces.reader_starts), pairwise(pieces.page_starts), strict=True)
+        if who[1] - who[0] > 1
+    }
+    assert together == {(0, 4): [5], (0, 2, 4): [6, 7], (1, 3): [5]}
+
+
 def test_parts_keep_programs_busy_and_read_pages_once(subtests):
     with subtests.test("a long context keeps every program busy and a short one is left whole"):
-        long = cut_pieces(pieces_of([(512, 1)]), pool(), 32, num_programs=264)
+        long = cut_pieces(of_sizes([(512, 1)]), pool(), 32, num_programs=264)
         assert 264 / 8 - 3 <= len(long.table) <= 264 / 8
         assert np.ptp(long.table[:, 1] - long.table[:, 0]) <= 1
-        short = cut_pieces(pieces_of([(8, 1)]), pool(), 32, num_programs=264)
+        short = cut_pieces(of_sizes([(8, 1)]), pool(), 32, num_programs=264)
         assert len(short.table) == 1
     for num_readers, num_parts in [(1, 1), (16, 1), (17, 2), (40, 3)]:
         with subtests.test(
             "pages are read once for as many readers as are multiplied at once", num_readers=num_readers
         ):
-            parts = cut_pieces(pieces_of([(4, num_readers)]), pool(), 32, num_programs=264)
+            parts = cut_pieces(of_sizes([(4, num_readers)]), pool(), 32, num_programs=264)
             assert len(parts.table) == num_parts
