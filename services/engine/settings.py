@@ -220,9 +220,8 @@ class EngineSettings(ClusterConfig):
 
         With a target for the time between tokens they are few: what they take is known only afterwards.
         """
-        return (
-            self.chunk_tokens if self.itl_target_ms is None else min(self.chunk_tokens, _CATCH_UP_BY_TARGET)
-        )
+        most = self.chunk_tokens
+        return most if self.itl_target_ms is None else min(most, _CATCH_UP_BY_TARGET)
 
     @property
     def graph_rows(self) -> int:

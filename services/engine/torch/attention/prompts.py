@@ -2,7 +2,8 @@
 
     pack_chunks      once a step for each reach: which rows are whose, and which pages they read
     attend_packed    in each layer  1. K and V of what the chunks see are copied out of their pages, one after
-                                       the other; those of whole prompts need not be, for the step has them
+                                       the other; those of whole prompts need not be, for the step has them,
+                                       unless pages hold them rounded
                                     2. one varlen_attn: each row sees its chunk's tokens up to itself
                                     3. sinks take their share, which the log-sum-exps tell
 

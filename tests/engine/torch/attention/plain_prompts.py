@@ -8,7 +8,8 @@ import torch
 def gather_plainly(reads, num_tokens, kv, layer):
     packed = []
     for pages in kv.layer(layer):
-        rows = pages.new_full((num_tokens, pages.shape[1], pages.shape[3]), torch.nan)
+        shape = num_tokens, pages.shape[1], pages.shape[3]
+        rows = torch.full(shape, torch.nan, dtype=kv.compute_dtype, device=pages.device)
         for page, first, end, row in reads.tolist():
             rows[row : row + end - first] = pages[page, :, first:end].transpose(0, 1)
         packed.append(rows)

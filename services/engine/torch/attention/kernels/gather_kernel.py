@@ -1,8 +1,8 @@
 """A Triton kernel copies K and V of what prompts see out of their pages, on a GPU, and packs them.
 
-Each program copies one page of one KV head, K and V. It moves numbers, and widens those of smaller types, so
-its result is exact in every type. What differs from step to step is kept out of what Triton specializes by,
-as in triton_kernel.py.
+Each program copies one page of one KV head, K and V. It computes nothing, but that it widens numbers of pages
+whose type is smaller than the model's; that is exact. What differs from step to step is kept out of what
+Triton specializes by, as in triton_kernel.py.
 """
 
 from functools import cache
@@ -53,18 +53,12 @@ def _gather_page(
         is_slot = slots[:, None] < end
         is_key = is_slot & (columns[None, :] < HEAD_DIM)
         of_keys = tl.load(keys_from + slots[:, None] * HEAD_DIM + columns[None, :], mask=is_key)
-        tl.store(
-            keys + places[:, None] * HEAD_DIM + columns[None, :],
-            of_keys.to(keys.dtype.element_ty),
-            mask=is_key,
-        )
+        keys_to = keys + places[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(keys_to, of_keys.to(keys.dtype.element_ty), mask=is_key)
         is_value = is_slot & (v_columns[None, :] < V_HEAD_DIM)
         of_values = tl.load(values_from + slots[:, None] * V_HEAD_DIM + v_columns[None, :], mask=is_value)
-        tl.store(
-            values + places[:, None] * V_HEAD_DIM + v_columns[None, :],
-            of_values.to(values.dtype.element_ty),
-            mask=is_value,
-        )
+        values_to = values + places[:, None] * V_HEAD_DIM + v_columns[None, :]
+        tl.store(values_to, of_values.to(values.dtype.element_ty), mask=is_value)
 
 
 def gather_pages(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Compile the kernel that gathers prompts for GPUs of one compute capability, down to their machine code.
 
-    python compile_gather_kernel.py 90 '[["bf16", 64, 128, 128], ...]'
-    dtype, page size, dimensions of K and of V
+    python compile_gather_kernel.py 90 '[["bf16", "bf16", 64, 128, 128], ...]'
+    dtypes of the pool and of the model, page size, dimensions of K and of V
 
 Prints the shared memory of each, as JSON.
 """
@@ -17,9 +17,9 @@ from services.engine.torch.attention.kernels.gather_kernel import _gather_page, 
 from services.engine.torch.attention.paged_kv import PageShape
 
 
-def compiled(capability, dtype, page_size, head_dim, v_head_dim):
+def compiled(capability, dtype, wide_dtype, page_size, head_dim, v_head_dim):
     constants = page_constants(PageShape(1, 2, page_size, head_dim, v_head_dim))
-    types = dict.fromkeys(("kv", "keys", "values"), f"*{dtype}") | {"reads": "*i32"}
+    types = {"kv": f"*{dtype}", "reads": "*i32"} | dict.fromkeys(("keys", "values"), f"*{wide_dtype}")
     types |= {"layer": "i32", "num_layers": "i32"} | dict.fromkeys(constants, "constexpr")
     names = _gather_page.arg_names
     aligned = {
