@@ -9,7 +9,7 @@ from engine.torch.attention.paging import view_of
 from engine.torch.attention.plain_prompts import varlen_plainly
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention import prompts
-from services.engine.torch.attention.agreement import require_packed
+from services.engine.torch.attention.agreement import require_gathered, require_packed
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
@@ -46,8 +46,10 @@ def pool(device, dtype, page_size, head_dim, num_pages=1, num_kv_heads=2):
 )
 def test_they_are_a_plain_softmax(device, gather_pages, dtype, page_size, head_dim, num_heads):
     kv = pool(device, dtype, page_size, head_dim)
+    require_gathered(gather_pages, kv)
     for has_sinks in (False, True):
         require_packed(Packing(gather_pages, has_sinks), kv, num_heads)
+        require_packed(Packing(prompts.gather_plainly, has_sinks), kv, num_heads)
 
 
 def of_lengths(spans, page_size):
@@ -87,14 +89,14 @@ def test_long_ones_attend_as_each_alone_does(device, gather_pages, reach):
             return output
 
         expected = attended(None)
-        packing = Packing(gather_pages)
-        attended(packing)  # A kernel is compiled.
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            output = attended(packing)
-        finally:
+        for gather in (gather_pages, prompts.gather_plainly):
+            attended(Packing(gather))  # A kernel is compiled.
             if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(output.float(), expected.float(), atol=0.02, rtol=0.02)
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                output = attended(Packing(gather))
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            torch.testing.assert_close(output.float(), expected.float(), atol=0.02, rtol=0.02)

@@ -22,8 +22,8 @@ from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnD
 from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.prompts import Packing
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.prompts import GatherPages, Packing, gather_plainly
+from services.engine.torch.attention.step_view import StepView, view_step
 from services.engine.torch.attention.stores import put
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
@@ -208,6 +208,22 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
             )
 
 
+def require_gathered(gather: GatherPages, kv: PagedKv) -> None:
+    """Compare what a kernel gathers of pages of the layout of `kv` with what torch does, to the bit.
+
+    Raises KernelWrong, and whatever compiling and running raises.
+    """
+    way = _PACKED_WAYS[1]
+    example = _example(kv, kv.shape.num_kv_heads, _prompts(kv.shape.page_size, _SPANS), way)
+    packed = _view(example, None, Packing(gather)).by_reach[way.reach].packed
+    assert packed is not None
+    for call, layer in itertools.product(packed.calls, range(_NUM_LAYERS)):
+        expected = gather_plainly(call.reads, call.num_seen, example.pool, layer)
+        got = gather(call.reads, call.num_seen, example.pool, layer)
+        if not all(map(torch.equal, got, expected)):
+            raise KernelWrong("gathers otherwise than torch")
+
+
 def require_packed(packing: Packing, kv: PagedKv, num_heads: int) -> None:
     """Compare prompts that attend together with a plain softmax; `kv` is not touched.
 
@@ -253,8 +269,6 @@ def _attend(example: _Example, in_place: OnDevice | None, packing: Packing | Non
 
     The step's keys and values are stored in the example's pool.
     """
-    places = {_LAYER: LayerPlace(example.reach, _LAYER)}
-    layers = PagedLayers((example.pool,), (in_place,), places, (packing,))
     output, _ = paged_attention(
         SimpleNamespace(),
         example.query,
@@ -262,11 +276,17 @@ def _attend(example: _Example, in_place: OnDevice | None, packing: Packing | Non
         example.value,
         None,
         scaling=_scaling(example),
-        paged=view_step(layers, example.chunks, _OneLayer()),
+        paged=_view(example, in_place, packing),
         s_aux=example.sinks,
         softcap=example.softcap,
     )
     return output[0].float()
+
+
+def _view(example: _Example, in_place: OnDevice | None, packing: Packing | None) -> StepView:
+    places = {_LAYER: LayerPlace(example.reach, _LAYER)}
+    layers = PagedLayers((example.pool,), (in_place,), places, (packing,))
+    return view_step(layers, example.chunks, _OneLayer())
 
 
 def _attend_plainly(example: _Example) -> Tensor:

@@ -4,30 +4,21 @@ torch's own attention knows neither soft caps nor sinks; where a layer has one, 
 
 On a GPU it gets no mask of ours either. The kernel that torch has there for masks was wrong for short chunks
 far into a window, and some shapes made it read where nothing is (torch 2.11 on an H100; alike
-pytorch/pytorch#191937). So where windows cut what a chunk sees, sliding ones are flash attention's in half
-precision, and else scores are made.
+pytorch/pytorch#191937). So where windows cut what a chunk sees, scores are made there. Few come here in half
+precision, for prompts attend together then (prompts.py).
 """
-
-import inspect
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.step_view import ChunkView, seen_by
-from services.values.kv import GroupKind
 
 # So many bytes of scores are held at once, float32: so many rows of a chunk are computed together. On a CPU
 # they are as many as its caches hold, for they are gone over six times; on a GPU enough for all its
 # processors.
 _SCORE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# torch's flash attention takes these.
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_MOST_FLASH_DIM, _FLASH_DIM_STEP = 256, 8
-# Newer versions of torch must be told that K and V have fewer heads.
-_FEWER_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
@@ -48,42 +39,10 @@ def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkVie
     Returns [length, num_heads, head dimension of the values].
     """
     cut_on_gpu = chunk.in_windows and query.is_cuda
-    if cut_on_gpu and scores.are_plain and _flash_takes(keys, values, chunk):
-        return _attend_in_windows(query, keys, values, chunk, scores)
     # KV heads are the batch, the query heads of a group its heads: nothing is repeated for GQA.
     grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
     attend = _attend if scores.are_plain and not cut_on_gpu else _attend_by_scores
     return attend(grouped, keys, values, chunk, scores).flatten(0, 1).transpose(0, 1)
-
-
-def _flash_takes(keys: Tensor, values: Tensor, chunk: ChunkView) -> bool:
-    head_dim = keys.shape[2]
-    return (
-        keys.dtype in _FLASH_DTYPES
-        and chunk.reach.kind is GroupKind.SLIDING_WINDOW
-        and values.shape[2] == head_dim <= _MOST_FLASH_DIM
-        and head_dim % _FLASH_DIM_STEP == 0
-        and torch.cuda.get_device_capability(keys.device) >= (8, 0)
-    )
-
-
-def _attend_in_windows(
-    query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
-) -> Tensor:
-    rows, seen = chunk.bounds
-    output: Tensor = varlen_attn(
-        query.contiguous(),
-        keys.transpose(0, 1),
-        values.transpose(0, 1),
-        rows,
-        seen,
-        chunk.length,
-        chunk.num_seen,
-        scale=scores.scaling,
-        window_size=(chunk.reach.window - 1, 0),
-        **_FEWER_HEADS,
-    )
-    return output
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from services.engine.torch.attention.agreement import (
     require_agreement,
     require_causal,
+    require_gathered,
     require_packed,
     require_stored,
 )
@@ -25,7 +26,7 @@ from services.engine.torch.attention.kernels.piece_parts import TUNING, OnDevice
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
 from services.engine.torch.attention.layers import InPlace
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.prompts import Packing, is_packable
+from services.engine.torch.attention.prompts import GatherPages, Packing, gather_plainly, is_packable
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
 from services.values.kv import PageId
 
@@ -119,12 +120,10 @@ def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
         return None
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return None
-    packing = None
+    packing, gather = None, _gathering(kv)
     for has_sinks in (False, True):
         try:
-            from services.engine.torch.attention.kernels.gather_kernel import gather_pages
-
-            tried = Packing(gather_pages, has_sinks)
+            tried = Packing(gather, has_sinks)
             for heads in num_heads:
                 require_packed(tried, kv, heads)
         except Exception as error:  # as above
@@ -132,3 +131,14 @@ def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
             break
         packing = tried
     return packing
+
+
+def _gathering(kv: PagedKv) -> GatherPages:
+    try:
+        from services.engine.torch.attention.kernels.gather_kernel import gather_pages
+
+        require_gathered(gather_pages, kv)
+    except Exception as error:
+        logger.warning("gather_kernel_unusable error=%r", error)
+        return gather_plainly
+    return gather_pages

@@ -85,6 +85,16 @@ class PackedView:
         return scores.softcap is None and (scores.sinks is None or self.packing.has_sinks)
 
 
+def gather_plainly(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:
+    """Return what gather_kernel.gather_pages does, by torch alone and in more than one launch."""
+    pages, first_slots, end_slots, rows = reads.long().unbind(1)
+    # Told how many there are, torch does not ask the device.
+    of_read = torch.repeat_interleave(end_slots - first_slots, output_size=num_tokens)
+    slots = torch.arange(num_tokens, device=reads.device) + (first_slots - rows)[of_read]
+    keys, values = (numbers[pages[of_read], :, slots].to(kv.compute_dtype) for numbers in kv.layer(layer))
+    return keys, values
+
+
 def is_packable(kv: PagedKv) -> bool:
     """Tell whether flash attention takes what the pool has, if the GPU is new enough."""
     _, _, _, head_dim, v_head_dim = kv.shape

@@ -101,13 +101,6 @@ class ChunkView:
         """Tell whether each token sees all up to itself, so that `mask` need not say it."""
         return self.length == self.num_seen and self.mask is None
 
-    @cached_property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        rows, seen = (
-            torch.tensor([0, n], dtype=torch.int32, device=self.device) for n in (self.length, self.num_seen)
-        )
-        return rows, seen
-
 
 @dataclass(frozen=True, slots=True)
 class InPlaceView:

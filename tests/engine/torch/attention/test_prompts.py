@@ -15,7 +15,7 @@ from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from engine.torch.attention.reach_cases import CHUNKED, cases, chunk_of, expected, made_of
 from engine.torch.attention.reach_cases import attended as attended_by
 from services.engine.torch.attention import in_place, prompts
-from services.engine.torch.attention.agreement import KernelWrong, require_packed
+from services.engine.torch.attention.agreement import KernelWrong, require_gathered, require_packed
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.in_place import choose_packings
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
@@ -56,15 +56,19 @@ def check(case, on_device=None, packing=PACKING):
 
 @settings(max_examples=2 * settings().max_examples)
 @given(
-    case=cases(), packed_bytes=st.sampled_from([1, 4000, 1 << 20]), in_parts=st.booleans(), half=st.booleans()
+    case=cases(),
+    gather=st.sampled_from([gather_plainly, prompts.gather_plainly]),
+    packed_bytes=st.sampled_from([1, 4000, 1 << 20]),
+    in_parts=st.booleans(),
+    half=st.booleans(),
 )
-def test_each_token_attends_to_what_it_sees(case, packed_bytes, in_parts, half):
+def test_each_token_attends_to_what_it_sees(case, gather, packed_bytes, in_parts, half):
     dtype = torch.bfloat16 if half else torch.float32
     case = replace(packable(case), dtype=dtype)
     on_device = OnDevice(attend_parts_plainly, 2 * case.group, num_programs=16) if in_parts else None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prompts, "_PACKED_BYTES", packed_bytes)
-        check(case, on_device)
+        check(case, on_device, Packing(gather))
 
 
 def reads_nothing(*_):
@@ -136,6 +140,7 @@ def test_numbers_that_flash_attention_cannot_read_are_copied():
 def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(9, 0)):
     """A pool that says it is on a GPU; it is tried on the CPU."""
     pool = empty(PageShape(3, 2, 16, head_dim, head_dim), num_pages=2, dtype=dtype)
+    monkeypatch.setattr(in_place, "require_gathered", lambda tried, kv: require_gathered(tried, pool))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
         in_place, "require_packed", lambda tried, kv, heads: require_packed(tried, pool, heads)
@@ -173,12 +178,15 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
         assert choose_packings([cuda], [frozenset({2, 8})]) == (Packing(gather_plainly),)
         assert not caplog.records
     for kernel in [of_another_layer, of_whole_pages, does_not_compile]:
-        with subtests.test("no kernel that is wrong", kernel=kernel), pytest.MonkeyPatch.context() as patched:
+        with (
+            subtests.test("torch gathers where a kernel is wrong", kernel=kernel),
+            pytest.MonkeyPatch.context() as patched,
+        ):
             caplog.clear()
-            assert choose_packings([on_a_gpu(patched, kernel)], [HEADS]) == (None,)
+            assert choose_packings([on_a_gpu(patched, kernel)], [HEADS]) == (Packing(prompts.gather_plainly),)
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
-            assert record.getMessage().startswith("prompts_not_packed sinks=False error=")
+            assert record.getMessage().startswith("gather_kernel_unusable error=")
     changes = [
         lambda named: named | {"window_size": (named["window_size"][0], 1)},  # one token too many
         lambda named: named | {"window_size": (-1, 0)},
@@ -188,7 +196,10 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
         with subtests.test("no torch that is wrong"), pytest.MonkeyPatch.context() as patched:
             cuda = on_a_gpu(patched, gather_plainly)
             flash_of(change, patched)
+            caplog.clear()
             assert choose_packings([cuda], [HEADS]) == (None,)
+            (record,) = caplog.records
+            assert record.getMessage().startswith("prompts_not_packed sinks=False error=KernelWrong")
     with subtests.test("without sinks where those are wrong"), pytest.MonkeyPatch.context() as patched:
         caplog.clear()
         cuda = on_a_gpu(patched, gather_plainly)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.torch.attention.paging import empty
 from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from services.engine.torch.attention import prompts
-from services.engine.torch.attention.agreement import require_packed
+from services.engine.torch.attention.agreement import require_gathered, require_packed
 from services.engine.torch.attention.kernels.pieces import Read
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.prompts import Packing, PlacedRead, pack_chunks
@@ -76,6 +76,7 @@ def test_it_copies_what_chunks_read_and_nothing_else(gather_pages, data, page_si
 def test_the_runners_own_check_finds_it_right(gather_pages, page_size, monkeypatch):
     monkeypatch.setattr(prompts, "varlen_attn", varlen_plainly)
     kv = empty(PageShape(3, 2, page_size, 64, 64), dtype=torch.bfloat16)
+    require_gathered(gather_pages, kv)
     for has_sinks in (False, True):
         require_packed(Packing(gather_pages, has_sinks), kv, num_heads=8)
 
