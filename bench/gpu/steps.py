@@ -11,7 +11,8 @@ know yet is left out. A decode step goes on from the same K and V on each side:
     loop ..               a hand-written loop in one graph: the upper bound (loop.py)
     .. shared             our runner where the sequences have their context in common
 
-The sides take turns step by step. A side that cannot run is left out, with the end of its traceback.
+The sides take turns step by step, for ratios, and then each goes some steps alone. A side that cannot run is
+left out, with the end of its traceback.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from bench.engine import (
     alternate,
     prefill,
     prefill_with_transformers,
+    seconds,
 )
 from bench.gpu.captured import finish
 from bench.gpu.cells import Cell, run_cells, tail_of
@@ -66,6 +68,7 @@ SECTIONS = ("build", "decode", "prompts", "launches", "host")
 PACKED = (8, 256)  # prompts of so many tokens in one step
 _MARGIN = 40  # steps beyond the context for which a table has pages
 _PROMPT_ROUNDS = 5
+_ALONE = 9  # steps of one side in a row
 
 
 class Side(Protocol):
@@ -216,12 +219,13 @@ class Steps:
         before = Counter(runner.steps_by_way)
         try:
             samples = alternate(steps, self.plan.rounds)
+            alone = {name: median(seconds(step) for _ in range(_ALONE)) for name, step in steps.items()}
         finally:
             steps.clear()
             self.free()
         taken = Counter(runner.steps_by_way) - before
         by = " ".join(f"{name} {count}" for name, count in taken.items())
-        return _decode_rows(samples, chosen, {"batch": batch, "context": context}, way, by)
+        return _decode_rows(samples, alone, chosen, {"batch": batch, "context": context}, way, by)
 
     def _add_peers(self, add: Callable[[str, Callable[[], Side]], None], tables: list[list[PageId]]) -> None:
         runner, kv, context, batch = self._runner, self._kv, self.plan.context, len(tables)
@@ -293,8 +297,14 @@ def _free_mib(device: torch.device) -> float:
 
 
 def _decode_rows(
-    samples: dict[str, list[float]], chosen: dict[str, list[int]], shape: Row, way: str, by: str
+    samples: dict[str, list[float]],
+    alone: dict[str, float],
+    chosen: dict[str, list[int]],
+    shape: Row,
+    way: str,
+    by: str,
 ) -> list[Row]:
+    """`alone` are the seconds of a step among others of its side."""
     theirs = samples.get("transformers")
     loops = [name for name in samples if name.startswith("loop")]
     best = min(loops, key=lambda name: median(samples[name]), default=None)
@@ -308,6 +318,7 @@ def _decode_rows(
                 "beside": way,
                 "side": name,
                 "ms": 1e3 * median(own),
+                "alone ms": 1e3 * alone[name],
                 "tokens/s": int(len(chosen[name]) / median(own)),
                 "x transformers": _ratio(theirs, own),
                 "x loop": _ratio(samples[best], own) if best else "",
