@@ -1,5 +1,6 @@
 """A step that needs nothing of the host is captured in one CUDA graph; on a CPU it is just called."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -24,8 +25,12 @@ class Captured:
         current.wait_stream(own)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
+        gc.freeze()  # capture collects garbage first, which takes a while with all that is imported
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        finally:
+            gc.unfreeze()
         self.replay = graph.replay
 
 

@@ -55,8 +55,8 @@ def _open(model: PreTrainedModel, num_pages: int, page_size: int, budget: int) -
     rows = {"max_rows": 64} if "max_rows" in inspect.signature(DraftModelSettings.__init__).parameters else {}
     settings = DraftModelSettings(Path("draft"), self_check=False, **rows)  # type: ignore[arg-type]
     with (
-        mock.patch.object(draft_module, "open_checkpoint", lambda *_: opened(model)),
-        mock.patch.object(draft_module, "load_model", lambda *_: copied(model)),
+        mock.patch.object(draft_module, "open_checkpoint", lambda *_, **__: opened(model)),
+        mock.patch.object(draft_module, "load_model", lambda *_, **__: copied(model)),
     ):
         return TorchDraft(
             settings,

@@ -105,8 +105,8 @@ def opened(model: PreTrainedModel) -> Checkpoint:
 @contextmanager
 def _loading(model: PreTrainedModel) -> Iterator[None]:
     with (
-        mock.patch.object(runner_module, "open_checkpoint", lambda *_: opened(model)),
-        mock.patch.object(runner_module, "load_model", lambda *_: copied(model)),
+        mock.patch.object(runner_module, "open_checkpoint", lambda *_, **__: opened(model)),
+        mock.patch.object(runner_module, "load_model", lambda *_, **__: copied(model)),
     ):
         yield
 
