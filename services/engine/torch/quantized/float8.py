@@ -1,17 +1,15 @@
 """Linear layers multiply floats of 8 bits on a GPU: half the bytes of a weight are read, at twice the rate.
 
-    a weight    a scale for each of its rows: as a checkpoint has them, or rounded so when the runner starts
-    a step      each row of activations has a scale, too: its largest number / 448
-
-So a row's product does not depend on what else is in the step. The product is torch's. Rounding activations
-changes what a layer gives by some 2.6 % (3 bits behind the point), and rounding its weights by as much. Each
-layer is tried beside the one that it replaces, and left out where it cannot compute or is off by more.
+Their numbers are those of the checkpoint, or they are rounded when the runner starts. A row of activations is
+rounded by scales of its own, so its product does not depend on what else is in the step. That changes what a
+layer gives by some 2.6 % (three bits behind the point), and rounding a weight does as much. Each layer is
+tried beside the one that it replaces, and left out where it cannot compute or is off by more.
 """
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,58 +19,28 @@ from transformers import PreTrainedModel
 
 from services.engine.torch.model.fused.products import Product, ProductPart
 from services.engine.torch.quantized.dequantize import scaled
-from services.engine.torch.quantized.parts import Dequantized, Stored, is_of_rows
+from services.engine.torch.quantized.float8_products import (
+    BLOCK,
+    STEP,
+    BlockProduct,
+    BlockWeight,
+    Round,
+    RowProduct,
+    RowWeight,
+    round_groups_plainly,
+    round_rows_plainly,
+)
+from services.engine.torch.quantized.parts import Dequantized, Stored, float8_block
 
 log = logging.getLogger(__name__)
 
 WeightsForm = Literal["dequantized", "fp8"]
-RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]
+Float8Product = RowProduct | BlockProduct
 
-_LARGEST, _SMALLEST = 448.0, 1e-12
-_STEP = 16  # Widths are multiples of that.
 # Rounding explains 2.6 % or 3.7 %; a lost scale, or rows of another order, change all of it.
 _TOLERANCE = 0.08
 _TRIED_ROWS = (1, 17, 200)
-
-
-@dataclass(frozen=True, slots=True)
-class Float8Weight:
-    numbers: Tensor  # [num_rows filled up, depth]
-    scales: Tensor  # float32 [1, num_rows filled up]
-    num_rows: int
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[int, Tensor, Tensor]], num_rows: int, depth: int) -> "Float8Weight":
-        """Make it of parts, each from a row on: numbers [rows, depth], and a scale for each or for all."""
-        filled_up = -(-num_rows // _STEP) * _STEP
-        device = parts[0][1].device
-        numbers = torch.zeros((filled_up, depth), dtype=torch.uint8, device=device)
-        scales = torch.ones((1, filled_up), dtype=torch.float32, device=device)
-        for begin, part, scale in parts:
-            numbers[begin : begin + len(part)] = part.view(torch.uint8)
-            scales[0, begin : begin + len(part)] = scale.float().reshape(-1)
-        return cls(numbers.view(torch.float8_e4m3fn), scales, num_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Float8Product:
-    weight: Float8Weight
-    bias: Tensor | None
-    round_rows: RoundRows
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        weight = self.weight
-        numbers, scales = self.round_rows(rows.reshape(-1, rows.shape[-1]).contiguous())
-        product = torch._scaled_mm(
-            numbers,
-            weight.numbers.t(),
-            scale_a=scales,
-            scale_b=weight.scales,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        product = product[:, : weight.num_rows].view(*rows.shape[:-1], weight.num_rows).to(rows.dtype)
-        return product if self.bias is None else product + self.bias.to(rows.dtype)
+_ROW_STEPS = (1, 4, 16)  # cuBLAS may want so many rows, or a multiple.
 
 
 class Float8Linear(nn.Linear):
@@ -84,27 +52,10 @@ class Float8Linear(nn.Linear):
         return self.product(input)
 
 
-def round_rows_plainly(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `rows` as floats of 8 bits, and their scales [n, 1]."""
-    numbers = rows.float()
-    largest = numbers.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST)
-    rounded = (numbers * (_LARGEST / largest)).clamp(-_LARGEST, _LARGEST)
-    return rounded.to(torch.float8_e4m3fn), largest / _LARGEST
-
-
-def choose_round_rows(device: torch.device) -> RoundRows:
-    """Return the kernel where Triton is and it runs, else what torch does in several."""
-    if device.type != "cuda":
-        return round_rows_plainly
-    try:
-        # torch for CUDA alone brings Triton along, and it takes a second to import.
-        from services.engine.torch.quantized.row_kernel import round_rows
-
-        round_rows(torch.ones((1, _STEP), dtype=torch.bfloat16, device=device))
-        return round_rows
-    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
-        log.warning("rounding_kernel_unusable error=%r", error)
-        return round_rows_plainly
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    rows: Round = round_rows_plainly
+    groups: Round = round_groups_plainly
 
 
 @torch.no_grad()
@@ -120,25 +71,13 @@ def compute_in_float8(
     """
     if stored is None:
         kept = {*kept, model.get_output_embeddings()}
-    numbers = _Numbers(stored)
-    round_rows = choose_round_rows(next(model.parameters()).device)
+    numbers, ways = _Numbers(stored), _Ways(rounding_on(next(model.parameters()).device))
     count = 0
     for members in _products(model, kept):
         first = members[0][1]
-        weight = numbers.of(members)
-        if weight is None:
-            continue
         whole = first.product if isinstance(first, ProductPart) else first
-        product = Float8Product(
-            weight, whole.whole_bias if isinstance(whole, Product) else whole.bias, round_rows
-        )
-        try:
-            error = max(_error(product, whole, first, num_rows) for num_rows in _TRIED_ROWS)
-        except Exception as raised:  # torch refuses what this device, or its library, cannot compute
-            log.warning("float8_unusable layer=%s error=%r", members[0][0], raised)
-            break
-        if not error <= _TOLERANCE:  # NaN fails, too
-            log.warning("float8_unusable layer=%s off=%.2g of=%.2g", members[0][0], error, _TOLERANCE)
+        weight = numbers.of(members)
+        if weight is None or (product := ways.product(weight, whole, members[0])) is None:
             continue
         if isinstance(whole, Product):
             whole.compute_by(product)
@@ -151,38 +90,101 @@ def compute_in_float8(
     return count
 
 
+class _Ways:
+    """It makes products of weights, and remembers which way to make them a device cannot go."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._rounding = rounding
+        self._row_steps = list(_ROW_STEPS)
+        self._rows_fail = False
+
+    def product(
+        self, weight: RowWeight | BlockWeight, whole: Product | nn.Linear, first: tuple[str, nn.Linear]
+    ) -> Float8Product | None:
+        """Return what computes as `whole` does up to rounding, or None where nothing does."""
+        name, dtype = first[0], first[1].weight.dtype
+        for product in self._products(weight, _bias_of(whole, weight.num_rows)):
+            try:
+                error = max(_error(product, whole, dtype, num_rows) for num_rows in _TRIED_ROWS)
+            except Exception as raised:  # torch refuses what this device, or its library, cannot compute
+                log.warning("float8_unusable layer=%s error=%r", name, raised)
+                self._give_up(product)
+                continue
+            if error <= _TOLERANCE:  # NaN is more
+                return product
+            log.warning("float8_unusable layer=%s off=%.2g of=%.2g", name, error, _TOLERANCE)
+        return None
+
+    def _products(self, weight: RowWeight | BlockWeight, bias: Tensor | None) -> Iterator[Float8Product]:
+        if isinstance(weight, BlockWeight):
+            for step in tuple(self._row_steps):
+                yield BlockProduct(weight, bias, self._rounding.groups, step)
+        elif not self._rows_fail:
+            yield RowProduct(weight, bias, self._rounding.rows)
+
+    def _give_up(self, product: Float8Product) -> None:
+        if isinstance(product, BlockProduct):
+            self._row_steps.remove(product.row_step)
+        else:
+            self._rows_fail = True
+
+
 class _Numbers:
     """The numbers of weights are those of a checkpoint, or rounded now."""
 
     def __init__(self, stored: Mapping[str, Stored | Dequantized] | None) -> None:
         self._are_stored = stored is not None
-        self._by_tail: dict[str, list[Dequantized]] = {}
+        self._by_tail: dict[str, list[tuple[Dequantized, tuple[int, int]]]] = {}
         for name, each in (stored or {}).items():
-            if is_of_rows(each):
-                self._by_tail.setdefault(_tail(name), []).append(each)
+            if isinstance(each, Dequantized) and (block := float8_block(each)) is not None:
+                self._by_tail.setdefault(_tail(name), []).append((each, block))
 
-    def of(self, members: Sequence[tuple[str, nn.Linear]]) -> Float8Weight | None:
+    def of(self, members: Sequence[tuple[str, nn.Linear]]) -> RowWeight | BlockWeight | None:
         """Return the weight of a product, or None where the checkpoint has that of a member otherwise."""
         parts: list[tuple[int, Tensor, Tensor]] = []
-        end = 0
+        kinds: set[bool] = set()
         for name, linear in members:
-            begin = linear.begin if isinstance(linear, ProductPart) else 0
             found = self._found(f"{name}.weight", linear.weight)
             if found is None:
                 return None
-            parts.append((begin, *found))
-            end = begin + linear.out_features
-        return Float8Weight.of(parts, end, members[0][1].in_features)
+            begin = linear.begin if isinstance(linear, ProductPart) else 0
+            parts.append((begin, *found[:2]))
+            kinds.add(found[2])
+        if len(kinds) > 1:
+            return None
+        kind = BlockWeight if kinds.pop() else RowWeight
+        return kind.of(parts, parts[-1][0] + len(parts[-1][1]), members[0][1].in_features)
 
-    def _found(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the numbers that mean exactly that weight: whether names are the same is a guess."""
+    def _found(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+        """Return the numbers and scales that mean exactly that weight, and whether these are of blocks.
+
+        Whether names are the same is a guess.
+        """
         if not self._are_stored:
-            return round_rows_plainly(weight)
-        for each in self._by_tail.get(_tail(name), ()):
+            return (*round_rows_plainly(weight), False)
+        for each, block in self._by_tail.get(_tail(name), ()):
             numbers, scale = (each.parts[part][...].to(weight.device) for part in ("numbers", "scale"))
-            if numbers.shape == weight.shape and torch.equal(scaled(numbers, scale).to(weight.dtype), weight):
-                return numbers, scale
+            if numbers.shape == weight.shape:
+                meant = scaled(numbers, scale, None, block).to(weight.dtype)
+                if torch.equal(meant, weight):
+                    return numbers, scale, block[0] == BLOCK
         return None
+
+
+def rounding_on(device: torch.device) -> Rounding:
+    """Return the kernels where Triton is and they run, else what torch does in several."""
+    if device.type != "cuda":
+        return Rounding()
+    try:
+        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        from services.engine.torch.quantized.row_kernel import round_groups, round_rows
+
+        for kernel in (round_rows, round_groups):
+            kernel(torch.ones((1, BLOCK), dtype=torch.bfloat16, device=device))
+        return Rounding(round_rows, round_groups)
+    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+        log.warning("rounding_kernel_unusable error=%r", error)
+        return Rounding()
 
 
 def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[str, nn.Linear]]]:
@@ -193,7 +195,7 @@ def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[
     owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     products: dict[object, list[tuple[str, nn.Linear]]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module not in kept and module.in_features % _STEP == 0:
+        if isinstance(module, nn.Linear) and module not in kept and module.in_features % STEP == 0:
             if isinstance(module, ProductPart):
                 products.setdefault(module.product, []).append((name, module))
             elif type(module) is nn.Linear and owners[id(module.weight)] == 1:
@@ -203,6 +205,11 @@ def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[
 
 def _place(member: tuple[str, nn.Linear]) -> int:
     return member[1].begin if isinstance(member[1], ProductPart) else 0
+
+
+def _bias_of(whole: Product | nn.Linear, num_rows: int) -> Tensor | None:
+    bias = whole.whole_bias if isinstance(whole, Product) else whole.bias
+    return None if bias is None else bias.detach()[:num_rows]
 
 
 def _replace(linear: nn.Linear, product: Float8Product) -> None:
@@ -219,14 +226,13 @@ def _tail(name: str) -> str:
 
 
 def _error(
-    product: Float8Product, whole: Callable[[Tensor], Tensor], first: nn.Linear, num_rows: int
+    product: Float8Product, whole: Callable[[Tensor], Tensor], dtype: torch.dtype, num_rows: int
 ) -> float:
-    weight = first.weight
-    generator = torch.Generator(weight.device).manual_seed(num_rows)
-    rows = torch.randn((num_rows, first.in_features), generator=generator, device=weight.device)
-    rows = rows.to(weight.dtype)
-    got, expected = product(rows).float(), whole(rows).float()
-    error: float = (
-        ((got - expected[:, : got.shape[1]]).square().mean() / expected.square().mean()).sqrt().item()
-    )
+    weight = product.weight
+    device = weight.numbers.device
+    generator = torch.Generator(device).manual_seed(num_rows)
+    rows = torch.randn((num_rows, weight.numbers.shape[1]), generator=generator, device=device)
+    rows = rows.to(dtype)
+    got, expected = product(rows).float(), whole(rows).float()[:, : weight.num_rows]
+    error: float = ((got - expected).square().mean() / expected.square().mean()).sqrt().item()
     return error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,7 @@ from services.values.errors import ConfigError
 
 # Numbers of these kinds mean nothing without a scale.
 _NUMBERS = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
+_SCALES = ("F32", "BF16", "F16")
 # These are of activations and of KV, which are not quantized here, and of what has been read by its shape.
 _UNUSED = (
     ".input_scale",
@@ -74,16 +75,19 @@ def _of_expert(part: Tensor, i: int, count: int) -> Tensor:
     return part[i] if part.numel() > 1 and len(part) == count else part
 
 
-def is_of_rows(weight: Stored | Dequantized) -> TypeGuard[Dequantized]:
-    """Say whether these are floats of 8 bits with a scale for each row, or one for all of them."""
-    if (
-        not isinstance(weight, Dequantized)
-        or set(weight.parts) != {"numbers", "scale"}
-        or weight.parts["numbers"].get_dtype() != "F8_E4M3"
-    ):
-        return False
+def float8_block(weight: Dequantized) -> tuple[int, int] | None:
+    """Return how many rows and columns share a scale, where these are floats of 8 bits.
+
+    That is a row, or 128 x 128; it is None for anything else.
+    """
+    if set(weight.parts) != {"numbers", "scale"} or weight.parts["numbers"].get_dtype() != "F8_E4M3":
+        return None
     shape, scale = (weight.parts[part].get_shape() for part in ("numbers", "scale"))
-    return len(shape) == 2 and prod(scale) in (1, shape[0]) and (len(scale) < 2 or scale[-1] == 1)
+    if len(shape) != 2 or weight.parts["scale"].get_dtype() not in _SCALES:
+        return None
+    if prod(scale) in (1, shape[0]) and (len(scale) < 2 or scale[-1] == 1):
+        return (1, shape[1])
+    return (128, 128) if scale == [-(-size // 128) for size in shape] else None
 
 
 def open_tensors(files: list[Path]) -> dict[str, Stored]:

@@ -198,13 +198,15 @@ def nvfp4_modelopt(chance, name, rows, columns):
     return {f"{name}.{part}": tensor for part, tensor in parts.items()}, meant
 
 
-def quantized_checkpoints(folder, architecture, config, replace):
-    """Two directories: one whose tensors `replace` has replaced, and what they mean, in the same dtype.
+def quantized_checkpoints(folder, source, config, replace):
+    """Two copies of `source`, a family or a directory.
 
-    `replace(name, tensor)` gives the parts and what they mean, or None for what stays.
+    In one `replace` has replaced tensors, in the other is what they mean, in the same dtype. `replace(name,
+    tensor)` gives the parts and what they mean, or None for what stays.
     """
     directories = []
-    tensors = load_file(tiny_checkpoint(architecture) / "model.safetensors")
+    source = tiny_checkpoint(source) if isinstance(source, str) else source
+    tensors = load_file(source / "model.safetensors")
     stored, meant = {}, {}
     for name, tensor in tensors.items():
         found = replace(name, tensor)
@@ -212,7 +214,7 @@ def quantized_checkpoints(folder, architecture, config, replace):
         stored |= parts
         meant[name] = whole
     for what, content in (("stored", stored), ("meant", meant)):
-        directory = shutil.copytree(tiny_checkpoint(architecture), folder / f"{architecture}-{what}")
+        directory = shutil.copytree(source, folder / f"{source.name}-{what}")
         save_file(
             {name: tensor.contiguous() for name, tensor in content.items()},
             directory / "model.safetensors",

@@ -8,19 +8,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.torch.quantized import stored
+from services.cli.model.make_model import make_model
 from services.engine.torch.checkpoint import load_model, open_checkpoint, stored_weights
 from services.engine.torch.model.check.model_probe import attending_by
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.products import ProductPart
-from services.engine.torch.quantized import float8
+from services.engine.torch.quantized import float8, float8_products
 from services.engine.torch.quantized.dequantize import scaled
-from services.engine.torch.quantized.float8 import (
-    Float8Linear,
-    Float8Product,
-    Float8Weight,
-    compute_in_float8,
-    round_rows_plainly,
-)
+from services.engine.torch.quantized.float8 import Float8Linear, compute_in_float8
+from services.engine.torch.quantized.float8_products import RowProduct, RowWeight, round_rows_plainly
 
 CPU = torch.device("cpu")
 
@@ -47,8 +43,8 @@ def logits(model):
 def test_a_layer_multiplies_what_it_rounded():
     torch.manual_seed(0)
     linear = nn.Linear(96, 40).bfloat16()
-    float8_weight = Float8Weight.of([(0, *round_rows_plainly(linear.weight))], 40, 96)
-    layer = Float8Product(float8_weight, linear.bias, round_rows_plainly)
+    float8_weight = RowWeight.of([(0, *round_rows_plainly(linear.weight))], 40, 96)
+    layer = RowProduct(float8_weight, linear.bias, round_rows_plainly)
     rows = torch.randn(2, 7, 96).bfloat16()
     rows[0, 3] = 0
     numbers, scales = round_rows_plainly(rows.reshape(-1, 96))
@@ -131,3 +127,56 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
         monkeypatch.setattr(torch, "_scaled_mm", fail)
         assert compute_in_float8(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == 0
         assert caplog.text.count("no such device") == 1
+
+
+def multiply_plainly(numbers, scales, weight):
+    """What cuBLAS does on Hopper with scales as they lie there."""
+    blocks = numbers.shape[1] // 128
+    assert scales.stride() == (1, len(numbers)) or len(numbers) == 1
+    assert weight.scales.shape == (-(-weight.num_rows // 128), -(-blocks // 4) * 4)
+    own = numbers.float() * scales.repeat_interleave(128, 1)
+    return (own @ scaled(weight.numbers, weight.scales[:, :blocks], None, (128, 128)).T).bfloat16()
+
+
+def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+
+    def make(chance, name, rows, columns):
+        blocks = -(-rows // 128), -(-columns // 128)
+        numbers = torch.randn((rows, columns), generator=generator).mul_(99).to(torch.float8_e4m3fn)
+        scale = torch.rand(blocks, generator=generator) / 1000 + 1e-4
+        weights[f"{name}.weight"] = numbers
+        return {f"{name}.weight": numbers, f"{name}.weight_scale_inv": scale}, scaled(
+            numbers, scale, None, (128, 128)
+        )
+
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    make_model(tmp_path / "wide", hidden_size=256, vocab_size=512)
+    directory, _ = stored.quantized_checkpoints(tmp_path, tmp_path / "wide", config, stored.linears_by(make))
+    checkpoint = open_checkpoint(directory, "bfloat16")
+    with subtests.test("they are multiplied as they are"):
+        monkeypatch.setattr(float8_products, "multiply_blocks", multiply_plainly)
+        single, merged = load_model(checkpoint, CPU), load_model(checkpoint, CPU)
+        assert compute_in_float8(single, (), stored_weights(checkpoint)) == 14
+        fuse(merged)
+        assert compute_in_float8(merged, (), stored_weights(checkpoint)) == 8
+        numbers = single.model.layers[1].mlp.down_proj.product.weight.numbers
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert torch.equal(numbers.view(torch.uint8), weights[name].view(torch.uint8))
+        assert (logits(single) - logits(merged)).norm() / logits(single).norm() < 0.05
+    with subtests.test("a device wants so many rows"):
+
+        def picky(numbers, scales, weight):
+            if len(numbers) % 4:
+                raise RuntimeError("a multiple of 4")
+            return multiply_plainly(numbers, scales, weight)
+
+        monkeypatch.setattr(float8_products, "multiply_blocks", picky)
+        model = load_model(checkpoint, CPU)
+        assert compute_in_float8(model, (), stored_weights(checkpoint)) == 14
+        assert model.model.layers[0].mlp.up_proj.product.row_step == 4
+        assert (logits(single) - logits(model)).norm() / logits(single).norm() < 0.05
+    with subtests.test("a device that cannot"):
+        monkeypatch.undo()
+        assert compute_in_float8(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == 0
