@@ -133,7 +133,7 @@ class Transformers:
         self._cache = DynamicCache(config=model.config)
         self._ids = [FIRST_ID + row for row in range(len(tables))]
         for layer in range(kv.shape.num_layers):
-            key, value = (_gather(pages, tables, context) for pages in kv.layer(layer))
+            key, value = (_gather(pages, tables, context).to(kv.compute_dtype) for pages in kv.layer(layer))
             self._cache.update(key, value, layer)
 
     @torch.inference_mode()
@@ -146,8 +146,9 @@ class Transformers:
 
 def _gather(pages: torch.Tensor, tables: Sequence[list[PageId]], context: int) -> torch.Tensor:
     """[batch, num_kv_heads, context, head_dim] from [num_pages, num_kv_heads, page_size, head_dim]."""
-    rows = [pages[list(table)].transpose(0, 1).flatten(1, 2)[:, :context] for table in tables]
-    return torch.stack(rows)
+    numbers = pages.view(torch.uint8) if pages.itemsize == 1 else pages  # torch selects none of 8 bits
+    rows = [numbers[list(table)].transpose(0, 1).flatten(1, 2)[:, :context] for table in tables]
+    return torch.stack(rows).view(pages.dtype)
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -63,6 +63,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"graph_mib": 0, "fuses": False},
     "full": {"graph_mib": None, "fuses": False},
     "eager+fused": {"graph_mib": 0, "fuses": True},
+    "fp8 kv": {"graph_mib": None, "fuses": True, "kv_dtype": "fp8_e4m3"},
+    "fp8": {"graph_mib": None, "fuses": True, "kv_dtype": "fp8_e4m3", "weights": "fp8"},
 }
 SECTIONS = ("build", "decode", "prompts", "launches", "host")
 PACKED = (8, 256)  # prompts of so many tokens in one step
@@ -101,7 +103,7 @@ def known_ways() -> dict[str, dict[str, Any]]:
     known = inspect.signature(TorchRunner.__init__).parameters
     ways: dict[str, dict[str, Any]] = {}
     seen = []
-    for name in ("eager", "full", "eager+fused", "full+fused"):
+    for name in ("eager", "full", "eager+fused", "full+fused", "fp8 kv", "fp8"):
         options = {key: value for key, value in WAYS[name].items() if key in known}
         if options not in seen:
             seen.append(options)
@@ -169,8 +171,15 @@ class Steps:
             self._refused[way] = f"{type(error).__name__}: {error}"[:300]
             raise
         self._way = way
-        self._kv.numbers.normal_(generator=torch.Generator(self.device).manual_seed(1))
+        self._fill(self._kv)
         return self._runner
+
+    def _fill(self, kv: PagedKv) -> None:
+        """Fill the pool, page by page, for a type of 8 bits is made of a wider one."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        for page in kv.numbers.view(-1, kv.shape.page_numbers):
+            wide = torch.randn(len(page), generator=generator, device=self.device, dtype=kv.compute_dtype)
+            page.copy_(kv.rounded(wide))
 
     def _close(self) -> None:
         if self._runner is not None:

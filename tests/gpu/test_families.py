@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NUM_TOKENS = 16
 BORDER = 64
 SIZES = PoolSizes(max_running_requests=6, chunk_size=160)
+WITH_EXPERTS = (
+    *("gpt_oss", "minimax_m2", "nemotron_h", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "llama4", "gemma4"),
+)
 SERVED = [name for name in FAMILIES if name != "jamba"]  # whose definition forgets its state
 
 
@@ -26,8 +29,8 @@ def runner_of(device, family):
 
 
 def assert_replayed(device, family, runner):
-    """Latents attend to what is gathered, so none of their steps is replayed."""
-    if device != "cpu" and family != "deepseek_v3":
+    """Latents are gathered, and experts in float32 wait for the device: these are not replayed."""
+    if device != "cpu" and family not in ("deepseek_v3", *WITH_EXPERTS):
         assert runner.steps_by_way["graph"] > 0
 
 
