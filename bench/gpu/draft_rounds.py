@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -51,7 +52,7 @@ def _rows(
 
 def _open(model: PreTrainedModel, num_pages: int, page_size: int, budget: int) -> TorchDraft:
     known = inspect.signature(TorchDraft.__init__).parameters
-    graphs = {"graph_budget": budget} if "graph_budget" in known else {}
+    graphs: dict[str, Any] = {"graph_budget": budget} if "graph_budget" in known else {}
     rows = {"max_rows": 64} if "max_rows" in inspect.signature(DraftModelSettings.__init__).parameters else {}
     settings = DraftModelSettings(Path("draft"), self_check=False, **rows)  # type: ignore[arg-type]
     with (

@@ -25,6 +25,7 @@ from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.remembered import whole_group
 from services.engine.torch.pools import KvDtype, Pools
+from services.engine.torch.sampling.device_sampler import DeviceSampler
 from services.engine.torch.sampling.sample import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
@@ -87,6 +88,7 @@ class TorchDraft:
         page_size: int,
         device: torch.device,
         graph_budget: int = 0,
+        sampler: DeviceSampler | None = None,
     ) -> None:
         """Load it, in its own dtype, with a page for each of the target's; graphs take `graph_budget` bytes.
 
@@ -94,7 +96,7 @@ class TorchDraft:
             ConfigError: it cannot draft for the target; the message says why.
             Unavailable: memory, the device or a file is not to be had now; another start may do.
         """
-        self._settings = settings
+        self._settings, self._sampler = settings, sampler
         checkpoint = open_checkpoint(settings.directory)
         check_same_tokens(checkpoint, target)
         self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads())
@@ -192,7 +194,9 @@ class TorchDraft:
         going, computed = self._catch_up(drafting, spans)
         while going:
             assert computed is not None, "what goes on was computed"
-            choices = sample(computed.logits, [each.choosing for each in going])
+            choosing = [each.choosing for each in going]
+            choose = self._sampler or sample
+            choices = choose(computed.logits, choosing, most_probable=computed.most_probable)
             for each, choice in zip(going, choices, strict=True):
                 each.ids.append(choice.token_id)
             began, catches_up = self._note_round(began, catches_up), False

@@ -25,6 +25,7 @@ from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.quantized.float8 import WeightsForm, compute_in_float8
+from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
@@ -92,6 +93,7 @@ class TorchRunner:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
         fingerprint = self._in_float8(checkpoint, weights)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
+        self._sampler = open_sampler(self._device, checkpoint.vocab_size, checkpoint.dtype)
         self._pools = Pools(
             self._model.remembered,
             num_pages=num_pages,
@@ -195,6 +197,7 @@ class TorchRunner:
             page_size=page_size,
             device=self._device,
             graph_budget=budget,
+            sampler=self._sampler,
         )
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
@@ -209,7 +212,9 @@ class TorchRunner:
             if scores:
                 tell_scores(chunks, computed.logits_of, self._vocab_size)
             allowed = masks.end() if masks is not None else NO_MASKS
-            sampled = iter(sample(computed.logits, [each for each in tokens if each.sample], allowed))
+            choose = self._sampler or sample
+            choosing = [each for each in tokens if each.sample]
+            sampled = iter(choose(computed.logits, choosing, allowed, computed.most_probable))
             kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
             drafted = zip(chunks, kept, strict=True)
             computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])

@@ -38,14 +38,24 @@ _DEVICE_BLOCK = 1 << 24
 _SORTED = 256  # weights, see _nucleus
 
 
-def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) -> list[Sampled]:
+def sample(
+    logits: Tensor,
+    chunks: Sequence[Chunk],
+    masks: RowMasks = NO_MASKS,
+    most_probable: Tensor | None = None,
+) -> list[Sampled]:
     """Choose one token for each row of `logits` ([len(chunks), vocab_size], any dtype and device).
+
+    `most_probable` are the ids of each row's highest logit, the lowest ones among equals, where they are
+    known.
 
     Each result depends on its own row, chunk and mask only. Of equal logits the lowest id comes first. Where
     a mask and bans leave nothing, NO_TOKEN is chosen.
     """
-    plain = [_takes_the_highest(chunk) for chunk in chunks]
-    most_probable = _argmax(logits) if any(plain) and len(masks.rows) < len(chunks) else []
+    plain = [takes_the_highest(chunk) for chunk in chunks]
+    token_ids: list[int] = []
+    if any(plain) and len(masks.rows) < len(chunks):
+        token_ids = _argmax(logits) if most_probable is None else most_probable.tolist()
     rest = [row for row, is_plain in enumerate(plain) if not is_plain or row in masks.rows]
     sampled: dict[int, Sampled] = {}
     block = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -53,7 +63,7 @@ def sample(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) 
     for start in range(0, len(rest), num_rows):
         rows = rest[start : start + num_rows]
         sampled |= zip(rows, _sample_block(logits, rows, plain, chunks, masks), strict=True)
-    return [sampled[row] if row in sampled else Sampled(most_probable[row]) for row in range(len(chunks))]
+    return [sampled[row] if row in sampled else Sampled(token_ids[row]) for row in range(len(chunks))]
 
 
 def _sample_block(
@@ -87,7 +97,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _takes_the_highest(chunk: Chunk) -> bool:
+def takes_the_highest(chunk: Chunk) -> bool:
     params = chunk.sampling
     return params.greedy and params.logprobs is None and not is_adjusted(chunk)
 
@@ -109,7 +119,7 @@ def _sample_rows(
     if others:
         token_ids |= zip(others, _argmax(_rows(adjusted, others)), strict=True)
     chosen = [token_ids[row] for row in range(len(chunks))]
-    logprobs = _logprobs(logits, chosen, chunks)
+    logprobs = logprobs_of(logits, chosen, chunks)
     banned = {row for row, c in enumerate(chunks) if c.sampling.bad_token_ids and highest[row] == -math.inf}
     return [Sampled(NO_TOKEN if row in banned else i, logprobs.get(row)) for row, i in enumerate(chosen)]
 
@@ -167,7 +177,7 @@ def _draw_from_all(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> li
     weights = _weights(logits, peaks, chunks)
     cumulative = weights.cumsum(1)
     totals = cumulative[:, -1:].contiguous()
-    points = _column([_uniform(chunk) for chunk in chunks], weights) * totals
+    points = _column([uniform_of(chunk) for chunk in chunks], weights) * totals
     # Ids of weight 0 add nothing to the sum, so "right" never stops at one; rounding may pass the last.
     found = torch.searchsorted(cumulative, points, right=True)
     token_ids: list[int] = found.minimum(torch.searchsorted(cumulative, totals))[:, 0].tolist()
@@ -205,11 +215,11 @@ def _choose(ids: Ids, weights: Floats, total: float, chunk: Chunk) -> int:
         ids, weights = ids[kept], weights[kept]
     weights = np.where(weights >= params.min_p, weights, 0.0)
     cumulative = weights.cumsum()
-    found = np.searchsorted(cumulative, _uniform(chunk) * cumulative[-1], side="right")
+    found = np.searchsorted(cumulative, uniform_of(chunk) * cumulative[-1], side="right")
     return int(ids[min(found, np.searchsorted(cumulative, cumulative[-1]))])  # see _draw_from_all
 
 
-def _uniform(chunk: Chunk) -> float:
+def uniform_of(chunk: Chunk) -> float:
     return uniform(chunk.sampling.seed, len(chunk.history))
 
 
@@ -245,7 +255,9 @@ def log_sums_of(logits: Tensor) -> Tensor:
     return peaks + _sums((logits - peaks).exp_()).log_()
 
 
-def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]
+) -> dict[int, TokenLogprobs]:
     counts = {row: c.sampling.logprobs for row, c in enumerate(chunks) if c.sampling.logprobs is not None}
     if not counts:
         return {}

@@ -1,0 +1,278 @@
+"""Tokens are chosen on a GPU by Triton kernels (draw_kernels.py); a step's come to the host all at once.
+
+    raw logits, copies that are masked, and float64 ones that are adjusted, with one table of parameters
+    --> launches for each of these three --> ids of all rows, copied once
+
+It chooses as sample.py does, which serves where the kernels do not work: they are tried against it when the
+runner starts.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.torch.sampling.adjusting import adjust, is_adjusted
+from services.engine.torch.sampling.sample import logprobs_of, sample, takes_the_highest, uniform_of
+from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
+from services.values.request import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from services.engine.torch.sampling.draw_kernels import Scratch
+
+logger = logging.getLogger(__name__)
+
+_Fields = tuple[float, ...]
+
+_BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels' scratch
+_FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
+_COLDEST = 1e-30  # What is colder draws alike: float32 has no logits so near to each other.
+
+_TRIED_ROWS = 32
+_NEAR = 1e-5  # A point so far off may find another id where sums are rounded.
+
+
+class SamplerWrong(Exception):
+    """The kernels do not choose what sample() does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that choose from one tensor; `places` are theirs in it."""
+
+    values: Tensor
+    rows: Sequence[int]
+    places: Sequence[int]
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """They hold what goes to the device and comes back, for so many rows; the host's are pinned."""
+
+    num_rows: int
+    table: Tensor
+    table_on_device: Tensor
+    ids: Tensor
+    ids_on_device: Tensor
+    others: Tensor  # ids, too
+
+    @classmethod
+    def of(cls, num_rows: int, device: torch.device) -> "_Buffers":
+        is_pinned = device.type == "cuda"
+        with torch.inference_mode(False):
+            table = torch.zeros(num_rows, _FIELDS, dtype=torch.float64, pin_memory=is_pinned)
+            ids = torch.zeros(2, num_rows, dtype=torch.int64, pin_memory=is_pinned)
+            on_device = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            return cls(num_rows, table, torch.zeros_like(table, device=device), ids[0], on_device, ids[1])
+
+
+def open_sampler(device: torch.device, vocab_size: int, dtype: torch.dtype) -> "DeviceSampler | None":
+    """Return what chooses tokens instead of sample(), from logits of `dtype` on a GPU; None where none does.
+
+    It takes some seconds there.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        sampler = DeviceSampler(device, vocab_size)
+        require_same_choices(sampler, dtype)
+    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+        logger.warning("sampling_kernels_unusable error=%r", error)
+        return None
+    finally:
+        torch.cuda.empty_cache()  # The trial's memory is the pool's.
+    logger.info("sampling_kernels_ready kernel=triton")
+    return sampler
+
+
+@dataclass(slots=True)
+class DeviceSampler:
+    """It is called as sample() is, from one thread. Each call ends with what the device has launched."""
+
+    device: torch.device
+    vocab_size: int
+    _buffers: _Buffers | None = None
+    _scratch: "Scratch | None" = None
+    _launch: Callable[..., None] = field(init=False)
+    _scratch_of: Callable[..., "Scratch"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        from services.engine.torch.sampling.draw_kernels import FIELDS, MAX_VOCAB_SIZE, Scratch, launch
+
+        if not 1 < self.vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"a vocabulary of {self.vocab_size}")
+        assert FIELDS == _FIELDS
+        self._launch, self._scratch_of = launch, Scratch.of
+
+    def __call__(
+        self,
+        logits: Tensor,
+        chunks: Sequence[Chunk],
+        masks: RowMasks = NO_MASKS,
+        most_probable: Tensor | None = None,
+    ) -> list[Sampled]:
+        """Choose as sample() does. `most_probable` are the ids of each row's highest logit, on the device."""
+        if logits.shape[1] != self.vocab_size:  # The kernels were tried for this one.
+            return sample(logits, chunks, masks)
+        plain = [takes_the_highest(c) and row not in masks.rows for row, c in enumerate(chunks)]
+        if most_probable is None and all(plain):
+            most_probable = logits.argmax(1)
+        rest = [row for row in range(len(chunks)) if most_probable is None or not plain[row]]
+        token_ids = self._token_ids(_groups(logits, chunks, masks, rest), chunks, most_probable)
+        logprobs = _logprobs(logits, token_ids, chunks)
+        return [
+            Sampled(token_id, logprobs.get(row))
+            if token_id != NO_TOKEN and masks.allows(row, token_id)
+            else Sampled(NO_TOKEN)
+            for row, token_id in enumerate(token_ids)
+        ]
+
+    def _token_ids(
+        self, groups: Sequence[_Group], chunks: Sequence[Chunk], most_probable: Tensor | None
+    ) -> list[int]:
+        buffers = self._buffers_for(len(chunks))
+        drawn = [row for group in groups for row in group.rows]
+        if drawn:
+            fields = [
+                _fields(chunks[row], place, self.vocab_size)
+                for group in groups
+                for row, place in zip(group.rows, group.places, strict=True)
+            ]
+            self._draw(groups, fields, buffers)
+            buffers.ids[: len(drawn)].copy_(buffers.ids_on_device[: len(drawn)], non_blocking=True)
+        if most_probable is not None:
+            buffers.others[: len(chunks)].copy_(most_probable, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        token_ids: list[int] = buffers.others[: len(chunks)].tolist()
+        for row, token_id in zip(drawn, buffers.ids[: len(drawn)].tolist(), strict=True):
+            # There is -1 where all are -inf; the first one is as high as any, unless bans made them so.
+            is_banned = token_id < 0 and chunks[row].sampling.bad_token_ids
+            token_ids[row] = NO_TOKEN if is_banned else max(0, token_id)
+        return token_ids
+
+    def drawn(self, logits: Tensor, table: Sequence[_Fields]) -> list[int]:
+        """Return what these rows choose: for the trial, with points of its own."""
+        rows, buffers = range(len(table)), self._buffers_for(len(table))
+        self._draw([_Group(logits, rows, rows)], table, buffers)
+        ids: list[int] = buffers.ids_on_device[: len(table)].tolist()
+        return ids
+
+    def _draw(self, groups: Sequence[_Group], table: Sequence[_Fields], buffers: _Buffers) -> None:
+        buffers.table.numpy()[: len(table)] = table
+        on_device = buffers.table_on_device[: len(table)]
+        on_device.copy_(buffers.table[: len(table)], non_blocking=True)
+        start = 0
+        for group in groups:
+            for own in _blocks(range(start, start + len(group.rows)), self.vocab_size):
+                rows = slice(own.start, own.stop)
+                cuts = any(top_k > 0 or top_p < 1 for _, _, top_p, _, _, top_k, *_ in table[rows])
+                chosen, scratch = buffers.ids_on_device[rows], self._scratch_for(len(own))
+                self._launch(group.values, on_device[rows], chosen, scratch, cuts=cuts)
+            start += len(group.rows)
+
+    def _buffers_for(self, num_rows: int) -> _Buffers:
+        if self._buffers is None or self._buffers.num_rows < num_rows:
+            self._buffers = _Buffers.of(max(64, 1 << (num_rows - 1).bit_length()), self.device)
+        return self._buffers
+
+    def _scratch_for(self, num_rows: int) -> "Scratch":
+        if self._scratch is None or self._scratch.num_rows < num_rows:
+            self._scratch = self._scratch_of(num_rows, self.vocab_size, self.device)
+        return self._scratch
+
+
+def _groups(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks, rest: Sequence[int]) -> list[_Group]:
+    adjusted = [row for row in rest if is_adjusted(chunks[row])]
+    masked = [row for row in rest if row in masks.rows and not is_adjusted(chunks[row])]
+    raw = [row for row in rest if row not in masks.rows and not is_adjusted(chunks[row])]
+    groups = [_Group(logits, raw, raw)] if raw else []
+    for own in _blocks(masked, logits.shape[1]):
+        values = masks.applied(logits[list(own)], own)
+        groups.append(_Group(values, own, range(len(own))))
+    for own in _blocks(adjusted, logits.shape[1]):
+        exact = adjust(logits[list(own)].double(), [chunks[row] for row in own])
+        groups.append(_Group(masks.applied(exact, own), own, range(len(own))))
+    return groups
+
+
+def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
+    """Yield the rows in blocks of as many as are worth while at once."""
+    num_rows = max(1, _BLOCK // vocab_size)
+    for start in range(0, len(rows), num_rows):
+        yield rows[start : start + num_rows]
+
+
+def _fields(chunk: Chunk, place: int, vocab_size: int) -> _Fields:
+    """Return the row's part of the table, in the order that draw_kernels.py says."""
+    params = chunk.sampling
+    if params.greedy:
+        return (place, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    inverse = 1 / max(params.temperature, _COLDEST)
+    return (place, inverse, params.top_p, params.min_p, uniform_of(chunk), top_k, 0.0, 0.0)
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
+    rows = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+    found = dict[int, TokenLogprobs]()
+    for own in _blocks(rows, logits.shape[1]):
+        chosen = [max(0, token_ids[row]) for row in own]
+        told = logprobs_of(logits[list(own)].double(), chosen, [chunks[row] for row in own])
+        found |= {own[nth]: logprobs for nth, logprobs in told.items()}
+    return found
+
+
+def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
+    """Compile for logits of `dtype`, and for adjusted ones, and compare with sample() on the same device.
+
+    Raises SamplerWrong, or whatever Triton, its compiler or a launch raises.
+    """
+    generator = torch.Generator(sampler.device).manual_seed(0)
+    size = (_TRIED_ROWS, sampler.vocab_size)
+    chunks = [Chunk([0], 0, (), True, params, [0]) for params in _tried_params()]
+    for tried_dtype in dict.fromkeys((dtype, torch.float64)):
+        for scale, grain in ((1.0, 0.0), (4.0, 0.0), (3.0, 0.25), (8.0, 0.0)):
+            options = {"dtype": torch.float64, "device": sampler.device}
+            logits = scale * torch.randn(size, generator=generator, **options)
+            if grain:  # many are equal
+                logits = (logits / grain).round() * grain
+            logits[1, 3], logits[2, 5], logits[3, 2:] = torch.inf, torch.nan, -torch.inf
+            _require_same(sampler, logits.to(tried_dtype), chunks)
+
+
+def _tried_params() -> list[SamplingParams]:
+    """Return some for each row: each kind of cut with each other."""
+    cuts = [
+        SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p)
+        for top_p in (1.0, 0.95, 0.5, 1e-3)
+        for top_k in (0, 1, 20, 1000)
+        for min_p in (0.0, 0.02)
+    ]
+    temperatures = (1.0, 0.0, 0.3, 0.7, 1.5, 5.0, 0.02)
+    return [
+        replace(cuts[row % len(cuts)], temperature=temperatures[row % len(temperatures)], seed=row)
+        for row in range(_TRIED_ROWS)
+    ]
+
+
+def _require_same(sampler: "DeviceSampler", logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    """Rounding alone may find another id: so a point a little lower, and one a little higher, enclose it."""
+    expected = [sampled.token_id for sampled in sample(logits, chunks)]
+    found = [sampled.token_id for sampled in sampler(logits, chunks)]
+    different = [row for row, ids in enumerate(zip(expected, found, strict=True)) if ids[0] != ids[1]]
+    if not different:
+        return
+    table = [_fields(chunk, row, sampler.vocab_size) for row, chunk in enumerate(chunks)]
+    lowest, highest = (
+        sampler.drawn(logits, [(*row[:4], min(max(0.0, row[4] + off), 1.0), *row[5:]) for row in table])
+        for off in (-_NEAR, _NEAR)
+    )
+    far = [row for row in different if not lowest[row] <= expected[row] <= highest[row]]
+    if far or len(different) > len(chunks) // 8:
+        raise SamplerWrong(f"{logits.dtype}: of {len(chunks)} rows {different} differ, {far} widely")

@@ -1,0 +1,457 @@
+"""Triton kernels draw a token for each of some rows of logits, on a GPU, by what highest the rows hold.
+
+    1. _find_peaks   each stripe's highest and lowest logit
+    2. _add_up       twice, where top_k or top_p cut: what the logits down to 8 distances from the peak hold
+    3. _gather       which ids lie where the cut must be
+    4. _settle       the cut itself: a logit, and the last id that is kept among those equal to it
+    5. _sum_kept     what each stripe holds of that is kept, min_p regarded
+    6. _choose       the id at the given point; or the highest one
+
+Programs of a launch are stripes of rows, so that few rows occupy the whole device; 4 and 6 have one a row.
+
+A weight, e**((logit - peak) / temperature), is rounded to float32 and then counted in units of 2**-42, so
+that sums are of integers: they are exact whatever their order. So a row draws the same whoever shares its
+launch, and nothing depends on how many programs there are. sample.py's weights are float64, so what is drawn differs
+from its choice for points within a millionth of a boundary. Logits are ordered as they are: where two differ
+and their weights in float64 do not, sample.py takes the lower id for the higher one.
+
+Nothing here waits for the device. It is tested on a GPU by `make gpu`, without one in Triton's interpreter
+(make test-triton).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.torch.sampling.draw_weights import (
+    UNIT,
+    distances_of,
+    highest_of,
+    keys_of,
+    loaded,
+    units_of,
+)
+
+# Columns of a table of rows; `INVERSE` is of the temperature, 0 where the highest is taken.
+ROW, INVERSE, TOP_P, MIN_P, POINT, TOP_K = range(6)
+FIELDS = 8
+MAX_VOCAB_SIZE = 1 << 20  # The weights of more would not fit into an integer.
+
+STRIPE = 4096
+_CANDIDATES = 1024  # _settle takes so many at a time
+_NUM_WARPS = 8
+
+_FIELDS = tl.constexpr(FIELDS)
+_INVERSE, _TOP_P, _MIN_P = tl.constexpr(INVERSE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
+_POINT, _TOP_K = tl.constexpr(POINT), tl.constexpr(TOP_K)
+_FARTHEST = tl.constexpr(29.9)  # e to the minus this rounds to no unit: it is 43.1 times log(2)
+_WAYS = tl.constexpr(8)  # of a digit, of two
+_DIGITS = tl.constexpr(64)
+_STEPS = tl.constexpr(16)
+_LOWEST_KEY = tl.constexpr(-(2**63))
+_LAST_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _digits(distances, inverse, width):
+    """Return distances as two digits: of what weighs anything, where a row's logits lie `width` apart.
+
+    They are counted in powers of two, so that all kernels round alike.
+    """
+    farthest = tl.maximum(tl.minimum((1 / inverse) * _FARTHEST, width), 1e-30)
+    exponent = (1 / farthest).to(tl.int64, bitcast=True) & 0x7FF0000000000000
+    scale = (exponent.to(tl.float64, bitcast=True) * _DIGITS).to(tl.float32)
+    return tl.minimum(-distances * scale, _DIGITS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _held(sums, at, is_stripe, NUM_STRIPES: tl.constexpr):
+    """Return what is held down to each of the distances, by all stripes."""
+    ways = tl.arange(0, _WAYS)
+    places = ways[:, None] * NUM_STRIPES + at[None, :]
+    return tl.sum(tl.load(sums + places, mask=is_stripe[None, :], other=0), 1)
+
+
+@triton.jit
+def _share(total, top_p):
+    """Return the least integer that is not less than a share of the total, which is at least 1."""
+    exact = total.to(tl.float64) * top_p
+    share = exact.to(tl.int64)
+    return tl.minimum(share + (share.to(tl.float64) < exact).to(tl.int64), total)
+
+
+@triton.jit
+def _wanted(held, top_k, top_p):
+    """Return what the highest must hold: a number of them where top_k counts, else units."""
+    share = _share(tl.max(held, 0), top_p)
+    return tl.where(top_k > 0, top_k.to(tl.int64), share)
+
+
+@triton.jit
+def _digit(held, wanted):
+    """Return the first digit down to which so much is held; the last one where it never is."""
+    return tl.minimum(tl.sum((held < wanted).to(tl.int32), 0), _WAYS - 1)
+
+
+@triton.jit
+def _find_peaks(logits, stride, vocab_size, table, bounds, counts, cuts, STRIPE: tl.constexpr):
+    """It also makes what the next kernels change: no candidates, and a cut below all."""
+    nth, stripe, num_stripes = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    logits += tl.load(table + nth * _FIELDS).to(tl.int64) * stride
+    ids = stripe * STRIPE + tl.arange(0, STRIPE)
+    values = loaded(logits, ids, ids < vocab_size)
+    is_nan = values != values
+    peak = tl.max(tl.where(is_nan, float("inf"), values), 0).to(tl.float64)
+    peak = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), peak)
+    lowest = tl.min(tl.where(values > -float("inf"), values, float("inf")), 0).to(tl.float64)
+    bounds += nth * 2 * num_stripes + stripe
+    tl.store(bounds, peak)
+    tl.store(bounds + num_stripes, lowest)
+    if stripe == 0:
+        tl.store(counts + nth, 0)
+        tl.store(cuts + nth * 2, _LOWEST_KEY)
+        tl.store(cuts + nth * 2 + 1, _LAST_ID)
+
+
+@triton.jit
+def _add_up(
+    logits,
+    stride,
+    vocab_size,
+    table,
+    bounds,
+    sums,
+    STRIPE: tl.constexpr,
+    NUM_STRIPES: tl.constexpr,
+    PADDED: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    nth, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table += nth * _FIELDS
+    inverse, top_p, top_k = tl.load(table + _INVERSE), tl.load(table + _TOP_P), tl.load(table + _TOP_K)
+    at = tl.arange(0, PADDED)
+    is_stripe = at < NUM_STRIPES
+    bounds += nth * 2 * NUM_STRIPES
+    peak = highest_of(bounds, at, is_stripe)
+    if (inverse > 0) & (tl.abs(peak) < float("inf")) & ((top_k > 0) | (top_p < 1)):
+        lowest = tl.min(tl.load(bounds + NUM_STRIPES + at, mask=is_stripe, other=float("inf")), 0)
+        ids = stripe * STRIPE + tl.arange(0, STRIPE)
+        values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
+        distances = distances_of(values, peak, inverse)
+        units = units_of(distances, inverse)
+        measured = tl.where(top_k > 0, (units > 0).to(tl.int64), units)
+        digits = _digits(distances, inverse, peak - lowest)
+        sums += nth * 2 * _WAYS * NUM_STRIPES
+        if SECOND:
+            held = _held(sums, at, is_stripe, NUM_STRIPES)
+            digits -= _digit(held, _wanted(held, top_k, top_p)) * _WAYS
+            sums += _WAYS * NUM_STRIPES
+        else:
+            digits = digits // _WAYS
+        for way in tl.static_range(_WAYS):
+            tl.store(sums + way * NUM_STRIPES + stripe, tl.sum(tl.where(digits <= way, measured, 0), 0))
+
+
+@triton.jit
+def _gather(
+    logits,
+    stride,
+    vocab_size,
+    table,
+    bounds,
+    sums,
+    counts,
+    candidates,
+    STRIPE: tl.constexpr,
+    NUM_STRIPES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """All that may be kept are candidates where top_k counts: top_p asks for their sum."""
+    nth, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table += nth * _FIELDS
+    inverse, top_p, top_k = tl.load(table + _INVERSE), tl.load(table + _TOP_P), tl.load(table + _TOP_K)
+    at = tl.arange(0, PADDED)
+    is_stripe = at < NUM_STRIPES
+    bounds += nth * 2 * NUM_STRIPES
+    peak = highest_of(bounds, at, is_stripe)
+    if (inverse > 0) & (tl.abs(peak) < float("inf")) & ((top_k > 0) | (top_p < 1)):
+        lowest = tl.min(tl.load(bounds + NUM_STRIPES + at, mask=is_stripe, other=float("inf")), 0)
+        ids = stripe * STRIPE + tl.arange(0, STRIPE)
+        values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
+        distances = distances_of(values, peak, inverse)
+        units = units_of(distances, inverse)
+        sums += nth * 2 * _WAYS * NUM_STRIPES
+        held = _held(sums, at, is_stripe, NUM_STRIPES)
+        wanted = _wanted(held, top_k, top_p)
+        digit = _digit(held, wanted) * _WAYS
+        digit += _digit(_held(sums + _WAYS * NUM_STRIPES, at, is_stripe, NUM_STRIPES), wanted)
+        digits = _digits(distances, inverse, peak - lowest)
+        taken = (units > 0) & (digits <= digit) & (digits >= tl.where(top_k > 0, 0, digit))
+        taken_before = tl.cumsum(taken.to(tl.int32), 0) - 1
+        first = tl.atomic_add(counts + nth, tl.sum(taken.to(tl.int32), 0))
+        tl.store(candidates + nth * vocab_size + first + taken_before, ids, mask=taken)
+
+
+@triton.jit
+def _candidates_from(logits, candidates, start, count, peak, inverse, key, last_id, CHUNK: tl.constexpr):
+    """Return the ids, keys and units of some candidates; no units where they are not kept."""
+    nth = start + tl.arange(0, CHUNK)
+    ids = tl.load(candidates + nth, mask=nth < count, other=0)
+    values = loaded(logits, ids, nth < count)
+    keys = keys_of(values)
+    units = units_of(distances_of(values, peak, inverse), inverse)
+    is_kept = (keys > key) | ((keys == key) & (ids <= last_id))
+    return ids, keys, tl.where(is_kept, units, 0)
+
+
+@triton.jit
+def _settle(
+    logits,
+    stride,
+    vocab_size,
+    table,
+    bounds,
+    sums,
+    counts,
+    candidates,
+    cuts,
+    NUM_STRIPES: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    nth = tl.program_id(0).to(tl.int64)
+    table += nth * _FIELDS
+    inverse, top_p, top_k = tl.load(table + _INVERSE), tl.load(table + _TOP_P), tl.load(table + _TOP_K)
+    at = tl.arange(0, PADDED)
+    is_stripe = at < NUM_STRIPES
+    peak = highest_of(bounds + nth * 2 * NUM_STRIPES, at, is_stripe)
+    if (inverse > 0) & (tl.abs(peak) < float("inf")) & ((top_k > 0) | (top_p < 1)):
+        logits += tl.load(table).to(tl.int64) * stride
+        candidates += nth * vocab_size
+        count = tl.load(counts + nth)
+        sums += nth * 2 * _WAYS * NUM_STRIPES
+        first_held = _held(sums, at, is_stripe, NUM_STRIPES)
+        second_held = _held(sums + _WAYS * NUM_STRIPES, at, is_stripe, NUM_STRIPES)
+        share = _wanted(first_held, top_k, top_p)
+        digit, second_digit = _digit(first_held, share), _digit(second_held, share)
+        ways, steps = tl.arange(0, _WAYS), 1 + tl.arange(0, _STEPS).to(tl.int64)
+        # What lies above all candidates is kept, and none of it is a candidate.
+        above = tl.max(tl.where(ways < digit, first_held, 0), 0)
+        above = tl.maximum(above, tl.max(tl.where(ways < second_digit, second_held, 0), 0))
+        above = tl.where(top_k > 0, 0, above)
+        # A logit is kept whose key is above this one, or the same and its id not behind that one.
+        key = tl.full([], _LOWEST_KEY, tl.int64)
+        last_id = tl.full([], _LAST_ID, tl.int64)
+        for by_units in range(0, 2):
+            if ((by_units == 0) & (top_k > 0)) | ((by_units == 1) & (top_p < 1)):
+                low = tl.full([], 2**63 - 1, tl.int64)
+                high = tl.full([], _LOWEST_KEY, tl.int64)
+                total = tl.full([], 0, tl.int64)
+                for start in range(0, count, CHUNK):
+                    ids, keys, units = _candidates_from(
+                        logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                    )
+                    low = tl.minimum(low, tl.min(tl.where(units > 0, keys, 2**63 - 1), 0))
+                    high = tl.maximum(high, tl.max(tl.where(units > 0, keys, _LOWEST_KEY), 0))
+                    total += tl.sum(tl.where(by_units == 1, units, (units > 0).to(tl.int64)), 0)
+                wanted = tl.where(by_units == 1, share, top_k.to(tl.int64))
+                if (by_units == 1) & (top_k > 0):
+                    wanted = _share(total, top_p)
+                if above + total >= wanted:
+                    # So much is held down to `low`, and less down to `high`.
+                    high += 1
+                    while low + 1 < high:
+                        step = tl.maximum((high >> 4) - (low >> 4), 1)
+                        tried = low + step * steps
+                        held = tl.zeros([_STEPS], tl.int64) + above
+                        for start in range(0, count, CHUNK):
+                            ids, keys, units = _candidates_from(
+                                logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                            )
+                            measured = tl.where(by_units == 1, units, (units > 0).to(tl.int64))
+                            held += tl.sum(tl.where(keys[:, None] >= tried[None, :], measured[:, None], 0), 0)
+                        num_low = tl.sum((held >= wanted).to(tl.int64), 0)
+                        next_tried = tl.minimum(high, low + step * (num_low + 1))
+                        high = tl.where(num_low < _STEPS, next_tried, high)
+                        low += step * num_low
+                    # Of those that equal it the first ones are kept: as many as are wanted.
+                    lacking, each = wanted - above, tl.full([], 1, tl.int64)
+                    num_equal = tl.full([], 0, tl.int64)
+                    for start in range(0, count, CHUNK):
+                        ids, keys, units = _candidates_from(
+                            logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                        )
+                        measured = tl.where(by_units == 1, units, (units > 0).to(tl.int64))
+                        lacking -= tl.sum(tl.where(keys > low, measured, 0), 0)
+                        is_equal = (keys == low) & (units > 0)
+                        num_equal += tl.sum(is_equal.to(tl.int64), 0)
+                        each = tl.maximum(each, tl.max(tl.where(is_equal, measured, 0), 0))
+                    lacking = (lacking + each - 1) // each
+                    first, end = tl.full([], -1, tl.int64), tl.minimum(last_id, vocab_size - 1)
+                    if key < low:
+                        end = tl.full([], 0, tl.int64) + vocab_size - 1
+                    # So many are not reached up to `first`, and are up to `end`.
+                    while (first + 1 < end) & (lacking < num_equal):
+                        step = tl.maximum((end - first) >> 4, 1)
+                        tried = first + step * steps
+                        reached = tl.zeros([_STEPS], tl.int64)
+                        for start in range(0, count, CHUNK):
+                            ids, keys, units = _candidates_from(
+                                logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                            )
+                            is_equal = (keys == low) & (units > 0)
+                            is_reached = is_equal[:, None] & (ids.to(tl.int64)[:, None] <= tried[None, :])
+                            reached += tl.sum(is_reached.to(tl.int64), 0)
+                        num_first = tl.sum((reached < lacking).to(tl.int64), 0)
+                        next_tried = tl.minimum(end, first + step * (num_first + 1))
+                        end = tl.where(num_first < _STEPS, next_tried, end)
+                        first += step * num_first
+                    key, last_id = low, end
+        tl.store(cuts + nth * 2, key)
+        tl.store(cuts + nth * 2 + 1, last_id)
+
+
+@triton.jit
+def _kept_units(values, ids, peak, inverse, min_p, key, last_id):
+    keys, units = keys_of(values), units_of(distances_of(values, peak, inverse), inverse)
+    is_kept = (keys > key) | ((keys == key) & (ids <= last_id))
+    return tl.where(is_kept & (units >= (min_p * UNIT).to(tl.int64)), units, 0)
+
+
+@triton.jit
+def _sum_kept(
+    logits,
+    stride,
+    vocab_size,
+    table,
+    bounds,
+    cuts,
+    kept,
+    STRIPE: tl.constexpr,
+    NUM_STRIPES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    nth, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table += nth * _FIELDS
+    inverse = tl.load(table + _INVERSE)
+    at = tl.arange(0, PADDED)
+    peak = highest_of(bounds + nth * 2 * NUM_STRIPES, at, at < NUM_STRIPES)
+    if (inverse > 0) & (tl.abs(peak) < float("inf")):
+        key, last_id = tl.load(cuts + nth * 2), tl.load(cuts + nth * 2 + 1)
+        ids = stripe * STRIPE + tl.arange(0, STRIPE)
+        values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
+        units = _kept_units(values, ids, peak, inverse, tl.load(table + _MIN_P), key, last_id)
+        tl.store(kept + nth * NUM_STRIPES + stripe, tl.sum(units, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["chosen"])
+def _choose(
+    logits,
+    stride,
+    vocab_size,
+    table,
+    bounds,
+    cuts,
+    kept,
+    chosen,
+    STRIPE: tl.constexpr,
+    NUM_STRIPES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    nth = tl.program_id(0).to(tl.int64)
+    table += nth * _FIELDS
+    logits += tl.load(table).to(tl.int64) * stride
+    inverse = tl.load(table + _INVERSE)
+    at = tl.arange(0, PADDED)
+    is_stripe = at < NUM_STRIPES
+    bounds += nth * 2 * NUM_STRIPES
+    peak = highest_of(bounds, at, is_stripe)
+    if (inverse > 0) & (tl.abs(peak) < float("inf")):
+        key, last_id = tl.load(cuts + nth * 2), tl.load(cuts + nth * 2 + 1)
+        held = tl.load(kept + nth * NUM_STRIPES + at, mask=is_stripe, other=0)
+        total = tl.sum(held, 0)
+        point = (total.to(tl.float64) * tl.load(table + _POINT)).to(tl.int64)
+        point = tl.minimum(point, total - 1)
+        stripe = tl.sum((tl.cumsum(held, 0) <= point).to(tl.int32), 0)
+        point -= tl.sum(tl.where(at < stripe, held, 0), 0)
+        ids = stripe * STRIPE + tl.arange(0, STRIPE)
+        values = loaded(logits, ids, ids < vocab_size)
+        units = _kept_units(values, ids, peak, inverse, tl.load(table + _MIN_P), key, last_id)
+        passed = tl.sum((tl.cumsum(units, 0) <= point).to(tl.int32), 0)
+        tl.store(chosen + nth, (stripe * STRIPE + passed).to(tl.int64))
+    else:
+        # NaN is higher than all, and where all are -inf there is none.
+        peaks = tl.load(bounds + at, mask=is_stripe, other=-float("inf"))
+        is_peak = tl.where(peak != peak, peaks != peaks, peaks == peak) & is_stripe
+        stripe = tl.min(tl.where(is_peak, at, PADDED), 0)
+        ids = stripe * STRIPE + tl.arange(0, STRIPE)
+        wide = loaded(logits, ids, ids < vocab_size).to(tl.float64)
+        is_highest = tl.where(peak != peak, wide != wide, wide == peak) & (ids < vocab_size)
+        highest = tl.min(tl.where(is_highest, ids, _LAST_ID), 0).to(tl.int64)
+        tl.store(chosen + nth, tl.where(peak == -float("inf"), -1, highest))
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """The kernels tell each other about so many rows by it. Launches of one stream may share it."""
+
+    num_rows: int
+    bounds: Tensor
+    sums: Tensor
+    counts: Tensor
+    candidates: Tensor
+    cuts: Tensor
+    kept: Tensor
+
+    @classmethod
+    def of(cls, num_rows: int, vocab_size: int, device: torch.device, stripe: int = STRIPE) -> "Scratch":
+        num_stripes = -(-vocab_size // stripe)
+        integers = {"dtype": torch.int64, "device": device}
+        with torch.inference_mode(False):
+            return cls(
+                num_rows,
+                torch.empty(num_rows, 2, num_stripes, dtype=torch.float64, device=device),
+                torch.empty(num_rows, 2, 8, num_stripes, **integers),
+                torch.empty(num_rows, dtype=torch.int32, device=device),
+                torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device),
+                torch.empty(num_rows, 2, **integers),
+                torch.empty(num_rows, num_stripes, **integers),
+            )
+
+
+def launch(
+    logits: Tensor, table: Tensor, chosen: Tensor, scratch: Scratch, *, cuts: bool, stripe: int = STRIPE
+) -> None:
+    """Write the ids that rows of the table choose to `chosen`, int64 [num_rows]; -1 where all are -inf.
+
+    `logits` are [any number, vocab_size], of any floating type, `table` is float64 [num_rows, FIELDS].
+    `cuts` tells whether any row has top_k (below the vocabulary's size, else 0) or a top_p below 1.
+    """
+    num_rows, vocab_size, stride = len(table), logits.shape[1], logits.stride(0)
+    assert logits.stride(1) == 1 and num_rows <= scratch.num_rows and vocab_size <= MAX_VOCAB_SIZE
+    num_stripes = -(-vocab_size // stripe)
+    padded = _padded(num_stripes)
+    about = (logits, stride, vocab_size, table, scratch.bounds)
+    by_stripe = {"STRIPE": stripe, "NUM_STRIPES": num_stripes, "PADDED": padded, "num_warps": _NUM_WARPS}
+    by_row = {"NUM_STRIPES": num_stripes, "PADDED": padded, "CHUNK": _CANDIDATES, "num_warps": _NUM_WARPS}
+    stripes = (num_rows, num_stripes)
+    found = (scratch.sums, scratch.counts, scratch.candidates)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        _find_peaks[stripes](*about, scratch.counts, scratch.cuts, STRIPE=stripe, num_warps=_NUM_WARPS)
+        if cuts:
+            _add_up[stripes](*about, scratch.sums, SECOND=False, **by_stripe)
+            _add_up[stripes](*about, scratch.sums, SECOND=True, **by_stripe)
+            _gather[stripes](*about, *found, **by_stripe)
+            _settle[num_rows,](*about, *found, scratch.cuts, **by_row)
+        _sum_kept[stripes](*about, scratch.cuts, scratch.kept, **by_stripe)
+        _choose[num_rows,](*about, scratch.cuts, scratch.kept, chosen, **by_stripe)
+
+
+@cache
+def _padded(num_stripes: int) -> int:
+    padded: int = triton.next_power_of_2(num_stripes)
+    return padded
