@@ -97,8 +97,10 @@ def paged_attention(
         are_stored = is_stored and len(view.slots.rows) == len(queries)
         own = (key[0].transpose(0, 1), value[0].transpose(0, 1)) if are_stored else None
         output = attend_packed(view.packed, queries, own, view.kv, index, scores)
-    else:
+    elif view.static_packed is None:
         output = _attend_by_chunks(queries, view, index, scores)
+    else:
+        raise ConfigError(f"prompts of a fixed size cannot attend together with {scores}")
     if isinstance(view.decode, PartsView):
         view.decode.attend(view.decode, queries, view.kv, index, scores, output)
     return output[None], None

@@ -110,7 +110,7 @@ def pack_chunks(placed: Sequence[PlacedRead], kv: PagedKv, packing: Packing, win
     layer_bytes = kv.shape.layer_numbers * kv.compute_dtype.itemsize
     most_tokens = _PACKED_BYTES * kv.shape.page_size // layer_bytes
     groups = list(_neighbours(placed, most_tokens))
-    tables = [table for group in groups for table in _tables(group, kv.shape.page_size)]
+    tables = [table for group in groups for table in tables_of(group, kv.shape.page_size)]
     on_device = iter(send(tables, kv.numbers.device))
     calls = tuple(_packed(*each) for each in zip(groups, on_device, on_device, on_device, strict=True))
     return PackedView(calls, packing, window)
@@ -129,7 +129,7 @@ def _neighbours(placed: Sequence[PlacedRead], most_tokens: int) -> Iterator[list
     yield group
 
 
-def _tables(group: Sequence[PlacedRead], page_size: int) -> tuple[NDArray[np.int32], ...]:
+def tables_of(group: Sequence[PlacedRead], page_size: int) -> tuple[NDArray[np.int32], ...]:
     """Return row_starts, seen_starts and reads of PackedChunks."""
     starts = np.zeros((2, len(group) + 1), np.int32)
     np.cumsum([[each.length, each.read.num_tokens] for each in group], axis=0, out=starts.T[1:])

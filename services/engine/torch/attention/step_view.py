@@ -120,18 +120,20 @@ class ReachView:
     spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
     decode: InPlaceView | PartsView | None  # all single tokens that need not
     numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
-    # The slots, where they are on the device already.
+    # These are slots and chunks that are on the device already.
     static_slots: tuple[Tensor, Tensor, Tensor] | None = None
+    static_packed: PackedView | None = None
     packing: Packing | None = None  # of the chunks, where they may attend together
+    store: StoreKv | None = None  # a kernel of the device, where there is one
 
     @cached_property
     def packed(self) -> PackedView | None:
+        if self.static_packed is not None:
+            return self.static_packed
         if self.packing is None or not self.chunks:
             return None
         placed = [PlacedRead(chunk.offset, chunk.length, chunk.read) for chunk in self.chunks]
         return pack_chunks(placed, self.kv, self.packing, self.chunks[0].reach.window)
-
-    store: StoreKv | None = None  # a kernel of the device, where there is one
 
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:

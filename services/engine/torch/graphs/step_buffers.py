@@ -1,11 +1,12 @@
-"""A step of single tokens is written into buffers that stay where they are, so that it can be replayed.
+"""A step is written into buffers that stay where they are, so that it can be replayed.
 
+    rows    single tokens come first, tokens of prompts behind them
     fill    plans a step on the host (view_step's own plan) and copies it to the device, in one copy
-    view    is what attention and mixers read in every such step: slices of the buffers
+    views   are what attention and mixers read in every such step: slices of the buffers
 
-A step of fewer rows than there are is filled up by echoes of its first row: they have its token, its position
-and what it reads, and store what it stores, in the same place. So they read no KV of their own, and route to
-no experts of their own.
+A step of fewer rows than there are is filled up by echoes of its first row: they have its token and its
+position, and store what it stores, in the same place. Echoes of single tokens read what that one reads, so
+they read no KV of their own; those among prompts attend to nothing. None routes to experts of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from services.engine.torch.attention.kernels.piece_parts import (
 from services.engine.torch.attention.kernels.pieces import pieces_of
 from services.engine.torch.attention.kernels.store_kernel import Slots
 from services.engine.torch.attention.layers import PagedLayers, Reach
+from services.engine.torch.attention.prompts import PackedChunks, PackedView, PlacedRead, tables_of
 from services.engine.torch.attention.step_view import ReachView, read_of, stored_slots
 from services.engine.torch.model.step_cache import TokenRows
 from services.engine.torch.model.token_runs import TokenRuns
@@ -54,6 +56,18 @@ class _Room:
     grid: tuple[int, int]
     num_pages: int
     num_outputs: int  # readings, too, and readers
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRoom:
+    """There is room for `num_prompts` chunks of several tokens, `num_tokens` in all, that see `num_seen`."""
+
+    num_tokens: int
+    num_prompts: int
+    num_seen: int
+
+    def num_reads(self, page_size: int) -> int:
+        return self.num_seen // page_size + 2 * self.num_prompts
 
 
 class Outputs:
@@ -96,25 +110,36 @@ class _Areas:
 
 
 class StepBuffers:
-    """The buffers are of `num_rows` rows. They are filled and read on one thread and one stream.
+    """There are rows for `num_singles` single tokens, and behind them for prompts.
 
-    The one that fills them again waits first until the device has read what was filled before (finish_step).
+    The buffers are filled and read on one thread and one stream. The one that fills them again waits first
+    until the device has read what was filled before (finish_step).
     """
 
-    def __init__(self, pools: Pools, num_rows: int, outputs: Outputs) -> None:
-        self.num_rows = num_rows
+    def __init__(
+        self, pools: Pools, num_singles: int, outputs: Outputs, prompts: PromptRoom | None = None
+    ) -> None:
+        self.num_singles, self.prompts = num_singles, prompts
+        self.num_rows = num_singles + (prompts.num_tokens if prompts is not None else 0)
+        # The logits of so many rows are computed.
+        self.num_kept = num_singles + (prompts.num_prompts if prompts is not None else 0)
         self._layers, device = pools.layers, outputs.numbers.device
         self._has_slots = pools.slots is not None
         self._pool_ids = sorted({reach.pool for reach in self._layers.reaches})
-        self._rooms = {reach: _room(self._layers, reach, num_rows) for reach in self._layers.reaches}
+        self._rooms = {reach: _room(self._layers, reach, num_singles) for reach in self._layers.reaches}
         self._areas = _Areas(self._sizes(), device)
-        self.rows = torch.arange(num_rows, device=device)  # int64
+        self._arange = torch.arange(self.num_rows, device=device)
         self.views = {reach: self._view(nth, reach, outputs) for nth, reach in enumerate(self._rooms)}
 
     @property
     def token_ids(self) -> Tensor:
         """Return int64 [num_rows]."""
         return self._areas.device["token_ids"]
+
+    @property
+    def kept(self) -> Tensor:
+        """Return int64 [num_kept]: the rows whose logits are computed. Without prompts these are all."""
+        return self._arange if self.prompts is None else self._areas.device["kept"]
 
     @property
     def positions(self) -> Tensor:
@@ -130,26 +155,40 @@ class StepBuffers:
         runs = TokenRuns(
             self._areas.device["state_slots"], each, np.ones_like(each), np.zeros(len(each), np.bool)
         )
-        return TokenRows(self.rows, runs)
+        return TokenRows(self._arange, runs)
 
-    def fill(self, chunks: Sequence[Chunk]) -> bool:
-        """Write a step of single tokens, one a row, and launch its copy to the device.
+    def fill(self, singles: Sequence[Chunk], prompts: Sequence[Chunk] = (), kept: Sequence[int] = ()) -> bool:
+        """Write a step of single tokens and of prompts, and launch its copy to the device.
 
-        Return False where it does not fit, or no row stores what it computes. Raises ProtocolError as
-        view_step does.
+        `kept` are the rows whose logits are asked for, where there are prompts; those of prompts are counted
+        from num_singles on. Return False where it does not fit, or no row stores what it computes. Raises
+        ProtocolError as view_step does.
         """
+        chunks = [*singles, *prompts]
         stored = {pool: stored_slots(pool, chunks, self._layers.pools[pool]) for pool in self._pool_ids}
-        if not 0 < len(chunks) <= self.num_rows or not all(len(slots.rows) for slots in stored.values()):
+        num_tokens = sum(len(chunk.token_ids) for chunk in prompts)
+        has_room = len(singles) <= self.num_singles and num_tokens <= self.num_rows - self.num_singles
+        if not has_room or not all(len(slots.rows) for slots in stored.values()):
             return False
-        plans = {reach: self._plan(reach, chunks) for reach in self._rooms}
-        if not all(_fits(plans[reach], room) for reach, room in self._rooms.items()):
+        if bool(singles) is not bool(self.num_singles) or len(kept) > self.num_kept:
             return False
-        self._set("token_ids", [chunk.token_ids[0] for chunk in chunks])
-        self._set("positions", [chunk.start for chunk in chunks])
+        plans = {reach: self._plan(reach, singles) for reach in self._rooms} if singles else {}
+        if not all(_fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
+            return False
+        if prompts and not all(self._set_prompts(*each, prompts) for each in enumerate(self._rooms)):
+            return False
+        self._set_rows("token_ids", singles, [token_id for chunk in prompts for token_id in chunk.token_ids])
+        positions = [np.arange(chunk.start, chunk.end) for chunk in prompts]
+        self._set_rows("positions", singles, np.concatenate(positions) if positions else ())
         if self._has_slots:
-            self._set("state_slots", [chunk.slot for chunk in chunks])
+            self._set("state_slots", [chunk.slot for chunk in singles])
+        if self.prompts is not None:
+            self._set("kept", kept or [0])
         for pool, slots in stored.items():
-            for name, ids in zip(Slots._fields, slots, strict=True):
+            rows = np.where(
+                slots.rows < len(singles), slots.rows, slots.rows + self.num_singles - len(singles)
+            )
+            for name, ids in zip(Slots._fields, (rows, slots.pages, slots.slots), strict=True):
                 self._set(f"stored_{name}{pool}", ids)
         num_pages = 0
         for nth, plan in enumerate(plans.values()):
@@ -158,48 +197,114 @@ class StepBuffers:
         self._areas.copy("pages", num_pages)
         return True
 
+    def _set_rows(
+        self, name: str, singles: Sequence[Chunk], others: Sequence[int] | NDArray[np.int64]
+    ) -> None:
+        area: NDArray[Any] = self._areas.host[name]
+        own = [chunk.token_ids[0] if name == "token_ids" else chunk.start for chunk in singles]
+        area[: len(own)] = own
+        area[self.num_singles : self.num_singles + len(others)] = others
+        area[len(own) : self.num_singles] = area[0]
+        area[self.num_singles + len(others) :] = area[0]
+
+    def _set_prompts(self, nth: int, reach: Reach, prompts: Sequence[Chunk]) -> bool:
+        """Write which rows and tokens the prompts have; behind them come echoes that see nothing."""
+        room, host, page_size = self.prompts, self._areas.host, self._layers.pools[reach.pool].shape.page_size
+        assert room is not None
+        ends = np.cumsum([len(chunk.token_ids) for chunk in prompts]).tolist()
+        placed = [
+            PlacedRead(end - len(chunk.token_ids), len(chunk.token_ids), read_of(chunk, reach, page_size))
+            for end, chunk in zip(ends, prompts, strict=True)
+        ]
+        row_starts, seen_starts, reads = tables_of(placed, page_size)
+        if len(prompts) > room.num_prompts or seen_starts[-1] > room.num_seen:
+            return False
+        if len(reads) > len(host[f"reads{nth}"]):
+            return False
+        for name, starts in ((f"row_starts{nth}", row_starts), (f"seen_starts{nth}", seen_starts)):
+            host[name][: len(starts)] = starts
+            host[name][len(starts) :] = starts[-1]
+        host[f"row_starts{nth}"][-1] = room.num_tokens
+        host[f"reads{nth}"][: len(reads)] = reads
+        host[f"reads{nth}"][len(reads) :] = 0
+        return True
+
     def _sizes(self) -> dict[str, tuple[torch.dtype, int]]:
-        wide, narrow, rows = torch.int64, torch.int32, self.num_rows
+        wide, narrow, rows, singles = torch.int64, torch.int32, self.num_rows, self.num_singles
         sizes = {name: (wide, rows) for name in ("token_ids", "positions")}
         if self._has_slots:
             sizes["state_slots"] = (wide, rows)
         for pool in self._pool_ids:
             sizes |= {f"stored_{name}{pool}": (wide, rows) for name in Slots._fields}
-        for nth, room in enumerate(self._rooms.values()):
+        if self.prompts is not None:
+            sizes["kept"] = (wide, self.num_kept)
+        for nth, (reach, room) in enumerate(self._rooms.items()):
+            if self.prompts is not None:
+                num_reads = self.prompts.num_reads(self._layers.pools[reach.pool].shape.page_size)
+                starts = (narrow, self.prompts.num_prompts + 2)
+                sizes |= {f"row_starts{nth}": starts, f"seen_starts{nth}": starts}
+                sizes[f"reads{nth}"] = (narrow, 4 * num_reads)
             sizes |= {
                 f"counts{nth}": (narrow, 2),
                 f"parts{nth}": (narrow, 7 * sum(room.grid)),
                 f"readers{nth}": (narrow, room.num_outputs),
                 f"readings{nth}": (narrow, room.num_outputs),
-                f"starts{nth}": (narrow, rows),
-                f"ends{nth}": (narrow, rows),
+                f"starts{nth}": (narrow, singles),
+                f"ends{nth}": (narrow, singles),
             }
         # These come last, and only those that are read are copied.
         return sizes | {"pages": (narrow, sum(room.num_pages for room in self._rooms.values()))}
 
     def _view(self, nth: int, reach: Reach, outputs: Outputs) -> ReachView:
-        kv, room, device = self._layers.pools[reach.pool], self._rooms[reach], self._areas.device
-        chosen = on_device(self._layers, reach)
-        num_heads, v_head_dim = chosen.num_heads, kv.shape.v_head_dim
+        kv, device = self._layers.pools[reach.pool], self._areas.device
+        rows, pages, slots = (device[f"stored_{name}{reach.pool}"] for name in Slots._fields)
+        slots_of_rows = rows, pages, slots
+        return ReachView(
+            kv=kv,
+            slots=_NO_SLOTS,
+            chunks=(),
+            spans=(),
+            decode=self._view_singles(nth, reach, outputs) if self.num_singles else None,
+            numbers=None,
+            static_slots=slots_of_rows,
+            static_packed=self._view_prompts(nth, reach) if self.prompts is not None else None,
+            store=on_device(self._layers, reach).store,
+        )
+
+    def _view_singles(self, nth: int, reach: Reach, outputs: Outputs) -> PartsView:
+        room, device, chosen = self._rooms[reach], self._areas.device, on_device(self._layers, reach)
+        num_heads, v_head_dim = chosen.num_heads, self._layers.pools[reach.pool].shape.v_head_dim
         num_log_sums = room.num_outputs * num_heads
-        parts = PartsView(
+        return PartsView(
             pages=device["pages"],
             readers=device[f"readers{nth}"],
             parts=device[f"parts{nth}"].view(-1, 7),
             readings=device[f"readings{nth}"],
             starts=device[f"starts{nth}"],
             ends=device[f"ends{nth}"],
-            offsets=self.rows.to(torch.int32),
+            offsets=self._arange[: self.num_singles].to(torch.int32),
             counts=device[f"counts{nth}"],
             grid=room.grid,
             outputs=outputs.numbers[: num_log_sums * v_head_dim].view(-1, num_heads, v_head_dim),
             log_sums=outputs.log_sums[:num_log_sums].view(-1, num_heads),
             attend=chosen.attend,
         )
-        rows, pages, slots = (device[f"stored_{name}{reach.pool}"] for name in Slots._fields)
-        return ReachView(
-            kv, _NO_SLOTS, (), (), parts, None, static_slots=(rows, pages, slots), store=chosen.store
+
+    def _view_prompts(self, nth: int, reach: Reach) -> PackedView:
+        room, device = self.prompts, self._areas.device
+        packing = self._layers.packing_of(reach)
+        assert room is not None and packing is not None, "prompts do not attend together"
+        chunks = PackedChunks(
+            rows=slice(self.num_singles, self.num_rows),
+            row_starts=device[f"row_starts{nth}"],
+            seen_starts=device[f"seen_starts{nth}"],
+            reads=device[f"reads{nth}"].view(-1, 4),
+            longest=room.num_tokens,
+            most_seen=room.num_seen,
+            num_seen=room.num_seen,
+            are_whole=False,
         )
+        return PackedView((chunks,), packing, reach.window)
 
     def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> _Plan:
         kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)
@@ -232,7 +337,9 @@ def on_device(layers: PagedLayers, reach: Reach) -> OnDevice:
 
 
 def _room(layers: PagedLayers, reach: Reach, num_rows: int) -> _Room:
-    """Return what `num_rows` rows need at most, however they share pages; outputs apart."""
+    """Return what `num_rows` single tokens need at most, however they share pages; outputs apart."""
+    if num_rows == 0:
+        return _Room((0, 0), 0, 0)
     kv, chosen = layers.pools[reach.pool], on_device(layers, reach)
     of_a_head = chosen.num_programs // kv.shape.num_kv_heads + 1
     # A tree of rows has fewer inner pieces than rows; a piece is cut once more than there are programs for.

@@ -140,7 +140,7 @@ class PackedModel:
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
 
     def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
-        """Compute the step that the buffers hold, store what it keeps, and return the logits of all rows."""
+        """Compute and store the step that the buffers hold, and return the logits of its `kept` rows."""
         cache = StepCache(pools.calls, buffers.positions)
         cache.slots, cache.tokens = pools.slots, buffers.tokens
         cache.view = StepView(pools.layers, cache, buffers.views)
@@ -149,7 +149,7 @@ class PackedModel:
             position_ids=buffers.positions[None],
             use_cache=False,
             paged=cache.view,
-            logits_to_keep=buffers.rows,
+            logits_to_keep=buffers.kept,
             **{self._cache_argument: cache},
         ).logits[0]
         return logits
