@@ -14,6 +14,10 @@ from engine.torch.attention.paging import empty, reach_view_of
 from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from engine.torch.attention.reach_cases import CHUNKED, cases, chunk_of, expected, made_of
 from engine.torch.attention.reach_cases import attended as attended_by
+from engine.torch.sequences import Carried, PageTables, Sequence, generate
+from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
+from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention import in_place, prompts
 from services.engine.torch.attention.agreement import KernelWrong, require_gathered, require_packed
 from services.engine.torch.attention.attention_scores import Scores
@@ -22,6 +26,8 @@ from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.prompts import Packing, is_packable
+from services.engine.torch.runner import TorchRunner
+from services.kv.carried.pool_sizes import PoolSizes
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03}
 PACKING = Packing(gather_plainly)
@@ -225,6 +231,39 @@ def test_what_flash_attention_does_not_take_is_not_tried(monkeypatch):
     assert choose_packings([empty(PageShape(3, 2, 16, 8, 8), dtype=torch.bfloat16)], [HEADS]) == (None,)
     for dims, packable_ in [((8, 8), True), ((256, 256), True), ((192, 128), False), ((576, 0), False)]:
         assert is_packable(empty(PageShape(1, 1, 16, *dims), dtype=torch.float16)) == packable_
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "gemma4", "llama4", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_greedy_output_is_that_of_transformers(family, in_parts, flash, monkeypatch):
+    """Prompts join in chunks while others decode."""
+    monkeypatch.setattr(
+        runner_pools,
+        "choose_in_place",
+        lambda pools, num_heads: [
+            OnDevice(attend_parts_plainly, max(heads), num_programs=16)
+            if in_parts and len(heads) == 1
+            else None
+            for heads in num_heads
+        ],
+    )
+    monkeypatch.setattr(runner_pools, "choose_packings", lambda pools, num_heads: [PACKING] * len(pools))
+    directory = tiny_checkpoint(family)
+    sizes = PoolSizes(max_running_requests=6, chunk_size=160)
+    runner = TorchRunner(directory, num_pages=128, page_size=16, sizes=sizes, self_check=False)
+    tables = PageTables(runner)
+    sequences = [
+        Sequence(random_prompt(n, seed=n), tables.take(n + 8), size, carried=Carried(tables))
+        for n, size in ((5, 1), (17, 5), (131, 21), (90, 65))
+    ]
+    generate(runner, sequences, 8)
+    assert max(flash) > 1
+    near_ties = 0
+    for sequence in sequences:
+        prompt, output = tuple(sequence.ids[: sequence.prompt_len]), sequence.output_ids
+        near_ties += count_near_ties(reference_generation(directory, prompt, len(output)), output)
+    assert near_ties <= 1
 
 
 def test_the_check_can_fail():
