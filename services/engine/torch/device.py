@@ -70,10 +70,13 @@ def send(arrays: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, 
     """Return arrays, which are of one type and dimension, as tensors on the device.
 
     A GPU gets them in one copy, and nobody waits for it: it is made of pinned memory, which torch lends to
-    nobody else before it was read.
+    nobody else before it was read. Raises RuntimeError while a CUDA graph is captured: whenever that is replayed
+    it would read this memory again.
     """
     if device.type != "cuda":
         return tuple(torch.from_numpy(array).to(device) for array in arrays)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a graph is captured, and the host sends something that is of this step alone")
     packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
     each: tuple[Tensor, ...] = packed.split([len(array) for array in arrays])
     return each

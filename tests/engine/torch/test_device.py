@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
+from services.engine.torch.device import abandon_step, finish_step, open_device, send, tell_slow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -84,3 +85,11 @@ def test_half_precision_without_its_instructions_is_told(monkeypatch, caplog):
     tell_slow(CPU, torch.bfloat16)
     tell_slow(CPU, torch.float16)
     assert len(caplog.messages) == 2
+
+
+def test_arrays_are_sent_as_they_are(monkeypatch):
+    arrays = [np.array(numbers, np.int64) for numbers in ([3, 1], [], [7])]
+    assert [sent.tolist() for sent in send(arrays, CPU)] == [[3, 1], [], [7]]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a graph is captured"):
+        send(arrays, GPU)

@@ -217,7 +217,7 @@ def _attend(
         return output
     output, log_sums = attended
     # The log-sum-exps are [num_heads, total], whatever torch's documentation says.
-    shares = torch.sigmoid(log_sums - scores.sinks.float()[:, None])
+    shares = torch.sigmoid(log_sums - scores.sinks[:, None])
     return output.mul_(shares.transpose(0, 1)[..., None])
 
 

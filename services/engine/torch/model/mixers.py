@@ -20,10 +20,10 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from services.engine.paged.runner import Chunk
+from services.engine.torch.device import send
 from services.engine.torch.model.activations import EvenFunctions
 from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
 from services.engine.torch.model.remembered import Mixer, StateName
@@ -197,7 +197,8 @@ def _token_rows(tokens: Sequence[tuple[range, Chunk]], cache: StepCache) -> Toke
 
 
 def _ids(ids: Sequence[int | None], cache: StepCache) -> Tensor:
-    return torch.tensor(ids, dtype=torch.int64, device=cache.device)
+    (sent,) = send([np.array(ids, np.int64)], cache.device)
+    return sent
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.engine.torch.device import send
 from services.engine.torch.model.recurrence_kernel import Ids, Runs
 
 
@@ -82,4 +82,5 @@ class TokenRuns:
         return Runs(starts, self.firsts, self.firsts + self.counts, self.waits)
 
     def _ids(self, ids: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(ids).to(self.slots.device)
+        (sent,) = send([ids], self.slots.device)
+        return sent

@@ -20,6 +20,7 @@ from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.numba_kernel import Ids, PagePieces
 from services.engine.torch.attention.kernels.plan_kernel import plan_parts
 from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.device import send
 
 # A program multiplies so many rows at once: a row is one query head of one reader. Tensor cores take 16 at
 # least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
@@ -124,7 +125,7 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
         np.array([parts.num_narrow, num_parts]),
     )
     device = kv.numbers.device
-    packed = torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(device)
+    (packed,) = send([np.concatenate(tables).astype(np.int32)], device)
     pages, readers, table, readings, starts, ends, on_offsets, counts = packed.split([len(t) for t in tables])
     shape = (len(parts.joins.readings), on_device.num_heads, kv.shape.v_head_dim)
     return PartsView(
