@@ -72,7 +72,7 @@ def send(arrays: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, 
     A GPU gets them in one copy, and nobody waits for it: it is made of pinned memory, which torch lends to
     nobody else before it was read.
 
-    Raises RuntimeError while a CUDA graph is captured, for whenever that is replayed it would read this memory
+    Raises RuntimeError while a CUDA graph is captured: whenever that is replayed it would read this memory
     again.
     """
     if device.type != "cuda":
