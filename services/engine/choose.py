@@ -116,6 +116,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             shares_weights=settings.share_weights == "on" and settings.device == "cpu",
             draft=draft if settings.draft_model else None,
             max_rows=settings.graph_rows if role is Role.DECODE else 0,
+            max_prompt_tokens=settings.chunk_tokens,
             graph_mib=settings.graph_mib,
             kv_dtype=settings.kv_dtype,
         )

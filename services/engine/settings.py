@@ -85,7 +85,7 @@ class EngineSettings(ClusterConfig):
     )
     graph_mib: int | None = setting(
         None,
-        "engine torch on a GPU: MiB for CUDA graphs of decode steps; default: a 64th of the card, 256 at "
+        "engine torch on a GPU: MiB for CUDA graphs of steps; default: a 64th of the card, 256 at "
         "least; 0: none",
         bounds=Bounds(at_least=0),
     )

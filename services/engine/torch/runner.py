@@ -56,6 +56,7 @@ class TorchRunner:
         shares_weights: bool = False,
         draft: DraftModelSettings | None = None,
         max_rows: int = 0,
+        max_prompt_tokens: int = 0,
         graph_mib: int | None = None,
         fuses: bool = True,
         kv_dtype: KvDtype | None = None,
@@ -69,9 +70,9 @@ class TorchRunner:
         hold its weights together with this one.
         `draft` is a small model to draft with.
 
-        On a GPU, steps of up to `max_rows` single tokens are replayed from CUDA graphs, which take about
-        `graph_mib` MiB at most, with None a 64th of the card and 256 at least; and with `fuses` some of a
-        definition's operations are computed by kernels of ours.
+        On a GPU, steps of up to `max_rows` single tokens and of up to `max_prompt_tokens` of prompts are
+        replayed from CUDA graphs, which take about `graph_mib` MiB at most, with None a 64th of the card and
+        256 at least; and with `fuses` some of a definition's operations are computed by kernels of ours.
 
         K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
 
@@ -104,7 +105,7 @@ class TorchRunner:
             kv_dtype=kv_dtype,
         )
         budget = graph_budget(self._device, graph_mib)
-        self._graphs = open_graphs(self._model, self._pools, max_rows, budget)
+        self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens)
         self._draft = self._open_draft(draft, checkpoint, budget) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None

@@ -25,7 +25,7 @@ def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
     """Store the step's `numbers`, [1, num_kv_heads, total, head_dim]; `pages` are a layer's K or V."""
     rows, token_pages, token_slots = view.slot_tensors
     of_tokens = numbers[0].transpose(0, 1)
-    if len(rows) < len(of_tokens):
+    if len(rows) < len(of_tokens) or view.static_slots is not None:
         of_tokens = of_tokens[rows]
     put(of_tokens, pages, token_pages, token_slots)
 

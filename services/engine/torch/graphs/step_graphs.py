@@ -252,7 +252,7 @@ class StepGraphs:
         return chunk.scoring is None and not (chunk.num_drafts and self._pools.slots)
 
     def _bucket_for(self, step: _Step) -> _Bucket | None:
-        """Return the least bucket with room; one for no single tokens, or no prompts, is for no step with some."""
+        """Return the least bucket with room, and with prompts and single tokens where the step has some."""
         tokens, singles = step.size
         for bucket in self._buckets:
             most_tokens, most_singles = bucket.size

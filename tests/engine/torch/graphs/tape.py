@@ -28,16 +28,17 @@ class Tape(TorchDispatchMode):
         self._calls.append((func, args, kwargs, given))
         return given
 
-    def call(self, function, args):
+    def call(self, kernel, args, named):
         with _disable_current_modes():
-            function(*args)
-        self._calls.append((None, function, args, None))
+            given = kernel(*args, **named)
+        self._calls.append((None, kernel, (args, named), given))
+        return given
 
     def replay(self):
         with torch.inference_mode():
             for func, args, kwargs, given in self._calls:
                 if func is None:
-                    args(*kwargs)
+                    _copy(args(*kwargs[0], **kwargs[1]), given)
                 else:
                     _again(func, args, kwargs, given)
 
@@ -53,9 +54,16 @@ def _again(func, args, kwargs, given):
     held = {each.untyped_storage().data_ptr() for each in inputs if each.untyped_storage().nbytes()}
     if not writes and before and all(each.untyped_storage().data_ptr() in held for each in before):
         return  # a view stays one
-    after = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+    after = func(*args, **kwargs)
     if not writes:
-        for old, new in zip(before, after, strict=True):
+        _copy(after, before)
+
+
+def _copy(after, before):
+    """What comes later has the tensors of the first time."""
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    for old, new in pairs:
+        if isinstance(old, torch.Tensor):
             old.copy_(new)
 
 
@@ -82,10 +90,7 @@ def recorded(kernel):
     """Return the kernel as one call of a tape: what it does in Python is done again, too."""
 
     @functools.wraps(kernel)
-    def call(*args):
-        if _tapes:
-            _tapes[-1].call(kernel, args)
-        else:
-            kernel(*args)
+    def call(*args, **named):
+        return _tapes[-1].call(kernel, args, named) if _tapes else kernel(*args, **named)
 
     return call

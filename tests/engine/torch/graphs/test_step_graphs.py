@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import services.engine.torch.model.packed_model as packed_model
 import services.engine.torch.pools as runner_pools
 from bench.families import FAMILIES
 from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
+from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from engine.torch.graphs import tape
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.paged.runner import Chunk, TailPages
+from services.engine.torch.attention import prompts
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.prompts import Packing
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.graphs.step_graphs import StepGraphs, bucket_rows
 from services.engine.torch.model.packed_model import PackedModel
@@ -34,6 +38,11 @@ def as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(packed_model, name, lambda model: None)
     monkeypatch.setattr(packed_model, "forward_in_place", lambda *_: None)
     attend = tape.recorded(attend_parts_plainly)
+    packing = Packing(tape.recorded(gather_with_room))
+    monkeypatch.setattr(prompts, "varlen_attn", tape.recorded(varlen_with_room))
+    monkeypatch.setattr(
+        runner_pools, "choose_packings", lambda pools, num_heads: tuple(packing for _ in pools)
+    )
 
     def choose(pools, num_heads):
         return tuple(
@@ -44,8 +53,23 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(runner_pools, "choose_in_place", choose)
 
 
+def gather_with_room(reads, num_tokens, kv, layer):
+    """Reads without slots are none; what nobody reads is NaN."""
+    return gather_plainly(reads[reads[:, 2] > reads[:, 1]], num_tokens, kv, layer)
+
+
+def varlen_with_room(query, key, value, row_starts, seen_starts, longest, most_seen, **settings):
+    """As flash attention does: keys may be more than are seen, and sequences shorter than the longest."""
+    assert max(row_starts.diff().tolist()) <= longest
+    assert max(seen_starts.diff().tolist()) <= most_seen
+    num_seen = int(seen_starts[-1])
+    lengths = row_starts.diff().max().item(), seen_starts.diff().max().item()
+    of_seen = key[:num_seen], value[:num_seen], row_starts, seen_starts
+    return varlen_plainly(query, *of_seen, *lengths, **settings)
+
+
 class Made:
-    def __init__(self, family, capture, max_rows=MAX_ROWS):
+    def __init__(self, family, capture, max_rows=MAX_ROWS, max_prompt_tokens=0):
         model = load_model(open_checkpoint(tiny_checkpoint(family), "float32"), torch.device("cpu"))
         self.model = PackedModel(model)
         self.model.scan_tokens = None
@@ -57,7 +81,9 @@ class Made:
             model_fingerprint=0,
             device=torch.device("cpu"),
         )
-        self.graphs = StepGraphs(self.model, self.pools, max_rows, capture)
+        self.graphs = StepGraphs(
+            self.model, self.pools, max_rows, capture, max_prompt_tokens=max_prompt_tokens
+        )
 
     def memory(self):
         states = [] if self.pools.slots is None else list(self.pools.slots.of_state.values())
@@ -82,10 +108,23 @@ class Made:
             chunks.append(Chunk([token_id], start, pages, True, GREEDY, tails=views, slot=slot))
         return chunks
 
+    def prompts(self, lengths, seed):
+        """Prompts go on behind pages that all share, and write some of their own."""
+        chance, next_page, chunks = random.Random(seed), 44, []
+        tails = len(self.pools.layers.pools) - 1
+        for length in lengths:
+            start = chance.randrange(4 * PAGE_SIZE)
+            shared, end_page = start // PAGE_SIZE, -(-(start + length) // PAGE_SIZE)
+            pages = [*range(shared), *range(next_page, next_page + end_page - shared)]
+            next_page += end_page - shared
+            ids = [chance.randrange(5, 500) for _ in range(length)]
+            chunks.append(Chunk(ids, start, pages, True, GREEDY, tails=(TailPages(0, pages),) * tails))
+        return chunks
 
-def computed(made, chunks, by):
+
+def computed(made, chunks, by, rows=None):
     """The logits, the most probable ids, and what the step left in memory."""
-    rows = range(sum(len(chunk.token_ids) for chunk in chunks))
+    rows = range(sum(len(chunk.token_ids) for chunk in chunks)) if rows is None else rows
     with torch.inference_mode():
         step = by(chunks, rows)
         assert step is not None
@@ -216,3 +255,46 @@ def test_buckets_reach_the_largest_step():
     assert bucket_rows(64)[0] == 64
     assert bucket_rows(70)[:2] == (70, 64)
     assert len(bucket_rows(512)) <= 20 and bucket_rows(512)[-1] == 1
+
+
+def check_prompts(family):
+    made = Made(family, tape.capture, max_prompt_tokens=100)
+    again = Made(family, tape.computed_again, max_prompt_tokens=100)
+    sizes = [bucket.size for bucket in made.graphs._buckets if bucket.size[0]]
+    assert sizes == [(64, 0), (64, MAX_ROWS), (100, 0), (100, MAX_ROWS)]
+    for num_rows, lengths in ((0, [2]), (0, [40, 21]), (3, [64]), (5, [2, 3, 70]), (2, [65])):
+        chunks = [*made.step(num_rows, 7), *made.prompts(lengths, num_rows)]
+        random.Random(num_rows).shuffle(chunks)
+        made.randomize(1)
+        ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+        rows = [end - 1 for end in ends]
+        with torch.inference_mode():
+            replayed, most_probable, left = computed(made, chunks, made.graphs.compute, rows)
+            again.randomize(1)
+            fresh, _, left_fresh = computed(again, chunks, again.graphs.compute, rows)
+            assert torch.equal(replayed, fresh)
+            assert all(map(torch.equal, left, left_fresh))
+            assert torch.equal(most_probable, replayed.argmax(1))
+            made.randomize(1)
+            anew, _, left_anew = computed(
+                made, chunks, lambda chunks, rows: made.model.compute(made.pools, chunks, rows), rows
+            )
+        torch.testing.assert_close(replayed, anew, atol=2e-3, rtol=1e-3)
+        for own, other in zip(left, left_anew, strict=True):
+            torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
+    assert made.graphs.counts == {"graph": 5}
+    assert made.graphs.compute(made.prompts([101], 1), [100]) is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_prompts_are_replayed_too(subtests):
+    for family in ("llama", "gpt_oss"):
+        with subtests.test(family):
+            check_prompts(family)
+
+
+@pytest.mark.exact
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe", "gemma4"])
+def test_prompts_are_replayed_in_families(family):
+    check_prompts(family)
