@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces, Span
 from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, StoreKv, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of
@@ -25,6 +25,7 @@ from services.engine.torch.attention.prompts import PackedView, Packing, PlacedR
 from services.engine.torch.device import send
 from services.engine.torch.vector_lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
+from services.values.kv import PageId
 
 # One more thread must find so many bytes to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
@@ -190,57 +191,52 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 def stored_slots(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
     # To these one number is appended as fast as to a list, and many are by their bytes.
     rows, pages, slots = array("q"), array("q"), array("q")
+    page_size = kv.shape.page_size
     for chunk, offset in zip(chunks, _offsets(chunks), strict=True):
         first = chunk.start if pool else max(chunk.start, chunk.store_from)
-        rows_of = range(offset + first - chunk.start, offset + len(chunk.token_ids))
-        if len(rows_of) == 1:
-            rows.append(rows_of[0])
-        else:
-            rows.frombytes(np.arange(rows_of.start, rows_of.stop).tobytes())
-        _add_slots(pages, slots, _held(chunk, pool), range(first, chunk.end), kv.shape.page_size)
+        num_stored = chunk.end - first
+        if num_stored <= 0:
+            continue
+        first_page, last_page = first // page_size, (chunk.end - 1) // page_size
+        own = _pages(chunk, pool, first_page, last_page)
+        if num_stored == 1:  # one of many: every microsecond counts
+            rows.append(offset + first - chunk.start)
+            pages.append(own[0])
+            slots.append(first % page_size)
+            continue
+        where = np.arange(first, chunk.end)
+        rows.frombytes((where + (offset - chunk.start)).tobytes())
+        pages.frombytes(np.asarray(own, np.int64)[where // page_size - first_page].tobytes())
+        slots.frombytes((where % page_size).tobytes())
     return Slots(np.array(rows), np.array(pages), np.array(slots))
-
-
-def _add_slots(
-    pages: "array[int]", slots: "array[int]", held: TailPages, positions: range, page_size: int
-) -> None:
-    if not positions:
-        return
-    first_page, last_page = positions[0] // page_size, positions[-1] // page_size
-    _require(held, first_page, last_page)
-    if len(positions) == 1:  # one of many: every microsecond counts
-        pages.append(held.pages[first_page - held.first_page])
-        slots.append(positions[0] % page_size)
-        return
-    own = np.asarray(held.pages[first_page - held.first_page : last_page + 1 - held.first_page], np.int64)
-    where = np.arange(positions.start, positions.stop)
-    pages.frombytes(own[where // page_size - first_page].tobytes())
-    slots.frombytes((where % page_size).tobytes())
 
 
 def _offsets(chunks: Sequence[Chunk]) -> list[int]:
     return [0, *accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
 
 
-def _held(chunk: Chunk, pool: int) -> TailPages:
-    return chunk.tails[pool - 1] if pool else TailPages(0, chunk.pages)
-
-
-def _require(held: TailPages, first_page: int, last_page: int) -> None:
-    if not held.first_page <= first_page <= last_page < held.first_page + len(held.pages):
+def _pages(chunk: Chunk, pool: int, first_page: int, last_page: int) -> Sequence[PageId]:
+    """Return those pages of a chunk's sequence that hold its pages from `first_page` to `last_page`."""
+    held_from, held = 0, chunk.pages
+    if pool:
+        tail = chunk.tails[pool - 1]
+        held_from, held = tail.first_page, tail.pages
+    if not held_from <= first_page <= last_page < held_from + len(held):
         raise ProtocolError(
-            f"a chunk needs pages {first_page} to {last_page} of its sequence, and has {len(held.pages)} "
-            f"from page {held.first_page} on"
+            f"a chunk needs pages {first_page} to {last_page} of its sequence, and has {len(held)} "
+            f"from page {held_from} on"
         )
+    return held[first_page - held_from : last_page + 1 - held_from]
 
 
 def read_of(chunk: Chunk, reach: Reach, page_size: int) -> Read:
+    end, pages = chunk.start + len(chunk.token_ids), chunk.pages
+    if not reach.window and not reach.pool and len(pages) == -(-end // page_size):
+        return Read(pages, 0, 0, end)
     first = max(0, reach.first_seen(chunk.start))
-    first_page, last_page = first // page_size, (chunk.end - 1) // page_size
-    held = _held(chunk, reach.pool)
-    _require(held, first_page, last_page)
-    pages = held.pages[first_page - held.first_page : last_page + 1 - held.first_page]
-    return Read(pages, first_page, first % page_size, chunk.end - first)
+    first_page = first // page_size
+    pages = _pages(chunk, reach.pool, first_page, (end - 1) // page_size)
+    return Read(pages, first_page, first - first_page * page_size, end - first)
 
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:

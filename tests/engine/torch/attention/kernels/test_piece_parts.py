@@ -142,6 +142,20 @@ def test_pages_in_other_places_are_read_apart():
     assert together == {(0, 4): [5], (0, 2, 4): [6, 7], (1, 3): [5]}
 
 
+def test_a_table_that_changed_is_read_anew():
+    tables = [list(range(start, start + 100)) for start in (0, 200)]
+    for change in (
+        lambda: None,
+        lambda: None,
+        lambda: tables[0].__setitem__(3, 777),
+        lambda: tables[1].pop(),
+    ):
+        change()
+        reads = [Read(pages, 0, 0, 4 * len(pages)) for pages in tables]
+        for field, of_numpy in zip(pieces_of(reads, 4), pieces_plainly(reads, 4), strict=True):
+            np.testing.assert_array_equal(field, of_numpy)
+
+
 def test_parts_keep_programs_busy_and_read_pages_once(subtests):
     with subtests.test("a long context keeps every program busy and a short one is left whole"):
         long = cut_pieces(of_sizes([(512, 1)]), pool(), 32, num_programs=264)
