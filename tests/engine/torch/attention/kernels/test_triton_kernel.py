@@ -161,6 +161,8 @@ COMPILED = [
     ("float16", 80, 80, 7, 16),
     ("bfloat16", 192, 128, 8, 48),
 ]
+# Pools of this type need a GPU that has it.
+COMPILED_FROM_89 = [("float8_e4m3fn", 128, 128, 2, 64), ("float8_e4m3fn", 256, 256, 8, 16)]
 SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
 
 
@@ -181,10 +183,11 @@ def printed(program, *arguments, cache):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_path):
+    cases = [*COMPILED, *(COMPILED_FROM_89 if capability >= 89 else [])]
     kernels = json.loads(
-        printed("compile_triton_kernel.py", str(capability), json.dumps(COMPILED), cache=tmp_path)
+        printed("compile_triton_kernel.py", str(capability), json.dumps(cases), cache=tmp_path)
     )
-    assert len(kernels) == 4 * len(COMPILED)
+    assert len(kernels) == 4 * len(cases)
     for kernel in kernels:
         assert kernel["cubin_bytes"] > 0
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, kernel
