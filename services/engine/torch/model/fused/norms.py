@@ -21,19 +21,19 @@ _WIDTH = 48  # it is tried with so many where it has no weight
 
 def fuse_norms(model: PreTrainedModel, fused: Fused, normalize: Normalize) -> None:
     for module in model.modules():
-        epsilon = _epsilon_of(module, model.dtype)
+        epsilon = _epsilon_of(module)
         if epsilon is None:
             continue
         form = _form_of(module, epsilon, model, normalize)
         if form is not None:
-            _replace(module, form, fused, normalize)
+            _replace(module, form, model.dtype, fused, normalize)
             fused.num_norms += 1
 
 
-def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
+def _epsilon_of(module: nn.Module) -> float | None:
     """Return what may be a norm's epsilon, where the rest of the module does not contradict."""
     weights = list(module.parameters(recurse=False))
-    if len(weights) > 1 or any(each.dim() != 1 or each.dtype != dtype for each in weights):
+    if len(weights) > 1 or any(each.dim() != 1 for each in weights):
         return None
     if list(module.children()) or list(module.buffers(recurse=False)):
         return None
@@ -84,13 +84,19 @@ def _random_weight(module: nn.Module) -> Iterator[Tensor | None]:
         weight.copy_(own)
 
 
-def _replace(module: nn.Module, form: NormForm, fused: Fused, normalize: Normalize) -> None:
+def _replace(
+    module: nn.Module, form: NormForm, tried: torch.dtype, fused: Fused, normalize: Normalize
+) -> None:
     original: Callable[..., Any] = module.forward
     weight = next(module.parameters(recurse=False), None)
+    # Some weights are of float32 in a model that is not; and the check at start widens everything.
+    weight_dtype = None if weight is None else weight.dtype
 
     def forward(*rows: Tensor, **named: Tensor) -> Any:
-        if fused.is_on and not named and (weight is None or rows[0].dtype == weight.dtype):
-            return normalize(rows[0], weight, form)
+        if fused.is_on and not named:
+            dtypes = (rows[0].dtype, None if weight is None else weight.dtype)
+            if dtypes == (tried, weight_dtype) or set(dtypes) <= {torch.float32, None}:
+                return normalize(rows[0], weight, form)
         return original(*rows, **named)
 
     module.forward = forward

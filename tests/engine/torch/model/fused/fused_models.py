@@ -27,7 +27,7 @@ COUNTS = {
     "minimax_m2": (2, 9, 2, 0),
     "deepseek_v3": (4, 9, 2, 2),
 }
-OFF_BY = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+OFF_BY = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def loaded(family, dtype="float32", device="cpu"):

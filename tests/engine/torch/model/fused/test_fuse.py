@@ -46,7 +46,7 @@ def test_what_is_fused_computes_what_is_defined(subtests):
 @pytest.mark.exact
 @pytest.mark.parametrize("family", sorted({*COUNTS, *FAMILIES} - set(QUICK)))
 def test_what_is_fused_of_other_families_does_too(family, subtests):
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         with subtests.test(dtype=dtype):
             assert_fused_right(family, dtype)
 
