@@ -13,6 +13,7 @@ from services.engine.paged.shell.decode import PagedDecodeEngine
 from services.engine.paged.shell.prefill import PagedPrefillEngine
 from services.engine.settings import EngineSettings
 from services.net.channels import open_channel
+from services.settings.known_models import GGUF_LINK
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
@@ -70,6 +71,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
 def check_checkpoint(engine: str, directory: Path) -> None:
     """Raise ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
     if engine == "sglang":
+        _require_safetensors(directory)
         from services.engine.sglang.service.launch.model_shape import ModelShape
 
         ModelShape.read(str(directory))
@@ -79,9 +81,15 @@ def check_checkpoint(engine: str, directory: Path) -> None:
         open_checkpoint(directory)
 
 
+def _require_safetensors(directory: Path) -> None:
+    if (directory / GGUF_LINK).exists():
+        raise ConfigError(f"{directory} is of a GGUF file, which engine torch alone reads")
+
+
 def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
+    _require_safetensors(Path(settings.model))
     from services.engine.sglang.service.launch.sglang_settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 

@@ -1,45 +1,24 @@
 """A GGUF file is read here: its metadata, its tensors, and their values as float32.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; the blocks of quantized values are
-those of ggml-common.h. `_TYPES` has the types that are read.
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian.
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from services.model.gguf_blocks import BLOCK_TYPES, UNREAD_TYPES, Floats
 from services.values.errors import ConfigError
-
-Floats = NDArray[np.float32]
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _MOST_NESTED = 4  # arrays may be nested so deep
 _ALIGNMENT = 32  # bytes, where the file names no alignment
-_BLOCK = 32  # values that share a scale
-
-# Only a message names these types.
-_UNREAD_TYPES = {
-    6: "Q5_0",
-    7: "Q5_1",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
-    20: "IQ4_NL",
-    23: "IQ4_XS",
-    28: "F64",
-    39: "MXFP4",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +34,7 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        kind = _TYPES[self.type_id]
+        kind = BLOCK_TYPES[self.type_id]
         return self.num_values // kind.values * kind.dtype.itemsize
 
 
@@ -63,14 +42,6 @@ class Tensor:
 class Gguf:
     metadata: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Type:
-    name: str
-    values: int  # in one item of `dtype`
-    dtype: np.dtype[Any]
-    floats: Callable[[NDArray[Any]], Floats]  # of items, in the order of the values
 
 
 def read_gguf(data: Any) -> Gguf:
@@ -91,7 +62,7 @@ def read_gguf(data: Any) -> Gguf:
 
 
 def floats_of(data: Any, tensor: Tensor) -> Floats:
-    kind = _TYPES[tensor.type_id]
+    kind = BLOCK_TYPES[tensor.type_id]
     items = np.frombuffer(data, kind.dtype, tensor.num_values // kind.values, tensor.start)
     return kind.floats(items).reshape(tensor.shape)
 
@@ -165,51 +136,11 @@ def _stated_tensor(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _check(tensor: Tensor, num_bytes: int) -> None:
-    if tensor.type_id not in _TYPES:
-        name = _UNREAD_TYPES.get(tensor.type_id, f"number {tensor.type_id}")
-        known = ", ".join(kind.name for kind in _TYPES.values())
+    if tensor.type_id not in BLOCK_TYPES:
+        name = UNREAD_TYPES.get(tensor.type_id, f"number {tensor.type_id}")
+        known = ", ".join(kind.name for kind in BLOCK_TYPES.values())
         raise ConfigError(f"{tensor.name} of the GGUF file is of type {name}; read are {known}")
-    if not tensor.shape or tensor.shape[-1] % _TYPES[tensor.type_id].values:
+    if not tensor.shape or tensor.shape[-1] % BLOCK_TYPES[tensor.type_id].values:
         raise ConfigError(f"the GGUF file is damaged: {tensor.name} has rows that are no whole blocks")
     if tensor.start + tensor.num_bytes > num_bytes:
         raise ConfigError(f"the GGUF file is cut short: {tensor.name} ends behind its end")
-
-
-def _plain(items: NDArray[Any]) -> Floats:
-    return items.astype(np.float32)
-
-
-def _bfloat16(items: NDArray[Any]) -> Floats:
-    return (items.astype(np.uint32) << 16).view(np.float32)
-
-
-def _nibbles(items: NDArray[Any]) -> Floats:
-    """The low halves of a block's 16 bytes are its first 16 values, the high halves its last."""
-    return np.concatenate([items & 15, items >> 4], axis=1).astype(np.float32)
-
-
-def _column(numbers: NDArray[Any]) -> Floats:
-    return numbers.astype(np.float32)[:, None]
-
-
-def _q4_0(items: NDArray[Any]) -> Floats:
-    return (_nibbles(items["values"]) - 8) * _column(items["scale"])
-
-
-def _q4_1(items: NDArray[Any]) -> Floats:
-    return _nibbles(items["values"]) * _column(items["scale"]) + _column(items["least"])
-
-
-def _q8_0(items: NDArray[Any]) -> Floats:
-    return items["values"].astype(np.float32) * _column(items["scale"])
-
-
-_HALF: tuple[str, str] = ("scale", "<f2")
-_TYPES = {
-    0: _Type("F32", 1, np.dtype("<f4"), _plain),
-    1: _Type("F16", 1, np.dtype("<f2"), _plain),
-    30: _Type("BF16", 1, np.dtype("<u2"), _bfloat16),
-    2: _Type("Q4_0", _BLOCK, np.dtype([_HALF, ("values", "u1", (16,))]), _q4_0),
-    3: _Type("Q4_1", _BLOCK, np.dtype([_HALF, ("least", "<f2"), ("values", "u1", (16,))]), _q4_1),
-    8: _Type("Q8_0", _BLOCK, np.dtype([_HALF, ("values", "i1", (32,))]), _q8_0),
-}

@@ -1,6 +1,6 @@
 """A checkpoint may be given by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
 
-    a path that exists            as it is, but for a GGUF file
+    a path that exists            as it is; a GGUF file from a directory of ours (gguf_directory.py)
     a short name that is known    its directory in our own cache (known_models.py); nobody is asked
     all of it in the local cache  the snapshot's directory; nobody is asked
     else                          downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
@@ -17,13 +17,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.settings.known_models import cached_directory, known_model, refuse_gguf
+from services.settings.known_models import cached_directory, gguf_of, known_model
 from services.values.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
 
 MODEL_HELP = (
-    "directory of a checkpoint, smollm2, or a name on the Hugging Face hub, ORG/NAME or ORG/NAME@REVISION"
+    "directory of a checkpoint, a .gguf file, smollm2, or a name on the Hugging Face hub, ORG/NAME or "
+    "ORG/NAME@REVISION"
 )
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?")
@@ -57,7 +58,7 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
     takes a while, such as a download.
 
     Raises:
-        ConfigError: There is no such checkpoint, or none for us, such as a GGUF file.
+        ConfigError: There is no such checkpoint, or none for us.
         Unavailable: It is not in the cache, and the hub cannot be reached.
     """
     values = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
@@ -68,8 +69,6 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
             changes[setting] = type(values[setting])(found.directory)
             if setting == "model" and values.get("model_name") == "":
                 changes["model_name"] = found.name
-        elif text:
-            refuse_gguf(Path(text), flag)
     return replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
@@ -84,6 +83,14 @@ def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> 
         return _Found(_directory(name, flag, weights, tell), name.repository)
     if (model := known_model(text)) is not None:
         return _Found(cached_directory(model, flag), model.name)
+    if text and (file := gguf_of(Path(text))) is not None:
+        # Its tokenizer's library is not needed for anything else here.
+        from services.settings.gguf_directory import gguf_directory
+
+        try:
+            return _Found(gguf_directory(file), file.stem)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from error
     return None
 
 

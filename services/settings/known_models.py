@@ -1,4 +1,4 @@
-"""Isthmus knows some models by a short name: `isthmus up smollm2`. This module also refuses GGUF files.
+"""Isthmus knows some models by a short name: `isthmus up smollm2`.
 
 `isthmus fetch-model NAME` gets one and converts it into the cache, `$XDG_CACHE_HOME/isthmus/models`; whoever
 else is given the name finds it there. No service downloads anything by such a name.
@@ -13,6 +13,7 @@ from pathlib import Path
 from services.values.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
+GGUF_LINK = "model.gguf"  # A directory of ours that is served from a GGUF file has it by this name.
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 
 
@@ -96,17 +97,12 @@ def is_whole(directory: Path) -> bool:
     return file.stat().st_size == 8 + length + max(ends, default=0)
 
 
-def refuse_gguf(path: Path, flag: str) -> None:
-    """Raise ConfigError where `path` is a GGUF file, or a directory that has no other weights."""
+def gguf_of(path: Path) -> Path | None:
+    """Return `path` where it is a GGUF file, or the only one of a directory that is no checkpoint."""
     found = [path] if path.is_file() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if path.is_dir() and (path / "config.json").is_file():
-        return
-    for file in found:
-        if _is_gguf(file):
-            raise ConfigError(
-                f"{flag}: {file} is a GGUF file, which no engine here reads; if it is of the llama family, "
-                f"`isthmus fetch-model {file} DIR` makes a checkpoint of it"
-            )
+        return None
+    return found[0] if len(found) == 1 and _is_gguf(found[0]) else None
 
 
 def _is_gguf(file: Path) -> bool:

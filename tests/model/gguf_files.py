@@ -59,6 +59,10 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -71,14 +75,15 @@ _NAMES = {
 
 
 def gguf_name(name):
-    name = name.removesuffix(".weight")
+    name, kind = name.rsplit(".", 1) if name.endswith((".weight", ".bias")) else (name, "weight")
     if name in _NAMES:
-        return f"{_NAMES[name]}.weight"
+        return f"{_NAMES[name]}.{kind}"
     _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.weight"
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
-def llama_entries(config, pre="smollm"):
+def llama_entries(config, pre="smollm", family="llama"):
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -86,13 +91,20 @@ def llama_entries(config, pre="smollm"):
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "attention.key_length": head_dim,
+        "rope.dimension_count": head_dim,
     }
+    if family == "qwen3moe":
+        numbers |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
     return [
-        ("general.architecture", TEXT, "llama"),
-        *((f"llama.{key}", U32, value) for key, value in numbers.items()),
-        ("llama.rope.freq_base", F32, 100_000.0),
-        ("llama.attention.layer_norm_rms_epsilon", F32, 1e-5),
+        ("general.architecture", TEXT, family),
+        *((f"{family}.{key}", U32, value) for key, value in numbers.items()),
+        (f"{family}.rope.freq_base", F32, 100_000.0),
+        (f"{family}.attention.layer_norm_rms_epsilon", F32, 1e-5),
         ("tokenizer.ggml.model", TEXT, "gpt2"),
         ("tokenizer.ggml.pre", TEXT, pre),
         ("tokenizer.ggml.tokens", ARRAY, TOKENS, TEXT),
@@ -106,19 +118,34 @@ def llama_entries(config, pre="smollm"):
     ]
 
 
-def write_llama(path: Path, model, entries=None, extra=()):
-    """A transformers Llama as a GGUF in float32."""
+def write_llama(path: Path, model, entries=None, extra=(), family="llama"):
+    """A transformers model as a GGUF in float32; Q and K of a Llama lie otherwise there."""
     heads = {
         "q_proj": model.config.num_attention_heads,
         "k_proj": model.config.num_key_value_heads,
     }
     tensors = {}
+
+    def add(name, weight):
+        tensors[gguf_name(name)] = (
+            tuple(weight.shape),
+            F32_TENSOR,
+            weight.contiguous().to(torch.float32).numpy().tobytes(),
+        )
+
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
+        if name.endswith("experts.gate_up_proj"):
+            for part, rows in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = (
+                    tuple(rows.shape),
+                    F32_TENSOR,
+                    rows.contiguous().numpy().tobytes(),
+                )
+            continue
         part = name.split(".")[-2]
-        rows = interleaved(weight, heads[part]) if part in heads else weight
-        content = rows.contiguous().to(torch.float32).numpy().tobytes()
-        tensors[gguf_name(name)] = (tuple(weight.shape), F32_TENSOR, content)
+        add(name, interleaved(weight, heads[part]) if part in heads and family == "llama" else weight)
     tensors.update(extra)
-    path.write_bytes(gguf_bytes(llama_entries(model.config) if entries is None else entries, tensors))
+    written = llama_entries(model.config, family=family) if entries is None else entries
+    path.write_bytes(gguf_bytes(written, tensors))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from model.gguf_files import ARRAY, BOOL, F32, TEXT, U32, gguf_bytes
 from services.model.gguf import floats_of, read_gguf
+from services.model.gguf_blocks import BLOCK_TYPES
 from services.values.errors import ConfigError
 
 HALVES = st.floats(-60_000, 60_000, width=16)
@@ -90,6 +91,76 @@ def struct_halves(kind, content):
     return struct.unpack_from("<2e" if kind == 3 else "<e", content) if kind in (2, 3, 8) else ()
 
 
+def unpacked_block(kind, block):
+    """The values of a block as ggml-quants.c takes it apart, one by one, in float32."""
+    f, at = np.float32, 0
+
+    def take(count):
+        nonlocal at
+        at += count
+        return block[at - count : at]
+
+    def number():
+        return f(struct.unpack("<e", take(2))[0])
+
+    values = []
+    if kind in (6, 7):  # Q5_0 and Q5_1
+        scale = number()
+        least = number() if kind == 7 else None
+        high, low = int.from_bytes(take(4), "little"), take(16)
+        for i in range(32):
+            q = (low[i % 16] >> 4 * (i // 16) & 15) | (high >> i & 1) << 4
+            values.append(f(q) * scale + least if kind == 7 else f(q - 16) * scale)
+    if kind == 10:  # Q2_K
+        scales, low, scale, least = take(16), take(64), number(), number()
+        for i in range(256):
+            half, part, k = i // 128, i % 128 // 32, i % 32
+            q, own = low[32 * half + k] >> 2 * part & 3, scales[i // 16]
+            values.append(f(q) * (scale * f(own & 15)) - least * f(own >> 4))
+    if kind == 11:  # Q3_K
+        high, low, packed, scale = take(32), take(64), take(12), number()
+        for i in range(256):
+            half, part, k, j = i // 128, i % 128 // 32, i % 32, i // 16
+            q = (low[32 * half + k] >> 2 * part & 3) - (0 if high[k] >> (i // 32) & 1 else 4)
+            four = packed[j % 8] >> 4 * (j // 8) & 15
+            own = (four | (packed[8 + j % 4] >> 2 * (j // 4) & 3) << 4) - 32
+            values.append(f(q) * (scale * f(own)))
+    if kind in (12, 13):  # Q4_K and Q5_K
+        scale, least, packed = number(), number(), take(12)
+        high, low = take(32) if kind == 13 else bytes(32), take(128)
+        for i in range(256):
+            j, k = i // 32, i % 32
+            if j < 4:
+                own, own_least = packed[j] & 63, packed[j + 4] & 63
+            else:
+                own = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
+                own_least = packed[j + 4] >> 4 | packed[j] >> 6 << 4
+            q = (low[32 * (j // 2) + k] >> 4 * (j % 2) & 15) + 16 * (high[k] >> j & 1)
+            values.append(f(q) * (scale * f(own)) - least * f(own_least))
+    if kind == 14:  # Q6_K
+        low, high, scales, scale = take(128), take(64), struct.unpack("16b", take(16)), number()
+        for i in range(256):
+            half, part, k = i // 128, i % 128 // 32, i % 32
+            four = low[64 * half + 32 * (part % 2) + k] >> 4 * (part // 2) & 15
+            q = (four | (high[32 * half + k] >> 2 * part & 3) << 4) - 32
+            values.append(f(q) * (scale * f(scales[i // 16])))
+    assert at == len(block)
+    return values
+
+
+@pytest.mark.parametrize("kind", [6, 7, 10, 11, 12, 13, 14])
+def test_values_of_packed_blocks_are_theirs_to_the_bit(kind):
+    of_type = BLOCK_TYPES[kind]
+    items = np.frombuffer(np.random.default_rng(kind).bytes(6 * of_type.dtype.itemsize), of_type.dtype).copy()
+    for name in {"scale", "least"} & {*of_type.dtype.names}:
+        items[name] = np.random.default_rng(1).normal(size=6)
+    file = gguf_bytes([], {"weight": ((3, 2 * of_type.values), kind, items.tobytes())})
+    values = floats_of(file, read_gguf(file).tensors[0])
+    expected = [value for item in items for value in unpacked_block(kind, item.tobytes())]
+    assert values.shape == (3, 2 * of_type.values)
+    assert values.reshape(-1).tobytes() == np.array(expected, np.float32).tobytes()
+
+
 METADATA = [
     ("a.number", U32, 7),
     ("a.float", F32, 0.5),
@@ -128,8 +199,8 @@ def test_what_is_not_read_is_named(subtests):
         (gguf_bytes([("split.count", U32, 3)], {}), "one part of several"),
         (gguf_bytes([("general.alignment", U32, 0)], {}), "general.alignment is 0"),
         (
-            gguf_bytes([], {"w": ((1, 256), 12, bytes(144))}),
-            "w of the GGUF file is of type Q4_K; read are F32,",
+            gguf_bytes([], {"w": ((1, 256), 23, bytes(144))}),
+            "w of the GGUF file is of type IQ4_XS; read are F32,",
         ),
         (gguf_bytes([], {"w": ((1, 32), 99, bytes(144))}), "type number 99"),
         (gguf_bytes([], {"w": ((1, 33), 8, bytes(68))}), "no whole blocks"),

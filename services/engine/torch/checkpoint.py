@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
+from services.engine.torch.quantized.gguf_weights import gguf_file, gguf_weights, sampled_gguf
 from services.engine.torch.quantized.parts import named_weights, open_tensors
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
@@ -102,7 +103,7 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_causal(directory, config)
     quantization = _quantization(directory, raw)
-    is_quantized = quantization is not None or _has_small_floats(directory)
+    is_quantized = quantization is not None or _is_stored_otherwise(directory)
     name = dtype or _own_dtype(directory, raw, is_quantized)
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} of {directory} is not supported; use one of {', '.join(DTYPES)}")
@@ -129,8 +130,10 @@ def _quantization(directory: Path, raw: dict[str, Any]) -> Quantization | None:
         raise ConfigError(f"{directory}: {error}") from error
 
 
-def _has_small_floats(directory: Path) -> bool:
-    """Say whether there are floats of 8 bits, which are quantized whatever config.json says."""
+def _is_stored_otherwise(directory: Path) -> bool:
+    """Say whether weights are quantized whatever config.json says: floats of 8 bits are, and GGUF may be."""
+    if gguf_file(directory) is not None:
+        return True
     for path in _weight_files(directory):
         with path.open("rb") as file:
             if any(str(tensor["dtype"]).startswith("F8_") for tensor in _tensors(_read_header(file))):
@@ -206,6 +209,8 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _named_weights(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Any]:
     try:
+        if (file := gguf_file(directory)) is not None:
+            return dict(gguf_weights(file))
         return dict(named_weights(open_tensors(_weight_files(directory)), quantization, dtype))
     except SafetensorError as error:
         raise ConfigError(f"{directory} holds damaged weights: {error}") from error
@@ -303,6 +308,8 @@ def _own_dtype(directory: Path, raw: dict[str, Any], is_quantized: bool) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
+    if (file := gguf_file(directory)) is not None:
+        return [file]
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     if whole.exists() or not index.exists():
@@ -316,6 +323,9 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _sampled_content(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".gguf":
+        yield from sampled_gguf(path)
+        return
     with path.open("rb") as file:
         header = _read_header(file)
         data_start = file.tell()

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from model.gguf_files import TOKENS, write_llama
 from services.cli.model import fetch_model
 from services.cli.model.written import require_empty, written_whole
-from services.settings import known_models
 from services.settings.hub import resolved
 from services.settings.known_models import FILES, KNOWN, WEIGHTS, is_whole
 from services.values.errors import ConfigError, Unavailable
@@ -208,13 +207,3 @@ def test_writers_of_one_directory(subtests, tmp_path_factory, monkeypatch):
         with written_whole(tmp_path / "d", lambda: False, lambda: None):
             pass
         assert (partial / "file").read_text() == "the next one's"
-
-
-def test_a_gguf_file_given_as_a_model_says_how_to_convert_it(gguf, tmp_path):
-    for path in (gguf, gguf.parent):
-        config = fetch_model.FetchModelConfig(model=str(path))
-        with pytest.raises(ConfigError, match=rf"--model: {gguf} is a GGUF file.*fetch-model {gguf} DIR"):
-            resolved(config, weights=False)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "beside.gguf").write_bytes(gguf.read_bytes())
-    known_models.refuse_gguf(tmp_path, "--model")  # a checkpoint that has one beside it is one
