@@ -33,13 +33,16 @@ def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     return logits
 
 
-def _bias(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+def biases_of(chunks: Sequence[Chunk]) -> list[tuple[int, _Ids, list[float]]]:
+    """Return rows that have some, their ids and what is added to each of these."""
     of_rows = {row: dict(c.sampling.logit_bias) for row, c in enumerate(chunks) if c.sampling.logit_bias}
-    if of_rows:
-        at = _places(logits, [(row, _ids(biases, len(biases))) for row, biases in of_rows.items()])
-        logits.view(-1)[at] += _like(
-            logits, [bias for biases in of_rows.values() for bias in biases.values()]
-        )
+    return [(row, _ids(biases, len(biases)), list(biases.values())) for row, biases in of_rows.items()]
+
+
+def _bias(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    if of_rows := biases_of(chunks):
+        at = _places(logits, [(row, ids) for row, ids, _ in of_rows])
+        logits.view(-1)[at] += _like(logits, [bias for _, _, biases in of_rows for bias in biases])
 
 
 def _penalize_repetition(logits: Tensor, chunks: Sequence[Chunk]) -> None:
@@ -71,13 +74,17 @@ def _penalize_frequency(logits: Tensor, chunks: Sequence[Chunk]) -> None:
         logits.view(-1)[_places(logits, generated)] -= _like(logits, np.concatenate(penalties))
 
 
-def _forbid(logits: Tensor, chunks: Sequence[Chunk]) -> None:
-    forbidden = [
+def forbidden_of(chunks: Sequence[Chunk], vocab_size: int) -> list[tuple[int, _Ids]]:
+    """Return rows that have some, and the ids that must not come next."""
+    return [
         (row, np.array(sorted(ids), np.int64))
         for row, chunk in enumerate(chunks)
-        if (ids := {*_ending(chunk, logits.shape[1]), *chunk.banned_ids})
+        if (ids := {*_ending(chunk, vocab_size), *chunk.banned_ids})
     ]
-    if forbidden:
+
+
+def _forbid(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    if forbidden := forbidden_of(chunks, logits.shape[1]):
         logits.view(-1)[_places(logits, forbidden)] = -torch.inf
 
 
@@ -91,11 +98,15 @@ def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
     Raises IndexError for an id that no row has.
     """
     vocab_size = logits.shape[1]
-    ids = np.concatenate([ids for _, ids in per_row])
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise IndexError(f"ids from {ids.min()} to {ids.max()}, of a vocabulary of {vocab_size}")
+    ids = require_ids(np.concatenate([ids for _, ids in per_row]), vocab_size)
     starts = np.repeat([row * vocab_size for row, _ in per_row], [len(ids) for _, ids in per_row])
     return torch.from_numpy(ids + starts).to(logits.device)
+
+
+def require_ids(ids: _Ids, vocab_size: int) -> _Ids:
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise IndexError(f"ids from {ids.min()} to {ids.max()}, of a vocabulary of {vocab_size}")
+    return ids
 
 
 def _like(logits: Tensor, values: Any) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.sampling.adjusting import adjust, is_adjusted
+from services.engine.torch.sampling.adjusting import is_adjusted
+from services.engine.torch.sampling.device_adjusting import Histories, adjust_on_device
 from services.engine.torch.sampling.sample import logprobs_of, sample, takes_the_highest, uniform_of
 from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs
@@ -97,6 +98,7 @@ class DeviceSampler:
     vocab_size: int
     _buffers: _Buffers | None = None
     _scratch: "Scratch | None" = None
+    _histories: Histories = field(init=False)
     _launch: Callable[..., None] = field(init=False)
     _scratch_of: Callable[..., "Scratch"] = field(init=False)
 
@@ -108,6 +110,7 @@ class DeviceSampler:
             raise ValueError(f"a vocabulary of {self.vocab_size}")
         assert FIELDS == _FIELDS
         self._launch, self._scratch_of = launch, Scratch.of
+        self._histories = Histories(self.vocab_size)
 
     def __call__(
         self,
@@ -123,7 +126,7 @@ class DeviceSampler:
         if most_probable is None and all(plain):
             most_probable = logits.argmax(1)
         rest = [row for row in range(len(chunks)) if most_probable is None or not plain[row]]
-        token_ids = self._token_ids(_groups(logits, chunks, masks, rest), chunks, most_probable)
+        token_ids = self._token_ids(self._groups(logits, chunks, masks, rest), chunks, most_probable)
         logprobs = _logprobs(logits, token_ids, chunks)
         return [
             Sampled(token_id, logprobs.get(row))
@@ -131,6 +134,22 @@ class DeviceSampler:
             else Sampled(NO_TOKEN)
             for row, token_id in enumerate(token_ids)
         ]
+
+    def _groups(
+        self, logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks, rest: Sequence[int]
+    ) -> list[_Group]:
+        adjusted = [row for row in rest if is_adjusted(chunks[row])]
+        masked = [row for row in rest if row in masks.rows and not is_adjusted(chunks[row])]
+        raw = [row for row in rest if row not in masks.rows and not is_adjusted(chunks[row])]
+        groups = [_Group(logits, raw, raw)] if raw else []
+        for own in _blocks(masked, logits.shape[1]):
+            values = masks.applied(_taken(logits, own), own)
+            groups.append(_Group(values, own, range(len(own))))
+        for own in _blocks(adjusted, logits.shape[1]):
+            exact = _taken(logits, own).to(torch.float64, copy=True)
+            adjust_on_device(exact, [chunks[row] for row in own], self._histories)
+            groups.append(_Group(masks.applied(exact, own), own, range(len(own))))
+        return groups
 
     def _token_ids(
         self, groups: Sequence[_Group], chunks: Sequence[Chunk], most_probable: Tensor | None
@@ -187,25 +206,19 @@ class DeviceSampler:
         return self._scratch
 
 
-def _groups(logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks, rest: Sequence[int]) -> list[_Group]:
-    adjusted = [row for row in rest if is_adjusted(chunks[row])]
-    masked = [row for row in rest if row in masks.rows and not is_adjusted(chunks[row])]
-    raw = [row for row in rest if row not in masks.rows and not is_adjusted(chunks[row])]
-    groups = [_Group(logits, raw, raw)] if raw else []
-    for own in _blocks(masked, logits.shape[1]):
-        values = masks.applied(logits[list(own)], own)
-        groups.append(_Group(values, own, range(len(own))))
-    for own in _blocks(adjusted, logits.shape[1]):
-        exact = adjust(logits[list(own)].double(), [chunks[row] for row in own])
-        groups.append(_Group(masks.applied(exact, own), own, range(len(own))))
-    return groups
-
-
 def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
     """Yield the rows in blocks of as many as are worth while at once."""
     num_rows = max(1, _BLOCK // vocab_size)
     for start in range(0, len(rows), num_rows):
         yield rows[start : start + num_rows]
+
+
+def _taken(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows, which ascend: not copied where they lie together."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return values[rows[0] : rows[-1] + 1]
+    taken = torch.tensor(rows, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
+    return values.index_select(0, taken)
 
 
 def _fields(chunk: Chunk, place: int, vocab_size: int) -> _Fields:
@@ -223,7 +236,7 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
     found = dict[int, TokenLogprobs]()
     for own in _blocks(rows, logits.shape[1]):
         chosen = [max(0, token_ids[row]) for row in own]
-        told = logprobs_of(logits[list(own)].double(), chosen, [chunks[row] for row in own])
+        told = logprobs_of(_taken(logits, own).double(), chosen, [chunks[row] for row in own])
         found |= {own[nth]: logprobs for nth, logprobs in told.items()}
     return found
 

@@ -9,11 +9,11 @@
 
 Programs of a launch are stripes of rows, so that few rows occupy the whole device; 4 and 6 have one a row.
 
-A weight, e**((logit - peak) / temperature), is rounded to float32 and then counted in units of 2**-42, so
-that sums are of integers: they are exact whatever their order. So a row draws the same whoever shares its
-launch, and nothing depends on how many programs there are. sample.py's weights are float64, so what is drawn
-differs from its choice for points within a millionth of a boundary. Logits are ordered as they are: where two
-differ and their weights in float64 do not, sample.py takes the lower id for the higher one.
+A weight, e**((logit - peak) / temperature), is rounded to float32 and counted in units of 2**-42, so that
+sums are of integers: they are exact whatever their order. So a row draws the same whoever shares its launch,
+and nothing depends on how many programs there are. sample.py's weights are float64, so what is drawn differs
+from its choice for points within a millionth of a boundary. Logits are ordered as they are: where two differ
+and their weights in float64 do not, sample.py takes the lower id for the higher one.
 
 Nothing here waits for the device. It is tested on a GPU by `make gpu`, without one in Triton's interpreter
 (make test-triton).
