@@ -275,7 +275,7 @@ def attend_parts(
                 kv.shape.num_layers,
                 scores.scaling,
                 scores.softcap or 0.0,
-                **part_constants(kv.shape, kv.compute_dtype, num_heads, rows, is_wide, tuning),
+                **part_constants(kv.shape, _factor(kv), num_heads, rows, is_wide, tuning),
                 num_warps=tuning.num_warps,
                 num_stages=tuning.wide_stages if is_wide else tuning.num_stages,
             )
@@ -384,6 +384,12 @@ def part_constants(
         "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[dtype],
         "WIDE": is_wide,
     }
+
+
+def _factor(kv: PagedKv) -> torch.dtype:
+    """Return the type that is multiplied: pages of FP8 are exact in float16, and cheaply widened to it."""
+    is_half = kv.compute_dtype.itemsize == torch.float16.itemsize
+    return torch.float16 if kv.widened is not None and is_half else kv.compute_dtype
 
 
 def _columns(head_dim: int) -> int:
