@@ -1,4 +1,7 @@
-"""A ledger has the blocks stored and removed since last asked: the two of the same block cancel out."""
+"""A ledger has the blocks stored and removed since last asked: the two of the same block cancel out.
+
+A radix tree has one, a rank's checkpoints have one, and so has a tree that SGLang tells of.
+"""
 
 from services.values.kv import BlockHash
 

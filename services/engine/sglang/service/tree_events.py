@@ -14,10 +14,11 @@ token alone are one block.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from services.kv.block_hash import extend_hash, scope_seed
+from services.kv.cache_events import BlockLedger
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents
 
@@ -33,28 +34,6 @@ class _Node:
     seed: int
 
 
-@dataclass(slots=True)
-class _News:
-    """One batch comes to this; a block is in at most one of the two."""
-
-    stored: dict[BlockHash, None] = field(default_factory=dict)
-    removed: dict[BlockHash, None] = field(default_factory=dict)
-    cleared: bool = False
-
-    def store(self, block: BlockHash) -> None:
-        if self.removed.pop(block, ...) is ...:
-            self.stored[block] = None
-
-    def remove(self, block: BlockHash) -> None:
-        if self.stored.pop(block, ...) is ...:
-            self.removed[block] = None
-
-    def clear(self) -> None:
-        self.stored.clear()
-        self.removed.clear()
-        self.cleared = True
-
-
 class TreeEventRebuilder:
     """One DP rank has one. It takes memory for a node per page that the tree holds."""
 
@@ -66,6 +45,8 @@ class TreeEventRebuilder:
         self._index_block = index_block
         self._nodes: dict[int, _Node] = {}
         self._num_pages_of: Counter[BlockHash] = Counter()  # Several pages end one where keys are pairs.
+        self._untaken = BlockLedger()
+        self._cleared = False  # What was taken before no longer stands.
         self.unreadable: Counter[str] = Counter()  # By kind it counts events that could not be read.
 
     def __repr__(self) -> str:
@@ -81,51 +62,53 @@ class TreeEventRebuilder:
         After an event that cannot be read no block counts as held but those that are stored from then on,
         from the root.
         """
-        news = _News()
         for event in events:
             try:
-                self._read(event, news)
+                self._read(event)
             except Exception as error:  # These are another's words, whatever is wrong with them.
                 self._count(str(error) if isinstance(error, ProtocolError) else repr(error))
-                self._forget(news)
-        return CacheEvents(tuple(news.stored), tuple(news.removed), news.cleared)
+                self._forget()
+        return self._take()
 
     def forget(self, kind: str) -> CacheEvents:
         """Return what a batch means of which nothing could be read."""
         self._count(kind)
-        news = _News()
-        self._forget(news)
-        return CacheEvents(cleared=news.cleared)
+        self._forget()
+        return self._take()
+
+    def _take(self) -> CacheEvents:
+        cleared, self._cleared = self._cleared, False
+        return CacheEvents(*self._untaken.take(), cleared)
 
     def _count(self, kind: str) -> None:
         known = kind in self.unreadable or len(self.unreadable) < _MAX_KINDS
         self.unreadable[kind if known else "others"] += 1
 
-    def _forget(self, news: _News) -> None:
-        stands = bool(news.stored or self._num_pages_of)
-        self._clear()
-        if stands:  # Else nothing that was reported does.
-            news.clear()
+    def _forget(self) -> None:
+        if self._num_pages_of:  # Else nothing that was reported stands.
+            self._clear()
+        self._nodes.clear()
 
-    def _read(self, event: Mapping[str, Any], news: _News) -> None:
+    def _read(self, event: Mapping[str, Any]) -> None:
         if event.get("medium") not in _OUR_TIER:
             return  # It is not of our pages.
         match event["type"]:
             case "BlockStored":
                 self._check(event)
-                self._store(event, news)
+                self._store(event)
             case "BlockRemoved":
                 for name in event["block_hashes"]:
-                    self._remove(name, news)
+                    self._remove(name)
             case "AllBlocksCleared":
                 self._clear()
-                news.clear()
             case other:
                 raise ProtocolError(f"events of type {other} are not known")
 
     def _clear(self) -> None:
         self._nodes.clear()
         self._num_pages_of.clear()
+        self._untaken.take()
+        self._cleared = True
 
     def _check(self, event: Mapping[str, Any]) -> None:
         if event["block_size"] != self._page_size:
@@ -133,7 +116,7 @@ class TreeEventRebuilder:
         if len(event["token_ids"]) != len(event["block_hashes"]) * self._page_size:
             raise ProtocolError("pages and tokens are not of one number")
 
-    def _store(self, event: Mapping[str, Any], news: _News) -> None:
+    def _store(self, event: Mapping[str, Any]) -> None:
         tokens = _tokens(event["token_ids"])
         node = self._parent(event)
         if node is None:
@@ -143,13 +126,13 @@ class TreeEventRebuilder:
             node = self._child(node, page)
             if self._nodes.get(name) == node:
                 continue
-            self._remove(name, news)  # Its name stood for another block.
+            self._remove(name)  # Its name stood for another block.
             self._nodes[name] = node
             if not node.open_tokens:
                 assert node.block is not None
                 self._num_pages_of[node.block] += 1
                 if self._num_pages_of[node.block] == 1:
-                    news.store(node.block)
+                    self._untaken.note(node.block, stored=True)
 
     def _parent(self, event: Mapping[str, Any]) -> _Node | None:
         parent = event.get("parent_block_hash")
@@ -163,13 +146,13 @@ class TreeEventRebuilder:
             return _Node(parent.block, tokens, parent.seed)
         return _Node(extend_hash(parent.block, tokens, parent.seed), (), parent.seed)
 
-    def _remove(self, name: int, news: _News) -> None:
+    def _remove(self, name: int) -> None:
         node = self._nodes.pop(name, None)
         if node is not None and not node.open_tokens and node.block is not None:
             self._num_pages_of[node.block] -= 1
             if not self._num_pages_of[node.block]:
                 del self._num_pages_of[node.block]
-                news.remove(node.block)
+                self._untaken.note(node.block, stored=False)
 
 
 def _tokens(keys: Sequence[Any]) -> list[int]:

@@ -134,6 +134,11 @@ def test_what_cannot_be_read(subtests):
         assert tree.forget("half of it") == CacheEvents(cleared=True)
         assert tree.forget("half of it") == CacheEvents()
         assert tree.unreadable == {"half of it": 2}
+    with subtests.test("half a block is forgotten like a whole one"):
+        tokens, tree = list(range(8)), rebuilder()
+        tree.rebuild([stored(tokens[:4])])
+        assert tree.forget("half of it") == CacheEvents() and tree.num_pages == 0
+        assert tree.rebuild([stored(tokens, start=4)]) == CacheEvents()
     with subtests.test("kinds of unreadable events do not grow without end"):
         tree = rebuilder()
         tree.rebuild({"type": f"Block{number}"} for number in range(1000))
