@@ -28,7 +28,7 @@ from services.host.parent_death import dying_with_us
 from services.index.keys import ClusterKeys
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
 from services.index.write.publisher import PublisherSettings
-from services.index.write.rank_ledger import Contents, UntoldChanges
+from services.values.kv import BlockHash, CacheEvents
 
 BLOCKS_PER_S = 600.0
 WRITES_PER_S = PublisherSettings().writes_per_s
@@ -121,14 +121,15 @@ async def _fill(etcd: Etcd, keys: ClusterKeys, number: int, held: list[int], log
     each."""
     per_delta = int(BLOCKS_PER_S * 0.05)
     base = len(held) - per_delta * log_deltas
+    blocks = tuple(map(BlockHash, held))
     writer = PrefixWriter(etcd, keys, life(number), LogLimits())
 
     async def no_pause() -> None:
         pass
 
-    await writer.replace(Contents(held[:base]), lambda: 0.0, 0, no_pause)
+    await writer.replace(CacheEvents(blocks[:base], cleared=True), lambda: 0.0, 0, no_pause)
     for start in range(base, len(held), per_delta):
-        await writer.append(UntoldChanges(held[start : start + per_delta]), 0.0, 0)
+        await writer.append(CacheEvents(blocks[start : start + per_delta]), 0.0, 0)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.index.write.hash_ledger import HashLedger
+from services.index.write.rank_ledger import RankLedger
 from services.values.kv import CacheEvents
 
 Blocks = NDArray[np.int64]
@@ -36,8 +36,11 @@ def newest_of(blocks: NDArray[np.uint64]) -> tuple[float, int]:
     return stamped_s(newest), int(np.count_nonzero(blocks >> _RANDOM_BITS == newest >> _RANDOM_BITS))
 
 
-class SimulatedLedger(HashLedger):
-    """`blocks_per_s` new blocks all the time; of more than `capacity` the oldest go."""
+class SimulatedLedger(RankLedger):
+    """`blocks_per_s` new blocks all the time; of more than `capacity` the oldest go.
+
+    What is taken has arrays for tuples: to make those would take longer than all the rest.
+    """
 
     def __init__(self, blocks_per_s: float, capacity: int, clock: Callable[[], float], seed: int) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class SimulatedLedger(HashLedger):
             self._drawn_s = self._taken_s
         super().forget_told()
 
-    def take_delta(self, max_hashes: int) -> tuple["array[int]", "array[int]"]:  # type: ignore[override]
+    def take_delta(self, max_hashes: int) -> CacheEvents:
         count = min(self._num_due(), max_hashes // 2, len(self._ring))
         # Stamped with the time of the oldest: nothing of the delta is older.
         added, oldest = self._draw(count), self._oldest
@@ -78,12 +81,12 @@ class SimulatedLedger(HashLedger):
         self._ring[: count - at_end] = added[at_end:]
         self._oldest = (oldest + count) % len(self._ring)
         self._taken_s, self._drawn_s = self._drawn_s, self._clock()
-        return _packed(added), removed
+        return CacheEvents(_packed(added), removed)  # type: ignore[arg-type]
 
-    def take_snapshot(self) -> "array[int]":  # type: ignore[override]
+    def take_snapshot(self) -> CacheEvents:
         self.take_delta(len(self._ring))
         self.needs_snapshot = False
-        return _packed(self._ring)
+        return CacheEvents(_packed(self._ring), cleared=True)  # type: ignore[arg-type]
 
     def _draw(self, count: int) -> Blocks:
         self._seed += 7919 * count  # another part of what is drawn for every delta

@@ -158,7 +158,7 @@ class HitKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """A radix tree gained and lost this since last asked, as sequence hashes of index blocks.
+    """A rank's cache gained and lost this since last asked, as sequence hashes of index blocks.
 
     A hash appears in at most one of the two: store-then-evict cancels out before it gets here. So it is with
     the resumable ones, at whose end a rank can go on computing. They are held, too; one that is evicted is
@@ -168,7 +168,7 @@ class CacheEvents:
 
     stored: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
-    cleared: bool = False  # Everything earlier is gone, of both kinds.
+    cleared: bool = False  # Everything earlier is gone, of both kinds: so the stored are all that there is.
     resumable_stored: tuple[BlockHash, ...] = ()
     resumable_removed: tuple[BlockHash, ...] = ()
 

@@ -29,11 +29,12 @@ class Rank:
         self.index.begin()
 
     def tell_snapshot(self):
-        self.index.take_snapshot(RANK, self.ledger.take_snapshot())
+        self.index.take_snapshot(RANK, self.ledger.take_snapshot().stored)
         self.ledger.told()
 
     def tell_delta(self):
-        assert self.index.apply_delta(RANK, *self.ledger.take_delta(1 << 16))
+        delta = self.ledger.take_delta(1 << 16)
+        assert self.index.apply_delta(RANK, delta.stored, delta.removed)
         self.ledger.told()
 
 

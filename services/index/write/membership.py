@@ -20,8 +20,8 @@ from services.etcd.lease import EtcdLease
 from services.index.keys import ClusterKeys
 from services.index.registrations import register
 from services.index.schema import Schema, check_schema
-from services.index.write.hash_ledger import HashLedger
 from services.index.write.publisher import Publisher, PublisherSettings
+from services.index.write.rank_ledger import RankLedger
 from services.process.events import first_of
 from services.values.errors import ConfigError, IsthmusError, StaleGeneration
 from services.values.kv import CacheEvents
@@ -47,7 +47,7 @@ class Membership:
         *,
         ttl_s: int = 10,
         publisher_settings: PublisherSettings | None = None,
-        ledger: HashLedger | None = None,
+        ledger: RankLedger | None = None,
     ) -> None:
         self.registered = asyncio.Event()
         self.lease_losses = 0

@@ -26,8 +26,8 @@ from services.index.records import (
     PrefixSnapshot,
     hashes_of,
 )
-from services.index.write.rank_ledger import Contents, UntoldChanges
 from services.values.errors import IsthmusError, ProtocolError, StaleGeneration
+from services.values.kv import CacheEvents
 from services.values.rank import RankId
 from services.wire.etcd import etcd_pb2
 
@@ -110,7 +110,7 @@ class PrefixWriter:
         """Take whatever head is found next for an earlier incarnation's."""
         self._has_ruled = False
 
-    async def append(self, changes: UntoldChanges, age_s: float, lease_id: int) -> None:
+    async def append(self, changes: CacheEvents, age_s: float, lease_id: int) -> None:
         """Write one delta. There must be a log."""
         log = self._log
         assert log is not None, "a delta needs a snapshot to stand on"
@@ -118,10 +118,10 @@ class PrefixWriter:
             self._rank.generation,
             log.epoch,
             self._next_seq,
-            hashes_of(changes.added),
+            hashes_of(changes.stored),
             hashes_of(changes.removed),
             age_s,
-            hashes_of(changes.resumable_added),
+            hashes_of(changes.resumable_stored),
             hashes_of(changes.resumable_removed),
         )
         value = encode_delta(delta)
@@ -133,7 +133,7 @@ class PrefixWriter:
 
     async def replace(
         self,
-        contents: Contents,
+        contents: CacheEvents,
         age_s: Callable[[], float],
         lease_id: int,
         pause: Callable[[], Awaitable[None]],
@@ -157,7 +157,7 @@ class PrefixWriter:
             num_chunks += 1
         revision = await self._flip(chunks, num_chunks, age_s(), stand, lease_id)
         self._has_ruled = True
-        num_hashes = len(contents.held) + len(contents.resumable)
+        num_hashes = len(contents.stored) + len(contents.resumable_stored)
         self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
@@ -232,9 +232,9 @@ class PrefixWriter:
         return result.revision
 
 
-def _parts(contents: Contents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
+def _parts(contents: CacheEvents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
     """Yield the snapshot's chunks: at most `size` hashes together, the resumable ones in the last of them."""
-    held, resumable = contents.held, contents.resumable
+    held, resumable = contents.stored, contents.resumable_stored
     for start in range(0, len(held) + len(resumable), size):
         first, end = max(0, start - len(held)), max(0, start + size - len(held))
         yield hashes_of(held[start : start + size]), hashes_of(resumable[first:end])

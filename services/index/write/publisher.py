@@ -23,7 +23,6 @@ from services.etcd.etcd_errors import EtcdNoSpace, LeaseNotFound
 from services.index.degraded import Degraded, reason_of
 from services.index.keys import ClusterKeys
 from services.index.write.flush_pace import FlushPace
-from services.index.write.hash_ledger import HashLedger
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
 from services.index.write.rank_ledger import RankLedger
 from services.values.errors import IsthmusError, StaleGeneration
@@ -54,7 +53,7 @@ class Publisher:
         keys: ClusterKeys,
         rank: RankId,
         settings: PublisherSettings | None = None,
-        ledger: HashLedger | None = None,
+        ledger: RankLedger | None = None,
     ) -> None:
         # Another incarnation's head was found where ours was; the registration tells which is the later one.
         self.disputed = asyncio.Event()
@@ -67,7 +66,7 @@ class Publisher:
         self._rank = rank
         self._settings = settings or PublisherSettings()
         self.pace = FlushPace(self._settings.flush_s, self._settings.writes_per_s)
-        self._ledger = RankLedger(ledger)
+        self._ledger = ledger or RankLedger()
         self._writer = PrefixWriter(etcd, keys, rank, self._settings.log)
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.index.write.hash_ledger import HashLedger
-from services.index.write.rank_ledger import Contents, RankLedger, UntoldChanges
+from services.index.write.rank_ledger import RankLedger
 from services.values.kv import BlockHash, CacheEvents
 
 
@@ -22,40 +21,102 @@ def told_everything(*told: CacheEvents) -> RankLedger:
     return ledger
 
 
+def test_store_and_evict_cancel_out(subtests: pytest.Subtests) -> None:
+    with subtests.test("store then evict cancels out"):
+        ledger = told_everything()
+        ledger.record(events(stored=(1, 2)), now=0.0)
+        ledger.record(events(removed=(2, 1)), now=0.0)
+        assert not ledger.has_news and ledger.age_s(9.0) == 0.0
+    with subtests.test("evict then store is told again and can still be evicted"):
+        ledger = told_everything(events(stored=(1,)))
+        ledger.record(events(removed=(1,)), now=0.0)
+        ledger.record(events(stored=(1,)), now=0.0)
+        ledger.record(events(removed=(1,)), now=0.0)
+        assert ledger.take_delta(10) == events(removed=(1,))
+        ledger.record(events(stored=(1,)), now=0.0)
+        ledger.record(events(removed=(1,)), now=0.0)
+        assert not ledger.has_news  # etcd has heard that it is gone
+        ledger.record(events(stored=(1,)), now=0.0)
+        assert ledger.take_delta(10) == events(stored=(1,))
+
+
+def test_news_and_its_age(subtests: pytest.Subtests) -> None:
+    with subtests.test("age is that of the oldest untold event"):
+        ledger = told_everything()
+        ledger.record(events(stored=(1,)), now=10.0)
+        ledger.record(events(stored=(2,)), now=11.0)
+        assert ledger.age_s(12.5) == 2.5
+        assert ledger.take_delta(1) == events(stored=(1,))
+        assert ledger.age_s(12.5) == 2.5  # the rest may be as old as the first
+        ledger.take_delta(1)
+        assert ledger.age_s(12.5) == 0.0
+    with subtests.test("what does not reach etcd is as old as before"):
+        ledger = told_everything()
+        ledger.record(events(stored=(1,)), now=10.0)
+        ledger.take_delta(10)
+        assert ledger.age_s(11.0) == 0.0
+        ledger.forget_told()
+        assert ledger.age_s(12.0) == 2.0
+        ledger.record(events(removed=(2,)), now=12.0)
+        assert ledger.age_s(12.0) == 2.0
+        ledger.take_snapshot()
+        ledger.forget_told()
+        assert ledger.age_s(13.0) == 3.0
+        ledger.take_snapshot()
+        ledger.told()
+        ledger.forget_told()  # a new lease: all is told again, but nothing is news
+        assert ledger.age_s(14.0) == 0.0
+    with subtests.test("too much news becomes a snapshot"):
+        ledger = RankLedger(max_untold=3)
+        ledger.take_snapshot()
+        ledger.record(events(stored=(1, 2, 3)), now=0.0)
+        assert not ledger.needs_snapshot
+        ledger.record(events(stored=(4,)), now=0.0)
+        assert ledger.needs_snapshot
+        assert set(ledger.take_snapshot().stored) == {1, 2, 3, 4}
+
+
 def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
     with subtests.test("a block is told held and then resumable"):
         ledger = told_everything()
         ledger.record(events(stored=(1, 2, 3), resumable=(3,)), now=0.0)
-        assert ledger.take_delta(2) == UntoldChanges((1, 2), ())
-        assert ledger.take_delta(2) == UntoldChanges((3,), (), (3,), ())
+        assert ledger.take_delta(2) == events((1, 2), ())
+        assert ledger.take_delta(2) == events((3,), (), (3,), ())
         assert not ledger.has_news
     with subtests.test("of a block that is evicted nothing is left"):
         # Even where the engine tells of one kind only.
         ledger = told_everything(events(stored=(1, 2), resumable=(1, 2)))
         ledger.record(events(removed=(2,)), now=0.0)
-        assert ledger.take_delta(9) == UntoldChanges((), (2,), (), (2,))
+        assert ledger.take_delta(9) == events((), (2,), (), (2,))
         ledger.record(events(resumable=(2,)), now=0.0)
         assert not ledger.has_news and ledger.resumable == {1}
     with subtests.test("a point that moves on is news though nothing is stored"):
         ledger = told_everything(events(stored=(1, 2), resumable=(1,)))
         ledger.record(events(resumable=(2,), no_more=(1,)), now=5.0)
         assert ledger.has_news and ledger.age_s(6.5) == 1.5
-        assert ledger.take_delta(9) == UntoldChanges((), (), (2,), (1,))
+        assert ledger.take_delta(9) == events((), (), (2,), (1,))
         assert ledger.taken_age_s(7.0) == 2.0
     with subtests.test("too much news of one kind is a snapshot of both"):
-        ledger = RankLedger(HashLedger(max_untold=2))
+        ledger = RankLedger(max_untold=2)
         ledger.take_snapshot()
         ledger.record(events(stored=(1, 2, 3), resumable=(2,)), now=0.0)
         assert ledger.needs_snapshot
         snapshot = ledger.take_snapshot()
-        assert (set(snapshot.held), set(snapshot.resumable)) == ({1, 2, 3}, {2})
+        assert (set(snapshot.stored), set(snapshot.resumable_stored)) == ({1, 2, 3}, {2})
         assert not ledger.has_news
+    with subtests.test("both kinds together may be too much"):
+        ledger = RankLedger(max_untold=2)
+        ledger.take_snapshot()
+        ledger.record(events(stored=(1,), resumable=(1,)), now=0.0)
+        assert not ledger.needs_snapshot
+        ledger.record(events(stored=(2,)), now=0.0)
+        assert ledger.needs_snapshot
     with subtests.test("who goes on wherever it holds tells no second kind"):
         ledger = RankLedger()
         ledger.record(events(stored=(1, 2)), now=0.0)
-        assert ledger.take_snapshot() == Contents((1, 2), ())
+        assert ledger.take_snapshot() == events(stored=(1, 2), cleared=True)
         ledger.record(events(stored=(3,), removed=(1,)), now=0.0)
-        assert ledger.take_delta(9) == UntoldChanges((3,), (1,))
+        assert ledger.take_delta(9) == events((3,), (1,))
 
 
 blocks = st.lists(st.integers(0, 9), max_size=5, unique=True)
@@ -74,14 +135,17 @@ def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
     held, resumable = told
     if ledger.needs_snapshot:
         contents = ledger.take_snapshot()
-        now = set(contents.held), set(contents.resumable)
+        assert contents.cleared
+        now = set(contents.stored), set(contents.resumable_stored)
     else:
         changes = ledger.take_delta(max_hashes)
-        each = (changes.added, changes.removed, changes.resumable_added, changes.resumable_removed)
+        each = (changes.stored, changes.removed, changes.resumable_stored, changes.resumable_removed)
         assert sum(map(len, each)) <= max_hashes
+        assert not set(changes.stored) & set(changes.removed)
+        assert set(changes.removed) <= held
         # As a mirror takes it in.
         resumable = resumable - set(changes.removed) - set(changes.resumable_removed)
-        now = (held - set(changes.removed)) | set(changes.added), resumable | set(changes.resumable_added)
+        now = (held - set(changes.removed)) | set(changes.stored), resumable | set(changes.resumable_stored)
     if fails:
         ledger.forget_told()
         return told
@@ -93,7 +157,7 @@ def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
 @given(steps)
 def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
     """Of any number at most that many blocks' distance apart a rank can go on."""
-    ledger, held, resumable = RankLedger(HashLedger(max_untold=8)), set[int](), set[int]()
+    ledger, held, resumable = RankLedger(max_untold=8), set[int](), set[int]()
     told: Told = set(), set()
     for step in story:
         match step:
@@ -110,3 +174,39 @@ def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
     while ledger.has_news:
         told = tell(ledger, told, 3, fails=False)
     assert told == (held, resumable)
+
+
+one_kind = st.lists(st.integers(0, 12), max_size=6, unique=True)
+steps_of_one_kind = st.lists(
+    st.one_of(
+        st.tuples(st.just("stored"), one_kind),
+        st.tuples(st.just("removed"), one_kind),
+        st.tuples(st.just("cleared"), one_kind),
+        st.tuples(st.just("tell"), st.integers(1, 4)),
+        st.tuples(st.just("fail"), st.integers(1, 4)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps_of_one_kind)
+def test_what_was_told_ends_up_as_what_is_held(story: list[tuple[str, object]]) -> None:
+    ledger, held = RankLedger(), set[int]()
+    told: Told = set(), set()
+    for verb, argument in story:
+        match verb, argument:
+            case (("tell" | "fail"), int()):
+                told = tell(ledger, told, argument, fails=verb == "fail")
+            case "stored", list():
+                held |= set(argument)
+                ledger.record(events(stored=argument), now=0.0)
+            case "removed", list():
+                held -= set(argument)
+                ledger.record(events(removed=argument), now=0.0)
+            case "cleared", list():
+                held = set(argument)
+                ledger.record(events(stored=argument, cleared=True), now=0.0)
+        assert ledger.held == held
+    while ledger.has_news:
+        told = tell(ledger, told, 3, fails=False)
+    assert told == (held, set())
