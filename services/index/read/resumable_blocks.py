@@ -77,11 +77,18 @@ class ResumableBlocks:
     def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
         """Return each rank's deepest one of the sequence within `most` blocks; ranks that have none are left
         out."""
-        found: dict[RankKey, int] = {}
-        for depth, ranks in self.along(hashes):
-            for key in ranks & most.keys():
-                if depth <= most[key]:
-                    found.setdefault(key, depth)
-            if len(found) == len(most):
-                break
-        return found
+        return deepest(self.along(hashes), most)
+
+
+def deepest(
+    along: Iterable[tuple[int, AbstractSet[RankKey]]], most: Mapping[RankKey, int]
+) -> dict[RankKey, int]:
+    """Return `ResumableBlocks.deepest` of what its `along` yields, or of guesses in the same form."""
+    found: dict[RankKey, int] = {}
+    for depth, ranks in along:
+        for key in ranks & most.keys():
+            if depth <= most[key]:
+                found.setdefault(key, depth)
+        if len(found) == len(most):
+            break
+    return found

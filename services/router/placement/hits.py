@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.index.read.prefix_index import PrefixIndex
-from services.router.placement.candidates import Asked
+from services.index.read.resumable_blocks import deepest
 from services.router.placement.sight import Sight
 from services.router.ranks.balance import Balance
 from services.values.rank import RankKey
@@ -38,7 +38,7 @@ class Hits:
     def of(self, found: Sequence[Found], sight: Sight) -> list[Hit]:
         """One of each rank."""
         asked, now, block, telling = sight.asked, self._balance.clock(), self._block, self.telling
-        resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, asked, now)
+        resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, sight, now)
         trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
         guessed = sight.guessed()
         hits = []
@@ -57,16 +57,16 @@ class Hits:
         return hits
 
     def _resumed(
-        self, telling: dict[RankKey, int], asked: Asked, now: float
+        self, telling: dict[RankKey, int], sight: Sight, now: float
     ) -> dict[RankKey, tuple[int, int]]:
         """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
         if not telling:
             return {}
-        hashes, balance, block = asked.hashes, self._balance, self._block
+        asked, balance, block = sight.asked, self._balance, self._block
         furthest = asked.most_reused // block
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
-        matched = self._index.resume_points.deepest(hashes, most)
-        guessed = balance.resume_guesses.deepest(hashes, dict.fromkeys(telling, furthest), now)
+        matched = self._index.resume_points.deepest(asked.hashes, most)
+        guessed = deepest(sight.guessed().resumable(), dict.fromkeys(telling, furthest))
         resumed = {}
         for key in telling:
             tokens = matched.get(key, 0) * block

@@ -70,8 +70,7 @@ class Outcomes:
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
-        self._predict(computing, hashes, ttl_s)
-        self._predict_resuming(computing, hashes, prompt_tokens, ttl_s)
+        self._predict(computing, hashes, ttl_s, prompt_tokens)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
         self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
 
@@ -89,8 +88,8 @@ class Outcomes:
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
-            self._predict(rank, hashes, _PREDICTION_S)
-        self._predict_resuming(prefill or decode, hashes, admitted.prompt_tokens, _PREDICTION_S)
+            computed = admitted.prompt_tokens if rank == (prefill or decode) else 0
+            self._predict(rank, hashes, _PREDICTION_S, computed)
 
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
@@ -102,26 +101,23 @@ class Outcomes:
         for end in range((len(longer) + 1) * block, len(all_ids), block):
             parent = longer[-1] if longer else None
             longer.append(extend_hash(parent, all_ids[end - block : end], seed))
-        self._predict(decode, longer, _PREDICTION_S)
-        if len(longer) > len(hashes) or chosen.plan is Plan.LOCAL:  # else it passed no block's end
-            self._predict_resuming(decode, longer, len(all_ids), _PREDICTION_S)
+        passed_a_block = len(longer) > len(hashes) or chosen.plan is Plan.LOCAL
+        self._predict(decode, longer, _PREDICTION_S, len(all_ids) if passed_a_block else 0)
 
     def ended(self, request_id: str) -> None:
         """Note that it is in flight no more, however it ended."""
         self._believed.pop(request_id, None)
         self._balance.ended(request_id)
 
-    def _predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        if rank not in self.cacheless:
-            self._balance.predict(rank, hashes, ttl_s)
-
-    def _predict_resuming(
-        self, rank: RankKey, hashes: Sequence[BlockHash], num_tokens: int, ttl_s: float
+    def _predict(
+        self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float, computed_tokens: int = 0
     ) -> None:
-        """Predict a checkpoint at the last block boundary before the last token, where ranks keep one."""
-        depth = min(len(hashes), (num_tokens - 1) // self._block)
-        if depth and rank in self.telling and rank not in self.cacheless:
-            self._balance.resume_guesses.add(rank, hashes[depth - 1], self._balance.clock(), ttl_s)
+        """Predict that the rank will hold the blocks. Where it computes so many tokens and tells its
+        checkpoints, it will have one at the last block boundary before the last token."""
+        if rank not in self.cacheless:
+            tells = computed_tokens and rank in self.telling
+            resumable = min(len(hashes), (computed_tokens - 1) // self._block) if tells else 0
+            self._balance.predict(rank, hashes, ttl_s, resumable)
 
     def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
         """Return what is believed of a rank. Who computes does not report what it must not reuse."""

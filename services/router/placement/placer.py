@@ -266,9 +266,7 @@ class Placer:
     def _resuming(self, side: _Side, order: LoadOrder, sight: Sight, least: RankKey) -> Iterator[RankKey]:
         """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
         least loaded that may serve: nobody stands before it."""
-        guesses, points = self._balance.resume_guesses, self._index.resume_points
-        hashes = sight.asked.hashes
-        for found in (guesses.along(hashes, self._balance.clock()), points.along(hashes)):
+        for found in (sight.guessed().resumable(), self._index.resume_points.along(sight.asked.hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
                 # Those seen go on further: who was taken of them stands first, or they may not serve.

@@ -16,7 +16,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from services.router.ranks.predictions import Predictions
-from services.router.ranks.resume_guesses import ResumeGuesses
 from services.router.ranks.speeds import Speeds
 from services.router.ranks.trust import Trust
 from services.values.kv import BlockHash
@@ -74,7 +73,6 @@ class Balance:
         """The priors hold until something was measured; `chunk_tokens` is as in PlacementRequest."""
         self.clock = clock
         self.predictions = Predictions()
-        self.resume_guesses = ResumeGuesses()
         self.trust = Trust()
         self.resume_trust = Trust()  # of ranks that tell their resume points, in these
         self.changed: Callable[[RankKey], None] = _nobody_asks
@@ -240,15 +238,16 @@ class Balance:
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
         self.predictions.forget(rank)
-        self.resume_guesses.forget(rank)
         self.trust.forget(rank)
         self.resume_trust.forget(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 
-    def predict(self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0) -> None:
-        """Predict that the rank will soon hold these blocks of a prompt that it was sent; see Predictions."""
-        self.predictions.add(rank, hashes, self.clock(), ttl_s)
+    def predict(
+        self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0, resumable: int = 0
+    ) -> None:
+        """Predict what the rank will soon hold of a prompt that it was sent; see `Predictions.add`."""
+        self.predictions.add(rank, hashes, self.clock(), ttl_s, resumable)
 
 
 @dataclass(frozen=True, slots=True)

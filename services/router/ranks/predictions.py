@@ -1,12 +1,11 @@
-"""Predictions are blocks that ranks will soon hold, guessed from what was sent there. Pure.
+"""Predictions are guesses, from what was sent to a rank, of what it will soon hold and where it can go on.
 
-They are never mixed with the index.
-
-A guess ends by itself: what the rank really holds comes by its own events.
+They are never mixed with the index. A guess ends by itself: what the rank really holds comes by its own
+events. All is pure.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from services.values.kv import BlockHash
 from services.values.rank import RankKey
@@ -15,6 +14,8 @@ _MAX_BLOCKS = 1 << 18
 
 _Until = Mapping[RankKey, float]  # by rank, until when it is guessed to hold a block
 _NONE: _Until = {}
+# It says until when, of which rank and blocks, and after which of these the rank can go on.
+_Guess = tuple[float, RankKey, Sequence[BlockHash], BlockHash | None]
 
 
 class _Run:
@@ -27,12 +28,22 @@ class _Run:
 
 
 class Guessed:
-    """This says of one sequence where each part ends, and until when who is guessed to hold it."""
+    """This says of one sequence who is guessed to hold how much of it, and to go on after which block.
 
-    __slots__ = ("_now", "_parts")
+    `parts` says where each part of it ends, and until when who is guessed to hold that; `resumable` says of
+    any block until when who is guessed to go on after it.
+    """
 
-    def __init__(self, parts: Sequence[tuple[int, _Until]], now: float) -> None:
-        self._parts, self._now = parts, now
+    __slots__ = ("_hashes", "_now", "_parts", "_resumable")
+
+    def __init__(
+        self,
+        hashes: Sequence[BlockHash],
+        parts: Sequence[tuple[int, _Until]],
+        resumable: Mapping[BlockHash, _Until],
+        now: float,
+    ) -> None:
+        self._hashes, self._parts, self._resumable, self._now = hashes, parts, resumable, now
 
     def depth(self, rank: RankKey) -> int:
         """Return how many blocks, from the first on, the rank is guessed to hold."""
@@ -51,9 +62,22 @@ class Guessed:
                 return ranks
         return []
 
+    def resumable(self) -> Iterator[tuple[int, set[RankKey]]]:
+        """Yield where one can go on, deepest first: after how many blocks, and the ranks."""
+        if not (self._resumable and self._parts):
+            return
+        # Each lies in one of the parts: whoever can go on after a block holds it.
+        for depth in range(self._parts[-1][0], 0, -1):
+            if (until_s := self._resumable.get(self._hashes[depth - 1])) is None:
+                continue
+            if ranks := {rank for rank, ends_s in until_s.items() if ends_s > self._now}:
+                yield depth, ranks
+
 
 class Predictions:
     """The oldest guess goes out first, when there are too many.
+
+    A guess is of the first blocks of a sequence; of one of them it may say that the rank can go on after it.
 
     Invariant: of one rank's blocks along a sequence none ends later than those before it, so who is guessed
     to hold a part of one is guessed to hold all before. A block's name says all before it: so a sequence that
@@ -63,16 +87,26 @@ class Predictions:
 
     def __init__(self) -> None:
         self._runs: dict[BlockHash, _Run] = {}
-        self._guesses: deque[tuple[float, RankKey, Sequence[BlockHash]]] = deque()  # until_s, rank, blocks
+        self._resumable: dict[BlockHash, _Until] = {}
+        self._guesses: deque[_Guess] = deque()
         self._num_blocks = 0  # in the guesses
 
-    def add(self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float) -> None:
-        """Guess that the rank will hold these for `ttl_s` at least."""
+    def add(
+        self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float, resumable: int = 0
+    ) -> None:
+        """Guess that the rank will hold these for `ttl_s` at least, and if `resumable` is not 0 be able to go
+        on after so many of them."""
         blocks, until_s = tuple(hashes[:_MAX_BLOCKS]), now + ttl_s
+        point = blocks[resumable - 1] if 0 < resumable <= len(blocks) else None
         # Where the last block is guessed for as long as that, so are those before it.
-        if blocks and self._until(blocks[-1]).get(rank, now) < until_s:
+        is_longer = bool(blocks) and self._until(blocks[-1]).get(rank, now) < until_s
+        if is_longer:
             self._replace(blocks, lambda known: _with(known, rank, until_s))
-            self._guesses.append((until_s, rank, blocks))
+        if point is not None and (known := self._resumable.get(point, _NONE)).get(rank, now) < until_s:
+            self._resumable[point] = _with(known, rank, until_s)
+            is_longer = True
+        if is_longer:
+            self._guesses.append((until_s, rank, blocks, point))
             self._num_blocks += len(blocks)
         while self._guesses and (self._guesses[0][0] <= now or self._num_blocks > _MAX_BLOCKS):
             self._drop(*self._guesses.popleft())
@@ -84,19 +118,26 @@ class Predictions:
         while position < len(hashes) and (run := self._runs.get(hashes[position])) is not None:
             position = self._end_in(run, hashes, position)
             parts.append((position, run.until_s))
-        return Guessed(parts, now)
+        return Guessed(hashes, parts, self._resumable, now)
 
     def forget(self, rank: RankKey) -> None:
         """Drop all guesses of the rank, in O(all guesses)."""
         kept = deque(guess for guess in self._guesses if guess[1] != rank)
-        for _, of_rank, blocks in self._guesses:
+        for _, of_rank, blocks, point in self._guesses:
             if of_rank == rank:
-                self._drop(float("inf"), rank, blocks)
+                self._drop(float("inf"), rank, blocks, point)
         self._guesses = kept
 
-    def _drop(self, until_s: float, rank: RankKey, blocks: Sequence[BlockHash]) -> None:
+    def _drop(
+        self, until_s: float, rank: RankKey, blocks: Sequence[BlockHash], point: BlockHash | None
+    ) -> None:
         self._num_blocks -= len(blocks)
         self._replace(blocks, lambda known: _without(known, rank, until_s))
+        if point is not None and (known := self._resumable.get(point)) is not None:
+            if left := _without(known, rank, until_s):
+                self._resumable[point] = left
+            else:
+                del self._resumable[point]
 
     def _end_in(self, run: _Run, hashes: Sequence[BlockHash], begin: int) -> int:
         """Return where the part of a sequence ends that is in the run that begins there."""

@@ -172,7 +172,8 @@ def test_decode_can_soon_go_on_at_the_last_block_that_the_answer_passed(subtests
             found = replace(admitted(0, 0, plan), prompt_tokens=38 * BLOCK + 7)
             router.placer.outcomes.admitted("a", prompt, chosen, found)
             router.placer.outcomes.finished(prompt, chosen, range(38 * BLOCK + 7 + num_tokens), 0)
-            guesses = router.balance.resume_guesses
-            found = [depth for depth, ranks in guesses.along(prompt, router.now) if decode in ranks]
+            predictions = router.balance.predictions
+            guessed = predictions.of(prompt, router.now).resumable()
+            found = [depth for depth, ranks in guessed if decode in ranks]
             assert found == ([38] if plan is Plan.LOCAL else [])
-            assert guesses._points.num_blocks(decode) == (soon > 0)
+            assert sum(decode in ranks for ranks in predictions._resumable.values()) == (soon > 0)

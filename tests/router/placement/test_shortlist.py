@@ -69,9 +69,7 @@ def test_of_many_that_go_on_where_they_kept_a_state_the_best_are_looked_at(decod
         router.waits(rank, tokens)
     guess = data.draw(st.none() | st.tuples(st.sampled_from(router.decodes + router.prefills), held))
     if guess is not None and guess[1]:
-        rank, depth = guess[0].id.key, guess[1]
-        router.balance.predict(rank, HASHES[:depth])
-        router.balance.resume_guesses.add(rank, HASHES[depth - 1], router.now, 5.0)
+        router.balance.predict(guess[0].id.key, HASHES[: guess[1]], resumable=guess[1])
     asked = router.asked(plans=plans)
     every, few = router.placer.explain(asked, 0.5), router.placer.place(asked, 0.5)
     assert few.chosen.total_s == pytest.approx(every.chosen.total_s)

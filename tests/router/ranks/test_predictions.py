@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ranks.observed import D0, D1, hashes, known, predicted
+from router.ranks.observed import D0, D1, P0, hashes, known, predicted
+from services.index.read.resumable_blocks import deepest
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
@@ -48,9 +49,9 @@ def test_matches_are_those_of_the_guesses_that_have_not_ended(guesses, asked, fo
 def test_nothing_is_left_of_what_has_ended():
     predictions = Predictions()
     for index in range(100):
-        predictions.add(RANKS[index % 3], SEQUENCES[index % 3], float(index), 1.0)
+        predictions.add(RANKS[index % 3], SEQUENCES[index % 3], float(index), 1.0, resumable=index % 5)
     predictions.add(RANKS[0], [], 1_000.0, 1.0)
-    assert not predictions._runs
+    assert not predictions._runs and not predictions._resumable
     assert predictions._num_blocks == 0
 
 
@@ -94,7 +95,7 @@ def test_a_rank_is_forgotten_that_was_guessed_of_twice():
     predictions.add(RANKS[0], SEQUENCES[0], 0.0, 1.0)
     predictions.add(RANKS[0], SEQUENCES[0], 0.5, 1.0)
     predictions.forget(RANKS[0])
-    assert not predictions._runs
+    assert not predictions._runs and not predictions._resumable
     assert predictions._num_blocks == 0
 
 
@@ -139,3 +140,53 @@ def test_predictions_are_bounded_oldest_out_first(balance, monkeypatch):
     assert matched == [0, 2, 2]
     balance.predict(D0, hashes(*range(10)))
     assert predicted(balance, D0, hashes(*range(10))) == 4
+
+
+BLOCKS = hashes(*range(1, 8))
+points = st.tuples(st.sampled_from([D0, D1, P0]), st.integers(1, 7), st.floats(0.1, 10), st.floats(0, 3))
+
+
+@given(st.lists(points, max_size=20), st.integers(0, 7), st.none() | st.sampled_from([D0, D1, P0]))
+def test_the_deepest_is_that_of_the_guesses_that_have_not_ended(told, most, forgotten):
+    """Where ranks will soon be able to go on."""
+    predictions, live, now = Predictions(), [], 0.0
+    for index, (rank, depth, ttl_s, passed_s) in enumerate(told):
+        now += passed_s
+        predictions.add(rank, BLOCKS[:depth], now, ttl_s, resumable=depth)
+        live.append((rank, depth, now + ttl_s))
+        if forgotten is not None and index == len(told) // 2:
+            predictions.forget(forgotten)
+            live = [guess for guess in live if guess[0] != forgotten]
+    depths = {
+        rank: [depth for of_rank, depth, until_s in live if of_rank == rank and until_s > now]
+        for rank in (D0, D1, P0)
+    }
+    expected = {rank: max((d for d in found if d <= most), default=0) for rank, found in depths.items()}
+    guessed = predictions.of(BLOCKS, now)
+    found = deepest(guessed.resumable(), dict.fromkeys(depths, most))
+    assert found == {rank: depth for rank, depth in expected.items() if depth}
+    assert dict(guessed.resumable()) == {
+        depth: {rank for rank in depths if depth in depths[rank]}
+        for depth in range(1, 8)
+        if any(depth in of_rank for of_rank in depths.values())
+    }
+    predictions.add(D0, BLOCKS, now + 100, 0.0)
+    assert not predictions._runs and not predictions._resumable and not predictions._guesses
+
+
+def test_where_a_rank_can_go_on_is_guessed_of_any_block_and_for_its_own_time():
+    predictions = Predictions()
+    predictions.add(D0, BLOCKS, 0.0, 9.0, resumable=7)
+    predictions.add(D0, BLOCKS, 0.0, 5.0, resumable=3)  # all blocks are guessed for longer already
+    predictions.add(D0, BLOCKS[:5], 1.0, 5.0)
+    assert list(predictions.of(BLOCKS, 4.0).resumable()) == [(7, {D0}), (3, {D0})]
+    assert list(predictions.of(BLOCKS[:6], 4.0).resumable()) == [(3, {D0})]
+    assert list(predictions.of(BLOCKS, 5.0).resumable()) == [(7, {D0})]
+
+
+def test_of_too_many_guesses_the_oldest_goes_with_where_one_can_go_on(monkeypatch):
+    monkeypatch.setattr(predictions_module, "_MAX_BLOCKS", 12)
+    predictions = Predictions()
+    for depth, ttl_s in ((7, 5.0), (6, 1.0), (4, 3.0)):
+        predictions.add(RANKS[depth % 3], BLOCKS[:depth], 0.0, ttl_s, resumable=depth)
+    assert [depth for depth, _ in predictions.of(BLOCKS, 0.5).resumable()] == [6, 4]
