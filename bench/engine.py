@@ -39,6 +39,7 @@ from bench.report import Row, spread, table, write_json
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
+from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.grammar.grammars import Grammars
 from services.values.kv import PageId
@@ -293,7 +294,9 @@ def _sampling_row(
         Chunk(history[-1:], len(history) - 1, [], True, replace(params, seed=row), history, len(history) // 2)
         for row in range(len(logits))
     ]
-    taken = alternate({"sampling": lambda: sample(logits, chunks)}, rounds)["sampling"]
+    # As the runner chooses: on a GPU by kernels.
+    choose = open_sampler(logits.device, logits.shape[1], logits.dtype) or sample
+    taken = alternate({"sampling": lambda: choose(logits, chunks)}, rounds)["sampling"]
     return {"batch": len(logits), "sampling": case, "ms": median(taken) * 1e3, "spread": spread(taken)}
 
 

@@ -22,7 +22,7 @@ from bench.gpu.cells import Cell, run_cells
 from bench.gpu.draft_rounds import draft_rows
 from bench.gpu.model import dtype_on, size_on
 from bench.gpu.products import ROWS, copy_row, product_rows
-from bench.gpu.sweep import GRID, OWN, Heads, best_constants, best_of, sweep_rows
+from bench.gpu.sweep import FLOAT8_GRID, GRID, OWN, Heads, best_constants, best_of, sweep_rows
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row
 
@@ -56,7 +56,9 @@ def attention(device: torch.device) -> list[Row]:
     torch.cuda.empty_cache()
     best = best_constants(model, 3)
     other = sweep_rows(Heads(32, 8), batches, 2048, [OWN, *best], programs, device)
-    return told(model, 4) + told(other, 3)
+    torch.cuda.empty_cache()
+    float8 = sweep_rows(Heads(20, 10), batches, 2048, [OWN, *FLOAT8_GRID], (2, 4), device, in_float8=True)
+    return told(model, 2) + told(other, 2) + told(float8, 5)
 
 
 def told(rows: list[Row], num_best: int) -> list[Row]:

@@ -165,6 +165,7 @@ class Steps:
                 page_size=self.plan.page_size,
                 num_threads=self.plan.num_threads,
                 max_rows=max(self.plan.batches),
+                max_prompt_tokens=self.plan.chunk_size,
                 **WAYS[way],
             )
         except Exception as error:

@@ -48,6 +48,7 @@ class Heads:
 
 
 GRID = [Constants(*each) for each in product((2, 3, 4), (4, 8), (64, 128))]
+FLOAT8_GRID = [Constants(*each) for each in product((2, 3, 4, 5), (4, 8), (64, 128))]
 OWN = Constants()
 
 
@@ -60,13 +61,16 @@ def sweep_rows(
     device: torch.device,
     num_layers: int = 18,
     page_size: int = 64,
+    in_float8: bool = False,
 ) -> list[Row]:
-    """Return a row for each batch, setting and number of programs a processor."""
+    """Return a row for each batch, setting and number of programs a processor; K and V may be `in_float8`."""
     room = context // page_size + 1
     shape = PageShape(num_layers, heads.kv, page_size, heads.dim, heads.dim)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     numbers = torch.empty(max(batches) * room * shape.page_numbers, dtype=dtype, device=device)
     kv = PagedKv(numbers.normal_(), shape)
+    if in_float8:
+        kv = PagedKv(numbers.to(torch.float8_e4m3fn), shape, dtype)
     rows = []
     for setting, batch, per_processor in product(settings, batches, programs):
         rows.append(_row(heads, kv, batch, context, setting, per_processor))
@@ -123,7 +127,7 @@ def attending(setting: Constants) -> AttendParts:
 
 def _row(heads: Heads, kv: PagedKv, batch: int, context: int, setting: Constants, per_processor: int) -> Row:
     row: Row = {
-        "heads": f"{heads.query}/{heads.kv}",
+        "heads": f"{heads.query}/{heads.kv}" + " fp8" * (kv.widened is not None),
         "rows": batch,
         "constants": "own" if setting == OWN else f"{setting.stages} {setting.warps} {setting.slots}",
         "programs": per_processor,

@@ -58,7 +58,7 @@ def all_kernels(capability, cases):
         kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape, widened)
         for is_wide, rows in enumerate(rows_of(kv, NUM_KV_HEADS * group)):
             heads = NUM_KV_HEADS * group
-            constants = triton_kernel.part_constants(shape, kv.compute_dtype, heads, rows, is_wide)
+            constants = triton_kernel.part_constants(shape, triton_kernel._factor(kv), heads, rows, is_wide)
             num_stages = TUNING.wide_stages if is_wide else TUNING.num_stages
             options = {"num_warps": TUNING.num_warps, "num_stages": num_stages}
             yield compiled(triton_kernel._attend_part, capability, kv, constants, **options)
