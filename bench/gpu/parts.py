@@ -47,6 +47,8 @@ def parts(
         _tests("kernels", 200),
         _tests("prompts", 120),
         _tests("graphs", 150),
+        _tests("fused", 120),
+        _tests("sampling", 90),
         _tests("transport", 60),
         _tests("exactness", 120),
         _tests("half", 90),
