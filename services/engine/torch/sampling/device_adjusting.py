@@ -51,8 +51,10 @@ class Histories:
                 ids = np.empty(2 * length, np.int64)
                 ids[: known.count] = known.ids[: known.count]
                 known.ids = ids
-            known.ids[known.count : length] = history[known.count :]
-            require_ids(known.ids[known.count : length], self._vocab_size)
+            new = history[known.count :]
+            if min(new) < 0 or max(new) >= self._vocab_size:
+                raise IndexError(f"ids from {min(new)} to {max(new)}, of a vocabulary of {self._vocab_size}")
+            known.ids[known.count : length] = new
             known.count = length
         return known.ids[: known.count]
 

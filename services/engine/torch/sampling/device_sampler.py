@@ -8,10 +8,12 @@ runner starts.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,8 @@ _Fields = tuple[float, ...]
 _BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels' scratch
 _FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
 _COLDEST = 1e-30  # What is colder draws alike: float32 has no logits so near to each other.
+
+_LOG2_E = math.log2(math.e)
 
 _TRIED_ROWS = 32
 _NEAR = 1e-5  # A point so far off may find another id where sums are rounded.
@@ -221,14 +225,24 @@ def _taken(values: Tensor, rows: Sequence[int]) -> Tensor:
     return values.index_select(0, taken)
 
 
-def _fields(chunk: Chunk, place: int, vocab_size: int) -> _Fields:
+def fields_of(
+    place: int, temperature: float, top_p: float, min_p: float, point: float, top_k: int
+) -> _Fields:
     """Return the row's part of the table, in the order that draw_kernels.py says."""
+    if temperature == 0:
+        return (place, 0.0, top_p, min_p, point, top_k, 0.0, 0.0)
+    inverse = 1 / max(temperature, _COLDEST)
+    factor = inverse * _LOG2_E
+    high = float(np.float32(factor))
+    return (place, inverse, top_p, min_p, point, top_k, high, float(np.float32(factor - high)))
+
+
+def _fields(chunk: Chunk, place: int, vocab_size: int) -> _Fields:
     params = chunk.sampling
     if params.greedy:
-        return (place, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return fields_of(place, 0.0, 1.0, 0.0, 0.0, 0)
     top_k = params.top_k if params.top_k < vocab_size else 0
-    inverse = 1 / max(params.temperature, _COLDEST)
-    return (place, inverse, params.top_p, params.min_p, uniform_of(chunk), top_k, 0.0, 0.0)
+    return fields_of(place, params.temperature, params.top_p, params.min_p, uniform_of(chunk), top_k)
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:

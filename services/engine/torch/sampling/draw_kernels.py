@@ -36,8 +36,9 @@ from services.engine.torch.sampling.draw_weights import (
     units_of,
 )
 
-# Columns of a table of rows; `INVERSE` is of the temperature, 0 where the highest is taken.
-ROW, INVERSE, TOP_P, MIN_P, POINT, TOP_K = range(6)
+# Columns of a table of rows. `INVERSE` is of the temperature, 0 where the highest is taken; `FACTOR` is
+# that times log2(e), in float32, and the last column what it lacks then, in float32.
+ROW, INVERSE, TOP_P, MIN_P, POINT, TOP_K, FACTOR = range(7)
 FIELDS = 8
 MAX_VOCAB_SIZE = 1 << 20  # The weights of more would not fit into an integer.
 
@@ -47,7 +48,7 @@ _NUM_WARPS = 8
 
 _FIELDS = tl.constexpr(FIELDS)
 _INVERSE, _TOP_P, _MIN_P = tl.constexpr(INVERSE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
-_POINT, _TOP_K = tl.constexpr(POINT), tl.constexpr(TOP_K)
+_POINT, _TOP_K, _FACTOR = tl.constexpr(POINT), tl.constexpr(TOP_K), tl.constexpr(FACTOR)
 _FARTHEST = tl.constexpr(29.9)  # e to the minus this rounds to no unit: it is 43.1 times log(2)
 _WAYS = tl.constexpr(8)  # of a digit, of two
 _DIGITS = tl.constexpr(64)
@@ -142,7 +143,7 @@ def _add_up(
         ids = stripe * STRIPE + tl.arange(0, STRIPE)
         values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
         distances = distances_of(values, peak, inverse)
-        units = units_of(distances, inverse)
+        units = units_of(distances, table + _FACTOR)
         measured = tl.where(top_k > 0, (units > 0).to(tl.int64), units)
         digits = _digits(distances, inverse, peak - lowest)
         sums += nth * 2 * _WAYS * NUM_STRIPES
@@ -183,7 +184,7 @@ def _gather(
         ids = stripe * STRIPE + tl.arange(0, STRIPE)
         values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
         distances = distances_of(values, peak, inverse)
-        units = units_of(distances, inverse)
+        units = units_of(distances, table + _FACTOR)
         sums += nth * 2 * _WAYS * NUM_STRIPES
         held = _held(sums, at, is_stripe, NUM_STRIPES)
         wanted = _wanted(held, top_k, top_p)
@@ -197,13 +198,15 @@ def _gather(
 
 
 @triton.jit
-def _candidates_from(logits, candidates, start, count, peak, inverse, key, last_id, CHUNK: tl.constexpr):
+def _candidates_from(
+    logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK: tl.constexpr
+):
     """Return the ids, keys and units of some candidates; no units where they are not kept."""
     nth = start + tl.arange(0, CHUNK)
     ids = tl.load(candidates + nth, mask=nth < count, other=0)
     values = loaded(logits, ids, nth < count)
     keys = keys_of(values)
-    units = units_of(distances_of(values, peak, inverse), inverse)
+    units = units_of(distances_of(values, peak, inverse), table + _FACTOR)
     is_kept = (keys > key) | ((keys == key) & (ids <= last_id))
     return ids, keys, tl.where(is_kept, units, 0)
 
@@ -253,7 +256,7 @@ def _settle(
                 total = tl.full([], 0, tl.int64)
                 for start in range(0, count, CHUNK):
                     ids, keys, units = _candidates_from(
-                        logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                        logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK
                     )
                     low = tl.minimum(low, tl.min(tl.where(units > 0, keys, 2**63 - 1), 0))
                     high = tl.maximum(high, tl.max(tl.where(units > 0, keys, _LOWEST_KEY), 0))
@@ -270,7 +273,7 @@ def _settle(
                         held = tl.zeros([_STEPS], tl.int64) + above
                         for start in range(0, count, CHUNK):
                             ids, keys, units = _candidates_from(
-                                logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                                logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK
                             )
                             measured = tl.where(by_units == 1, units, (units > 0).to(tl.int64))
                             held += tl.sum(tl.where(keys[:, None] >= tried[None, :], measured[:, None], 0), 0)
@@ -283,7 +286,7 @@ def _settle(
                     num_equal = tl.full([], 0, tl.int64)
                     for start in range(0, count, CHUNK):
                         ids, keys, units = _candidates_from(
-                            logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                            logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK
                         )
                         measured = tl.where(by_units == 1, units, (units > 0).to(tl.int64))
                         lacking -= tl.sum(tl.where(keys > low, measured, 0), 0)
@@ -301,7 +304,7 @@ def _settle(
                         reached = tl.zeros([_STEPS], tl.int64)
                         for start in range(0, count, CHUNK):
                             ids, keys, units = _candidates_from(
-                                logits, candidates, start, count, peak, inverse, key, last_id, CHUNK
+                                logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK
                             )
                             is_equal = (keys == low) & (units > 0)
                             is_reached = is_equal[:, None] & (ids.to(tl.int64)[:, None] <= tried[None, :])
@@ -316,8 +319,9 @@ def _settle(
 
 
 @triton.jit
-def _kept_units(values, ids, peak, inverse, min_p, key, last_id):
-    keys, units = keys_of(values), units_of(distances_of(values, peak, inverse), inverse)
+def _kept_units(values, ids, table, peak, inverse, key, last_id):
+    min_p = tl.load(table + _MIN_P)
+    keys, units = keys_of(values), units_of(distances_of(values, peak, inverse), table + _FACTOR)
     is_kept = (keys > key) | ((keys == key) & (ids <= last_id))
     return tl.where(is_kept & (units >= (min_p * UNIT).to(tl.int64)), units, 0)
 
@@ -344,7 +348,7 @@ def _sum_kept(
         key, last_id = tl.load(cuts + nth * 2), tl.load(cuts + nth * 2 + 1)
         ids = stripe * STRIPE + tl.arange(0, STRIPE)
         values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
-        units = _kept_units(values, ids, peak, inverse, tl.load(table + _MIN_P), key, last_id)
+        units = _kept_units(values, ids, table, peak, inverse, key, last_id)
         tl.store(kept + nth * NUM_STRIPES + stripe, tl.sum(units, 0))
 
 
@@ -380,7 +384,7 @@ def _choose(
         point -= tl.sum(tl.where(at < stripe, held, 0), 0)
         ids = stripe * STRIPE + tl.arange(0, STRIPE)
         values = loaded(logits, ids, ids < vocab_size)
-        units = _kept_units(values, ids, peak, inverse, tl.load(table + _MIN_P), key, last_id)
+        units = _kept_units(values, ids, table, peak, inverse, key, last_id)
         passed = tl.sum((tl.cumsum(units, 0) <= point).to(tl.int32), 0)
         tl.store(chosen + nth, (stripe * STRIPE + passed).to(tl.int64))
     else:

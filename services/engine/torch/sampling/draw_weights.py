@@ -1,11 +1,8 @@
 """Logits are loaded, ordered and weighed here, in Triton, by the kernels that draw."""
 
-import math
-
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 UNIT = tl.constexpr(2.0**42)
 BOTTOM = tl.constexpr(40.0)  # What is so many temperatures below the peak weighs far less than a unit.
 SHIFT = tl.constexpr(1.5 * 2.0**23)  # its bits are 0x4B400000
@@ -39,14 +36,13 @@ def distances_of(values, peak, inverse):
 
 
 @triton.jit
-def units_of(distances, inverse):
+def units_of(distances, factor):
     """Return their weights, 2**(whole + fraction) of the peak's each. Kernels must agree on these to the bit.
 
-    So what a compiler may contract or not, as it likes, is fused here, or exact.
+    So what a compiler may contract or not, as it likes, is fused here, or exact. `factor` points to two
+    numbers that both fit into float32.
     """
-    factor = inverse * LOG2_E
-    high = factor.to(tl.float32)
-    low = (factor - high.to(tl.float64)).to(tl.float32)
+    high, low = tl.load(factor).to(tl.float32), tl.load(factor + 1).to(tl.float32)
     # What is added pushes the fraction out, and leaves the whole number in the lowest bits.
     shifted = tl.fma(distances, high, SHIFT)
     fraction = tl.fma(distances, low, tl.fma(distances, high, -(shifted - SHIFT)))
