@@ -1,7 +1,8 @@
 """Triton kernels draw a token for each of some rows of logits, on a GPU, by what highest the rows hold.
 
     1. _find_peaks   each stripe's highest and lowest logit
-    2. _add_up       twice, where top_k or top_p cut: what the logits down to 8 distances from the peak hold
+    2. _add_up       what the logits down to 8 distances from the peak hold: thrice, each within one of the
+                     last ones, and this and the next two only where top_k or top_p cut
     3. _gather       which ids lie where the cut must be
     4. _settle       the cut itself: a logit, and the last id that is kept among those equal to it
     5. _sum_kept     what each stripe holds of that is kept, min_p regarded
@@ -50,23 +51,19 @@ _FIELDS = tl.constexpr(FIELDS)
 _INVERSE, _TOP_P, _MIN_P = tl.constexpr(INVERSE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _POINT, _TOP_K, _FACTOR = tl.constexpr(POINT), tl.constexpr(TOP_K), tl.constexpr(FACTOR)
 _FARTHEST = tl.constexpr(29.9)  # e to the minus this rounds to no unit: it is 43.1 times log(2)
-_WAYS = tl.constexpr(8)  # of a digit, of two
-_DIGITS = tl.constexpr(64)
+WAYS, LEVELS = 8, 3  # The distances' numbers have so many octal digits.
+_WAYS, _LEVELS, _BINS = tl.constexpr(WAYS), tl.constexpr(LEVELS), tl.constexpr(WAYS**LEVELS)
 _STEPS = tl.constexpr(16)
 _LOWEST_KEY = tl.constexpr(-(2**63))
 _LAST_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _digits(distances, inverse, width):
-    """Return distances as two digits: of what weighs anything, where a row's logits lie `width` apart.
-
-    They are counted in powers of two, so that all kernels round alike.
-    """
+def _bins(distances, inverse, width):
+    """Return numbers of distances: of what weighs anything, where a row's logits lie `width` apart."""
     farthest = tl.maximum(tl.minimum((1 / inverse) * _FARTHEST, width), 1e-30)
-    exponent = (1 / farthest).to(tl.int64, bitcast=True) & 0x7FF0000000000000
-    scale = (exponent.to(tl.float64, bitcast=True) * _DIGITS).to(tl.float32)
-    return tl.minimum(-distances * scale, _DIGITS - 1.0).to(tl.int32)
+    scale = ((1 / farthest) * _BINS).to(tl.float32)
+    return tl.minimum(-distances * scale, _BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -99,6 +96,22 @@ def _digit(held, wanted):
 
 
 @triton.jit
+def _cut_bin(sums, at, is_stripe, top_k, top_p, levels, NUM_STRIPES: tl.constexpr):
+    """Return the first digits of the bin that the cut is in, what must be held, and what lies above it."""
+    ways = tl.arange(0, _WAYS)
+    chosen = tl.full([], 0, tl.int32)
+    wanted, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for level in range(0, levels):
+        held = _held(sums + level * _WAYS * NUM_STRIPES, at, is_stripe, NUM_STRIPES)
+        if level == 0:
+            wanted = _wanted(held, top_k, top_p)
+        digit = _digit(held, wanted)
+        above = tl.maximum(above, tl.max(tl.where(ways < digit, held, 0), 0))
+        chosen = chosen * _WAYS + digit
+    return chosen, wanted, above
+
+
+@triton.jit
 def _find_peaks(logits, stride, vocab_size, table, bounds, counts, cuts, STRIPE: tl.constexpr):
     """It also makes what the next kernels change: no candidates, and a cut below all."""
     nth, stripe, num_stripes = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -118,7 +131,7 @@ def _find_peaks(logits, stride, vocab_size, table, bounds, counts, cuts, STRIPE:
         tl.store(cuts + nth * 2 + 1, _LAST_ID)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level"])
 def _add_up(
     logits,
     stride,
@@ -126,10 +139,10 @@ def _add_up(
     table,
     bounds,
     sums,
+    level,
     STRIPE: tl.constexpr,
     NUM_STRIPES: tl.constexpr,
     PADDED: tl.constexpr,
-    SECOND: tl.constexpr,
 ):
     nth, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table += nth * _FIELDS
@@ -145,14 +158,11 @@ def _add_up(
         distances = distances_of(values, peak, inverse)
         units = units_of(distances, table + _FACTOR)
         measured = tl.where(top_k > 0, (units > 0).to(tl.int64), units)
-        digits = _digits(distances, inverse, peak - lowest)
-        sums += nth * 2 * _WAYS * NUM_STRIPES
-        if SECOND:
-            held = _held(sums, at, is_stripe, NUM_STRIPES)
-            digits -= _digit(held, _wanted(held, top_k, top_p)) * _WAYS
-            sums += _WAYS * NUM_STRIPES
-        else:
-            digits = digits // _WAYS
+        sums += nth * _LEVELS * _WAYS * NUM_STRIPES
+        chosen, _, _ = _cut_bin(sums, at, is_stripe, top_k, top_p, level, NUM_STRIPES)
+        bins = _bins(distances, inverse, peak - lowest)
+        digits = (bins >> (3 * (_LEVELS - 1 - level))) - chosen * _WAYS
+        sums += level * _WAYS * NUM_STRIPES
         for way in tl.static_range(_WAYS):
             tl.store(sums + way * NUM_STRIPES + stripe, tl.sum(tl.where(digits <= way, measured, 0), 0))
 
@@ -185,13 +195,10 @@ def _gather(
         values = loaded(logits + tl.load(table).to(tl.int64) * stride, ids, ids < vocab_size)
         distances = distances_of(values, peak, inverse)
         units = units_of(distances, table + _FACTOR)
-        sums += nth * 2 * _WAYS * NUM_STRIPES
-        held = _held(sums, at, is_stripe, NUM_STRIPES)
-        wanted = _wanted(held, top_k, top_p)
-        digit = _digit(held, wanted) * _WAYS
-        digit += _digit(_held(sums + _WAYS * NUM_STRIPES, at, is_stripe, NUM_STRIPES), wanted)
-        digits = _digits(distances, inverse, peak - lowest)
-        taken = (units > 0) & (digits <= digit) & (digits >= tl.where(top_k > 0, 0, digit))
+        sums += nth * _LEVELS * _WAYS * NUM_STRIPES
+        chosen, _, _ = _cut_bin(sums, at, is_stripe, top_k, top_p, _LEVELS, NUM_STRIPES)
+        bins = _bins(distances, inverse, peak - lowest)
+        taken = (units > 0) & (bins <= chosen) & (bins >= tl.where(top_k > 0, 0, chosen))
         taken_before = tl.cumsum(taken.to(tl.int32), 0) - 1
         first = tl.atomic_add(counts + nth, tl.sum(taken.to(tl.int32), 0))
         tl.store(candidates + nth * vocab_size + first + taken_before, ids, mask=taken)
@@ -236,15 +243,10 @@ def _settle(
         logits += tl.load(table).to(tl.int64) * stride
         candidates += nth * vocab_size
         count = tl.load(counts + nth)
-        sums += nth * 2 * _WAYS * NUM_STRIPES
-        first_held = _held(sums, at, is_stripe, NUM_STRIPES)
-        second_held = _held(sums + _WAYS * NUM_STRIPES, at, is_stripe, NUM_STRIPES)
-        share = _wanted(first_held, top_k, top_p)
-        digit, second_digit = _digit(first_held, share), _digit(second_held, share)
-        ways, steps = tl.arange(0, _WAYS), 1 + tl.arange(0, _STEPS).to(tl.int64)
+        sums += nth * _LEVELS * _WAYS * NUM_STRIPES
         # What lies above all candidates is kept, and none of it is a candidate.
-        above = tl.max(tl.where(ways < digit, first_held, 0), 0)
-        above = tl.maximum(above, tl.max(tl.where(ways < second_digit, second_held, 0), 0))
+        _, share, above = _cut_bin(sums, at, is_stripe, top_k, top_p, _LEVELS, NUM_STRIPES)
+        steps = 1 + tl.arange(0, _STEPS).to(tl.int64)
         above = tl.where(top_k > 0, 0, above)
         # A logit is kept whose key is above this one, or the same and its id not behind that one.
         key = tl.full([], _LOWEST_KEY, tl.int64)
@@ -419,7 +421,7 @@ class Scratch:
             return cls(
                 num_rows,
                 torch.empty(num_rows, 2, num_stripes, dtype=torch.float64, device=device),
-                torch.empty(num_rows, 2, 8, num_stripes, **integers),
+                torch.empty(num_rows, LEVELS, WAYS, num_stripes, **integers),
                 torch.empty(num_rows, dtype=torch.int32, device=device),
                 torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device),
                 torch.empty(num_rows, 2, **integers),
@@ -447,8 +449,8 @@ def launch(
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _find_peaks[stripes](*about, scratch.counts, scratch.cuts, STRIPE=stripe, num_warps=_NUM_WARPS)
         if cuts:
-            _add_up[stripes](*about, scratch.sums, SECOND=False, **by_stripe)
-            _add_up[stripes](*about, scratch.sums, SECOND=True, **by_stripe)
+            for level in range(LEVELS):
+                _add_up[stripes](*about, scratch.sums, level, **by_stripe)
             _gather[stripes](*about, *found, **by_stripe)
             _settle[num_rows,](*about, *found, scratch.cuts, **by_row)
         _sum_kept[stripes](*about, scratch.cuts, scratch.kept, **by_stripe)
