@@ -1,5 +1,10 @@
 """The kernels that draw: in Triton's interpreter; compiled, not run, for GPUs (make test-triton)."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,3 +112,19 @@ def test_the_runners_own_trial_finds_them_right(kernels):
     from services.engine.torch.sampling.device_sampler import DeviceSampler, require_same_choices
 
     require_same_choices(DeviceSampler(torch.device("cpu"), 100), torch.bfloat16)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_they_are_compiled_once_for_each_dtype_whatever_is_drawn(capability, tmp_path):
+    """It takes seconds, in which a rank stands still: so that is at the start."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "count_draw_kernels.py", str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) for line in done.stdout.split()] == [6] * 5 + [12] * 5
