@@ -35,6 +35,7 @@ _BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels
 _FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
 _COLDEST = 1e-30  # What is colder draws alike: float32 has no logits so near to each other.
 
+_FEWEST_ROWS = 64  # Buffers hold so many at least, so that they seldom grow.
 _LOG2_E = math.log2(math.e)
 
 _TRIED_ROWS = 32
@@ -201,13 +202,17 @@ class DeviceSampler:
 
     def _buffers_for(self, num_rows: int) -> _Buffers:
         if self._buffers is None or self._buffers.num_rows < num_rows:
-            self._buffers = _Buffers.of(max(64, 1 << (num_rows - 1).bit_length()), self.device)
+            self._buffers = _Buffers.of(_room_for(num_rows), self.device)
         return self._buffers
 
     def _scratch_for(self, num_rows: int) -> "Scratch":
         if self._scratch is None or self._scratch.num_rows < num_rows:
-            self._scratch = self._scratch_of(num_rows, self.vocab_size, self.device)
+            self._scratch = self._scratch_of(_room_for(num_rows), self.vocab_size, self.device)
         return self._scratch
+
+
+def _room_for(num_rows: int) -> int:
+    return max(_FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
 
 
 def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
