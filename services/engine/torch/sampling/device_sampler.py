@@ -169,8 +169,8 @@ class DeviceSampler:
             ]
             self._draw(groups, fields, buffers)
             buffers.ids[: len(drawn)].copy_(buffers.ids_on_device[: len(drawn)], non_blocking=True)
-        if most_probable is not None:
-            buffers.others[: len(chunks)].copy_(most_probable, non_blocking=True)
+        if most_probable is not None and len(drawn) < len(chunks):
+            buffers.others[: len(chunks)].copy_(most_probable[: len(chunks)], non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         token_ids: list[int] = buffers.others[: len(chunks)].tolist()
