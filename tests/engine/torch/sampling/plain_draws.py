@@ -28,15 +28,16 @@ def plain_choice(logits, place, inverse, top_p, min_p, point, top_k, *_):
     return int(kept[min(at, np.flatnonzero(weights[kept])[-1])])
 
 
-def near_choices(logits, fields):
-    """Return what is chosen where each number of the row is a little lower, or higher."""
+def is_near(logits, fields, chosen):
+    """Tell whether what is chosen where numbers of the row are a little lower, or higher, encloses it."""
     place, inverse, top_p, min_p, point, *rest = fields
-    return {
+    choices = [
         plain_choice(logits, place, inverse, own_top_p, own_min_p, own_point, *rest)
         for own_top_p in (top_p * (1 - NEAR), top_p, min(1.0, top_p * (1 + NEAR)))
         for own_min_p in (min_p * (1 - NEAR), min_p, min(1.0, min_p * (1 + NEAR)))
         for own_point in (max(0.0, point - NEAR), point, min(1.0, point + NEAR))
-    }
+    ]
+    return min(choices) <= chosen <= max(choices)
 
 
 def launch_plainly(logits, table, chosen, scratch, *, cuts):
