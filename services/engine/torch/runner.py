@@ -24,7 +24,7 @@ from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
-from services.engine.torch.quantized.float8 import WeightsForm, compute_in_float8
+from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored
 from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
@@ -76,8 +76,9 @@ class TorchRunner:
 
         K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
 
-        On a GPU, half precision multiplies `weights` as 8-bit floats: with None those that a checkpoint has
-        so, row by row, with "fp8" all but the head's, with "dequantized" none.
+        On a GPU, half precision multiplies `weights`, with None, as a checkpoint stores them, where that is
+        in 8-bit floats or 4-bit numbers; with "fp8" and "int4" all but the head's, rounded so now, with
+        "dequantized" in their own dtype.
 
         Raises:
             ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
@@ -92,7 +93,7 @@ class TorchRunner:
         self._model = PackedModel(model, torch.get_num_threads(), index_block, fuses=fuses)
         if self_check:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
-        fingerprint = self._in_float8(checkpoint, weights)
+        fingerprint = self._as_stored(checkpoint, weights)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
         self._sampler = open_sampler(self._device, checkpoint.vocab_size, checkpoint.dtype)
         self._pools = Pools(
@@ -179,15 +180,15 @@ class TorchRunner:
             return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
 
-    def _in_float8(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
-        """Let what can be computed in floats of 8 bits be so, and return the fingerprint of what computes."""
+    def _as_stored(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
+        """Let weights be multiplied as they are stored, and return the fingerprint of what computes."""
         is_stored = form is None and checkpoint.is_quantized
         is_here = self._device.type == "cuda" and checkpoint.dtype is not torch.float32
-        if not is_here or not (form == "fp8" or is_stored):
+        if not is_here or form == "dequantized" or not (form or is_stored):
             return checkpoint.fingerprint
-        stored = stored_weights(checkpoint) if is_stored else None
-        count = compute_in_float8(self._model.model, self._model.remembered.read_linears, stored)
-        return computed_by(checkpoint.fingerprint, f"float8 {count}") if count else checkpoint.fingerprint
+        weights = form or stored_weights(checkpoint)
+        way = multiply_as_stored(self._model.model, self._model.remembered.read_linears, weights)
+        return computed_by(checkpoint.fingerprint, way) if way else checkpoint.fingerprint
 
     def _open_draft(self, settings: DraftModelSettings, target: Checkpoint, budget: int) -> TorchDraft:
         num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size

@@ -1,4 +1,4 @@
-"""Stored numbers times their scales are weights again, in float32: one function for each way of storing them.
+"""Stored numbers times their scales are weights again, in float32: a function for each way of storing them.
 
     scaled         numbers of 8 bits, and a scale for a row, a block, or all of them (FP8, INT8, MXFP8)
     packed         whole numbers packed along a row into int32 (compressed-tensors)
@@ -7,6 +7,8 @@
 
 Each value is rounded once more when it becomes a parameter in the dtype that is served.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,54 +32,73 @@ def scaled(
     return values
 
 
+class Grouped(NamedTuple):
+    """Whole numbers [rows, columns], of which a group along a row shares a zero point and a scale."""
+
+    values: Tensor
+    points: Tensor  # [rows, groups]
+    scale: Tensor  # [rows, groups]
+    bits: int
+    groups: Tensor | None  # the group of each column, where they are not one after another
+
+    def floats(self) -> Tensor:
+        values = self.values.float()
+        values -= self._of_columns(self.points.float())
+        values *= self._of_columns(self.scale.float())
+        return values
+
+    def _of_columns(self, each: Tensor) -> Tensor:
+        if self.groups is None:
+            return _spread(each, self.values.shape, None)
+        return each[..., self.groups.long()]
+
+
 def packed(
     words: Tensor,
     scale: Tensor,
     num_columns: int,
     zero: Tensor | None = None,
     groups: Tensor | None = None,
-) -> Tensor:
-    """Return `words` int32 [rows, words of a row] as [rows, num_columns].
+) -> Grouped:
+    """Take apart `words` int32 [rows, words of a row]; `zero` is packed along the rows.
 
-    `scale` is [rows, groups], `groups` the group of each column where they are not one after another; `zero`
-    is packed along the rows, where numbers are not symmetric.
+    It is None where numbers are symmetric.
     """
     bits = next((bits for bits in (2, 4, 8) if -(-num_columns * bits // 32) == words.shape[-1]), 0)
     if not bits:
         raise ConfigError(f"{words.shape[-1]} words of a row are no {num_columns} numbers of 2, 4 or 8 bits")
-    values = unpacked(words, bits)[..., :num_columns].float()
+    values = unpacked(words, bits)[..., :num_columns]
     if zero is None:
-        values -= 1 << (bits - 1)
+        points = torch.full_like(scale, 1 << (bits - 1))
     else:
-        zeros = zero.transpose(-1, -2)
-        rows = unpacked(zeros, bits)[..., : words.shape[-2]].transpose(-1, -2).float()
-        values -= _of_groups(rows, values.shape, groups)
-    values *= _of_groups(scale.float(), values.shape, groups)
-    return values
+        points = unpacked(zero.transpose(-1, -2), bits)[..., : words.shape[-2]].transpose(-1, -2)
+    return Grouped(values, points, scale, bits, groups)
 
 
 def packed_columns(
     words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None, zeros_less_one: bool
-) -> Tensor:
-    """Return [columns, rows] of a matrix [rows, columns].
+) -> Grouped:
+    """Take apart a matrix that lies transposed, [columns, rows].
 
-    `scale` is [groups, columns] and `zeros` packed as [groups, words of the columns]. Either `words` are
-    packed as the zeros, which is AWQ's way, or along the rows, which is GPTQ's.
+    `scale` is [groups, rows] and `zeros` packed as [groups, words of the rows]. Either `words` are packed as
+    the zeros, which is AWQ's way, or along the columns, which is GPTQ's.
     """
     bits = 32 * zeros.shape[-1] // scale.shape[-1]
     if bits not in (2, 4, 8) or bits * scale.shape[-1] != 32 * zeros.shape[-1]:
         raise ConfigError(f"zero points {tuple(zeros.shape)} do not fit scales {tuple(scale.shape)}")
     if words.shape[-1] == zeros.shape[-1]:
         values, points = (_in_order(unpacked(each, bits), bits) for each in (words, zeros))
+        values = values.transpose(-1, -2)
     else:
-        values = unpacked(words.transpose(-1, -2), bits).transpose(-1, -2)
+        values = unpacked(words.transpose(-1, -2), bits)
         points = unpacked(zeros, bits)
         if zeros_less_one:
             points = points + 1 & (1 << bits) - 1
-    rows = values.shape[-2]
-    if groups is None:
-        groups = torch.arange(rows) // -(-rows // scale.shape[-2])
-    return ((values.float() - points.float()[groups]) * scale.float()[groups]).transpose(-1, -2).contiguous()
+    num_columns, num_groups = values.shape[-1], scale.shape[-2]
+    in_order = torch.arange(num_columns, device=scale.device) // -(-num_columns // num_groups)
+    if groups is None or torch.equal(groups.long(), in_order):
+        groups = None if num_columns % num_groups == 0 else in_order
+    return Grouped(values, points.transpose(-1, -2), scale.transpose(-1, -2), bits, groups)
 
 
 def four_bits(pairs: Tensor, scale: Tensor) -> Tensor:
@@ -107,11 +128,9 @@ def scale_values(scale: Tensor) -> Tensor:
 def _in_order(numbers: Tensor, bits: int) -> Tensor:
     if bits != 4:
         raise ConfigError(f"AWQ weights of {bits} bits are not served")
-    return numbers.unflatten(-1, (-1, len(_AWQ_ORDER)))[..., torch.tensor(_AWQ_ORDER).argsort()].flatten(-2)
-
-
-def _of_groups(scale: Tensor, shape: torch.Size, groups: Tensor | None) -> Tensor:
-    return _spread(scale, shape, None) if groups is None else scale[..., groups.long()]
+    return numbers.unflatten(-1, (-1, len(_AWQ_ORDER)))[
+        ..., torch.tensor(_AWQ_ORDER, device=numbers.device).argsort()
+    ].flatten(-2)
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:

@@ -25,6 +25,10 @@ class RowWeight:
     scales: Tensor  # float32 [1, num_rows filled up]
     num_rows: int
 
+    @property
+    def depth(self) -> int:
+        return int(self.numbers.shape[1])
+
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Tensor, Tensor]], num_rows: int, depth: int) -> "RowWeight":
         """Make it of parts, each from a row on: numbers [rows, depth], and a scale for each or for all."""
@@ -67,6 +71,10 @@ class BlockWeight:
     @property
     def num_rows(self) -> int:
         return len(self.numbers)
+
+    @property
+    def depth(self) -> int:
+        return int(self.numbers.shape[1])
 
     @classmethod
     def of(

@@ -9,7 +9,7 @@ transformers asks for a tensor when its turn has come, so that few are made at a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.engine.torch.quantized.dequantize import four_bits, packed, packed_columns, scaled
+from services.engine.torch.quantized.dequantize import Grouped, four_bits, packed, packed_columns, scaled
 from services.model.quantization import Quantization
 from services.values.errors import ConfigError
 
@@ -54,6 +54,13 @@ class Dequantized:
     make: Callable[..., Tensor]
     dtype: torch.dtype
     num_dims: int = 2  # The first of the parts has so many for a matrix, and one more for those of experts.
+    take_apart: Callable[..., Grouped] | None = None  # It makes whole numbers and scales of the parts.
+
+    def grouped(self, device: torch.device) -> Grouped | None:
+        """Return whole numbers with a scale for a group of them, where they are such."""
+        if self.take_apart is None:
+            return None
+        return self.take_apart(**{name: part[...].to(device) for name, part in self.parts.items()})
 
     def __getitem__(self, index: Any) -> Tensor:
         read = {name: part[...] for name, part in self.parts.items()}
@@ -164,7 +171,7 @@ class _Found:
             return base, self._made(_four_bits, pairs=words, scale=scale, divisor=common)
         if shape is None:
             raise ConfigError(f"{name} has no {base}_shape")
-        return base, self._made(_packed, words=words, scale=scale, zero=zero, groups=groups, shape=shape)
+        return base, self._of_groups(_packed, words=words, scale=scale, zero=zero, groups=groups, shape=shape)
 
     def _packed_columns(self, name: str) -> tuple[str, Dequantized] | None:
         base = name.removesuffix(".qweight")
@@ -176,10 +183,10 @@ class _Found:
         words, zeros, scale, groups = parts
         less_one = self._zeros_less_one
 
-        def make(words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None = None) -> Tensor:
+        def take_apart(words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None = None) -> Grouped:
             return packed_columns(words, zeros, scale, groups, less_one)
 
-        made = self._made(make, words=words, zeros=zeros, scale=scale, groups=groups)
+        made = self._of_groups(take_apart, words=words, zeros=zeros, scale=scale, groups=groups)
         return f"{base}.weight", made
 
     def _blocks(self, name: str) -> tuple[str, Dequantized] | None:
@@ -191,6 +198,10 @@ class _Found:
     def _made(self, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None) -> Dequantized:
         some = {name: part for name, part in parts.items() if part is not None}
         return Dequantized(some, make, self._dtype, num_dims)
+
+    def _of_groups(self, take_apart: Callable[..., Grouped], **parts: Stored | None) -> Dequantized:
+        made = self._made(lambda **own: take_apart(**own).floats(), 2, **parts)
+        return replace(made, take_apart=take_apart)
 
     def _parts(
         self, base: str, needed: tuple[str, ...], optional: tuple[str, ...], has_own: bool = True
@@ -217,7 +228,7 @@ def _four_bits(
 
 def _packed(
     words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None = None, groups: Tensor | None = None
-) -> Tensor:
+) -> Grouped:
     if groups is not None and bool((groups < 0).any()):
         groups = None  # They were never assigned: columns are in order.
     return packed(words, scale, int(shape[-1]), zero, groups)

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats on the device: torch's, with rows that our kernel rounds; in a graph, too."""
+"""Products with weights as they are stored, on the device: in 8-bit floats, of 4 bits; in a graph, too."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from engine.torch.sequences import PageTables, Sequence, generate
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
-from services.engine.torch.quantized.dequantize import scaled
-from services.engine.torch.quantized.float8 import rounding_on
+from services.engine.torch.quantized.as_stored import kernels_on
+from services.engine.torch.quantized.dequantize import Grouped, scaled
 from services.engine.torch.quantized.float8_products import (
     BlockProduct,
     BlockWeight,
@@ -16,6 +16,7 @@ from services.engine.torch.quantized.float8_products import (
     round_groups_plainly,
     round_rows_plainly,
 )
+from services.engine.torch.quantized.int4_products import PLAIN, Int4Product, Int4Weight
 from services.engine.torch.runner import TorchRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -51,18 +52,21 @@ def check_product(product, meant, device):
 @pytest.mark.parametrize(("num_rows", "depth"), SHAPES)
 def test_rows_and_scales_of_rows(device, num_rows, depth):
     numbers, scales = round_rows_plainly(random_weight(device, num_rows, depth))
-    rounding = rounding_on(torch.device(device))
+    rounding = kernels_on(torch.device(device))
     if torch.device(device).type == "cuda":
-        assert rounding.rows is not round_rows_plainly
-        assert rounding.groups is not round_groups_plainly
+        assert rounding.round_rows is not round_rows_plainly
+        assert rounding.round_groups is not round_groups_plainly
     rows = random_weight(device, 100, depth).bfloat16()
-    for kernel, plain in ((rounding.rows, round_rows_plainly), (rounding.groups, round_groups_plainly)):
+    for kernel, plain in (
+        (rounding.round_rows, round_rows_plainly),
+        (rounding.round_groups, round_groups_plainly),
+    ):
         if plain is round_groups_plainly and depth % 128:
             continue
         got, expected = kernel(rows), plain(rows)
         torch.testing.assert_close(got[1], expected[1])
         assert (got[0].float() != expected[0].float()).float().mean() < 1e-2
-    product = RowProduct(RowWeight.of([(0, numbers, scales)], num_rows, depth), None, rounding.rows)
+    product = RowProduct(RowWeight.of([(0, numbers, scales)], num_rows, depth), None, rounding.round_rows)
     check_product(product, scaled(numbers, scales), device)
 
 
@@ -78,7 +82,7 @@ def test_scales_of_blocks(device, num_rows, depth):
     errors = []
     for step in (1, 4, 16):
         try:
-            product = BlockProduct(weight, None, rounding_on(torch.device(device)).groups, step)
+            product = BlockProduct(weight, None, kernels_on(torch.device(device)).round_groups, step)
             check_product(product, meant, device)
             return
         except RuntimeError as error:
@@ -86,8 +90,25 @@ def test_scales_of_blocks(device, num_rows, depth):
     pytest.fail("\n".join(errors))
 
 
-def test_a_model_answers_in_floats_of_8_bits(device):
-    """With weights that are rounded now, with graphs and without."""
+@pytest.mark.parametrize(("num_rows", "depth", "size"), [(2560, 2560, 128), (5120, 2560, 64), (200, 384, 32)])
+def test_numbers_of_4_bits(device, num_rows, depth, size):
+    generator = torch.Generator(device).manual_seed(0)
+    values, points = (
+        torch.randint(0, 16, (num_rows, count), generator=generator, device=device)
+        for count in (depth, depth // size)
+    )
+    scale = torch.rand((num_rows, depth // size), generator=generator, device=device) / 8 + 0.01
+    own = Grouped(values, points, scale, 4, None)
+    kernels = kernels_on(torch.device(device)).int4
+    product = Int4Product(Int4Weight.of([(0, own)], num_rows, depth), None, kernels)
+    if torch.device(device).type == "cuda":
+        assert kernels is not PLAIN
+    check_product(product, own.floats(), device)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_a_model_answers_with_weights_that_are_rounded_now(device, weights):
+    """It does with graphs and without."""
     answers = []
     for graph_mib in (None, 0):
         runner = TorchRunner(
@@ -96,7 +117,7 @@ def test_a_model_answers_in_floats_of_8_bits(device):
             dtype="bfloat16",
             num_pages=64,
             page_size=16,
-            weights="fp8",
+            weights=weights,
             max_rows=4,
             graph_mib=graph_mib,
         )

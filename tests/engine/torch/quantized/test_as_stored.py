@@ -1,4 +1,4 @@
-"""Linear layers in floats of 8 bits: what they round, and which layers are replaced."""
+"""Linear layers that multiply weights as they are stored: what they round, and which are replaced."""
 
 import logging
 
@@ -13,10 +13,11 @@ from services.engine.torch.checkpoint import load_model, open_checkpoint, stored
 from services.engine.torch.model.check.model_probe import attending_by
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.products import ProductPart
-from services.engine.torch.quantized import float8, float8_products
+from services.engine.torch.quantized import as_stored, float8_products
+from services.engine.torch.quantized.as_stored import StoredLinear, multiply_as_stored
 from services.engine.torch.quantized.dequantize import scaled
-from services.engine.torch.quantized.float8 import Float8Linear, compute_in_float8
 from services.engine.torch.quantized.float8_products import RowProduct, RowWeight, round_rows_plainly
+from services.engine.torch.quantized.int4_products import round_to_int4
 
 CPU = torch.device("cpu")
 
@@ -67,10 +68,10 @@ def test_the_numbers_of_the_checkpoint_are_kept(row_scales, tmp_path):
     checkpoint = open_checkpoint(directory, "bfloat16")
     model = load_model(checkpoint, CPU)
     before = logits(model)
-    assert compute_in_float8(model, (), stored_weights(checkpoint)) == 14
+    assert multiply_as_stored(model, (), stored_weights(checkpoint)) == "float8_rows=14"
     files = load_file(directory / "model.safetensors")
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
+        if isinstance(module, StoredLinear):
             weight, numbers = module.product.weight, files[f"{name}.weight"]
             assert torch.equal(weight.numbers.view(torch.uint8), numbers.view(torch.uint8))
             assert (weight.scales[0] == files[f"{name}.weight_scale"].reshape(-1)).all()
@@ -82,11 +83,11 @@ def test_the_numbers_of_the_checkpoint_are_kept(row_scales, tmp_path):
 def test_merged_products_are_multiplied_so_too(tmp_path):
     checkpoint = open_checkpoint(quantized(tmp_path), "bfloat16")
     given = []
-    for stored_ in (stored_weights(checkpoint), None):
+    for stored_ in (stored_weights(checkpoint), "fp8"):
         single, merged = load_model(checkpoint, CPU), load_model(checkpoint, CPU)
-        compute_in_float8(single, (), stored_)
+        multiply_as_stored(single, (), stored_)
         fused = fuse(merged)
-        assert compute_in_float8(merged, (), stored_) == 8
+        assert multiply_as_stored(merged, (), stored_) == "float8_rows=8"
         assert isinstance(merged.model.layers[0].self_attn.q_proj, ProductPart)
         given.append(logits(merged))
         with fused.as_defined():
@@ -99,8 +100,21 @@ def test_whatever_is_a_linear_layer_can_be_rounded():
     model = load_model(open_checkpoint(stored.tiny_checkpoint(), "bfloat16"), CPU)
     before = logits(model)
     kept = {model.model.layers[0].mlp.up_proj}
-    assert compute_in_float8(model, kept, None) == 13
+    assert multiply_as_stored(model, kept, "fp8") == "float8_rows=13"
     assert (logits(model) - before).norm() / before.norm() < 0.6
+
+
+def test_weights_can_be_rounded_to_4_bits():
+    linear = nn.Linear(256, 48).bfloat16()
+    rounded = round_to_int4(linear.weight)
+    assert rounded.scale.shape == (48, 2)
+    off = rounded.floats() - linear.weight.float()
+    assert (off.abs() <= rounded.scale.repeat_interleave(128, 1) * 1.01).all()
+    assert off.norm() / linear.weight.norm() < 0.1
+    model = load_model(open_checkpoint(stored.tiny_checkpoint(), "bfloat16"), CPU)
+    before = logits(model)
+    assert multiply_as_stored(model, (), "int4") == "int4=14"
+    assert 0 < (logits(model) - before).norm() / before.norm() < 1
 
 
 def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, caplog):
@@ -109,12 +123,12 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
     with subtests.test("other numbers of the same name"):
         model = load_model(checkpoint, CPU)
         model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-        assert compute_in_float8(model, (), stored_weights(checkpoint)) == 13
+        assert multiply_as_stored(model, (), stored_weights(checkpoint)) == "float8_rows=13"
     with subtests.test("a product that is off"):
         model = load_model(checkpoint, CPU)
-        monkeypatch.setattr(float8, "round_rows_plainly", lambda rows: round_rows_plainly(rows.roll(1, 0)))
+        monkeypatch.setattr(as_stored, "round_rows_plainly", lambda rows: round_rows_plainly(rows.roll(1, 0)))
         before = logits(model)
-        assert compute_in_float8(model, (), None) == 0
+        assert multiply_as_stored(model, (), "fp8") == ""
         assert torch.equal(logits(model), before)
         assert "off=1.4" in caplog.text
     with subtests.test("a device that cannot"):
@@ -125,7 +139,7 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
         caplog.clear()
         monkeypatch.undo()
         monkeypatch.setattr(torch, "_scaled_mm", fail)
-        assert compute_in_float8(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == 0
+        assert multiply_as_stored(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == ""
         assert caplog.text.count("no such device") == 1
 
 
@@ -158,9 +172,9 @@ def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
     with subtests.test("they are multiplied as they are"):
         monkeypatch.setattr(float8_products, "multiply_blocks", multiply_plainly)
         single, merged = load_model(checkpoint, CPU), load_model(checkpoint, CPU)
-        assert compute_in_float8(single, (), stored_weights(checkpoint)) == 14
+        assert multiply_as_stored(single, (), stored_weights(checkpoint)) == "float8_blocks=14"
         fuse(merged)
-        assert compute_in_float8(merged, (), stored_weights(checkpoint)) == 8
+        assert multiply_as_stored(merged, (), stored_weights(checkpoint)) == "float8_blocks=8"
         numbers = single.model.layers[1].mlp.down_proj.product.weight.numbers
         name = "model.layers.1.mlp.down_proj.weight"
         assert torch.equal(numbers.view(torch.uint8), weights[name].view(torch.uint8))
@@ -174,9 +188,36 @@ def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
 
         monkeypatch.setattr(float8_products, "multiply_blocks", picky)
         model = load_model(checkpoint, CPU)
-        assert compute_in_float8(model, (), stored_weights(checkpoint)) == 14
+        assert multiply_as_stored(model, (), stored_weights(checkpoint)) == "float8_blocks=14"
         assert model.model.layers[0].mlp.up_proj.product.row_step == 4
         assert (logits(single) - logits(model)).norm() / logits(single).norm() < 0.05
     with subtests.test("a device that cannot"):
         monkeypatch.undo()
-        assert compute_in_float8(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == 0
+        assert multiply_as_stored(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == ""
+
+
+def test_numbers_of_4_bits_are_kept(subtests, tmp_path, caplog):
+    group = {"num_bits": 4, "group_size": 16}
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": group}},
+    }
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}
+    for config, make, counts in [
+        (packed, stored.compressed_int4, ("int4=14", "int4=8")),
+        (awq, stored.awq, ("int4=14", "int4=8")),
+        (gptq, stored.gptq, ("", "")),  # Its columns are of groups in another order.
+    ]:
+        with subtests.test(config["quant_method"]):
+            folder = tmp_path / config["quant_method"]
+            directory, meant = stored.quantized_checkpoints(folder, "llama", config, stored.linears_by(make))
+            checkpoint = open_checkpoint(directory)
+            whole = load_model(open_checkpoint(meant), CPU)
+            for fuses, count in zip((False, True), counts, strict=True):
+                model = load_model(checkpoint, CPU)
+                if fuses:
+                    fuse(model)
+                assert multiply_as_stored(model, (), stored_weights(checkpoint)) == count
+                torch.testing.assert_close(logits(model), logits(whole), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,273 @@
+"""Linear layers multiply their weights as a checkpoint stores them, on a GPU: fewer bytes are read, and held.
+
+    floats of 8 bits     activations are rounded to such, too, by scales of a row (float8_products.py); a
+                         weight of any checkpoint may be rounded so when the runner starts
+    numbers of 4 bits    activations stay as they are (int4_products.py)
+
+A row's product does not depend on what else is in the step. Rounding activations changes what a layer gives
+by some 2.6 % (three bits behind the point), and rounding a weight does as much. Each layer is tried beside
+the one that it replaces, and left out where it cannot compute or is off by more.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.engine.torch.model.fused.products import Product, ProductPart
+from services.engine.torch.quantized.dequantize import Grouped, scaled
+from services.engine.torch.quantized.float8_products import (
+    BLOCK,
+    STEP,
+    BlockProduct,
+    BlockWeight,
+    Round,
+    RowProduct,
+    RowWeight,
+    round_groups_plainly,
+    round_rows_plainly,
+)
+from services.engine.torch.quantized.int4_products import (
+    PLAIN,
+    Int4Kernels,
+    Int4Product,
+    Int4Weight,
+    round_to_int4,
+)
+from services.engine.torch.quantized.parts import Dequantized, Stored, float8_block
+
+log = logging.getLogger(__name__)
+
+WeightsForm = Literal["dequantized", "fp8", "int4"]
+RoundedTo = Literal["fp8", "int4"]
+Weight = RowWeight | BlockWeight | Int4Weight
+Small = RowProduct | BlockProduct | Int4Product
+
+# Rounding to 8 bits explains 2.6 % or 3.7 %, that of dequantized weights .2 %, and to 4 bits 11 %; a lost
+# scale, or rows of another order, change all of it.
+_TOLERANCE, _INT4_TOLERANCE, _INT4_ROUNDED_TOLERANCE = 0.08, 0.02, 0.25
+_TRIED_ROWS = (1, 17, 40, 200)  # Each kernel is compiled for them.
+_ROW_STEPS = (1, 4, 16)  # cuBLAS may want so many rows, or a multiple.
+
+
+class StoredLinear(nn.Linear):
+    """This layer keeps no weight in the served dtype."""
+
+    product: Small
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    round_rows: Round = round_rows_plainly
+    round_groups: Round = round_groups_plainly
+    int4: Int4Kernels = PLAIN
+
+
+@torch.no_grad()
+def multiply_as_stored(
+    model: PreTrainedModel,
+    kept: Collection[nn.Module],
+    weights: Mapping[str, Stored | Dequantized] | RoundedTo,
+) -> str:
+    """Let products of linear layers be computed so, but those that are `kept`, and say which, or nothing.
+
+    They are those whose numbers are such in a checkpoint's `weights` by their names; or all but the head,
+    which are rounded now. One that is off stays, and so do all of a kind that cannot be computed.
+    """
+    if isinstance(weights, str):
+        kept = {*kept, model.get_output_embeddings()}
+    numbers = _Numbers(weights)
+    int4_tolerance = _INT4_ROUNDED_TOLERANCE if weights == "int4" else _INT4_TOLERANCE
+    ways = _Ways(kernels_on(next(model.parameters()).device), int4_tolerance)
+    counts: Counter[str] = Counter()
+    for members in _products(model, kept):
+        first = members[0][1]
+        whole = first.product if isinstance(first, ProductPart) else first
+        weight = numbers.of(members)
+        if weight is None or (product := ways.product(weight, whole, members[0])) is None:
+            continue
+        if isinstance(whole, Product):
+            whole.compute_by(product)
+        else:
+            _replace(whole, product)
+        counts[_KINDS[type(weight)]] += 1
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the memory of the weights that were replaced
+    said = " ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
+    log.info("multiplied_as_stored %s", said or "products=0")
+    return said
+
+
+_KINDS: Mapping[type, str] = {RowWeight: "float8_rows", BlockWeight: "float8_blocks", Int4Weight: "int4"}
+
+
+class _Ways:
+    """It makes products of weights, and remembers which way to make them a device cannot go."""
+
+    def __init__(self, kernels: Kernels, int4_tolerance: float) -> None:
+        self._kernels, self._int4_tolerance = kernels, int4_tolerance
+        self._row_steps = list(_ROW_STEPS)
+        self._failing: set[type] = set()
+
+    def product(
+        self, weight: Weight, whole: Product | nn.Linear, first: tuple[str, nn.Linear]
+    ) -> Small | None:
+        """Return what computes as `whole` does up to rounding, or None where nothing does."""
+        name, dtype = first[0], first[1].weight.dtype
+        for product in self._products(weight, _bias_of(whole, weight.num_rows)):
+            try:
+                error = max(_error(product, whole, dtype, num_rows) for num_rows in _TRIED_ROWS)
+            except Exception as raised:  # torch refuses what this device, or its library, cannot compute
+                log.warning("stored_weight_unusable layer=%s error=%r", name, raised)
+                self._give_up(product)
+                continue
+            tolerance = self._int4_tolerance if isinstance(product, Int4Product) else _TOLERANCE
+            if error <= tolerance:  # NaN is more
+                return product
+            log.warning("stored_weight_unusable layer=%s off=%.2g of=%.2g", name, error, tolerance)
+        return None
+
+    def _products(self, weight: Weight, bias: Tensor | None) -> Iterator[Small]:
+        if isinstance(weight, BlockWeight):
+            for step in tuple(self._row_steps):
+                yield BlockProduct(weight, bias, self._kernels.round_groups, step)
+        elif type(weight) in self._failing:
+            return
+        elif isinstance(weight, RowWeight):
+            yield RowProduct(weight, bias, self._kernels.round_rows)
+        else:
+            yield Int4Product(weight, bias, self._kernels.int4)
+
+    def _give_up(self, product: Small) -> None:
+        if isinstance(product, BlockProduct):
+            self._row_steps.remove(product.row_step)
+        else:
+            self._failing.add(type(product.weight))
+
+
+class _Numbers:
+    """The numbers of weights are those of a checkpoint, or rounded now."""
+
+    def __init__(self, weights: Mapping[str, Stored | Dequantized] | RoundedTo) -> None:
+        self._rounded_to = weights if isinstance(weights, str) else None
+        self._by_tail: dict[str, list[Dequantized]] = {}
+        for name, each in weights.items() if not isinstance(weights, str) else ():
+            if isinstance(each, Dequantized):
+                self._by_tail.setdefault(_tail(name), []).append(each)
+
+    def of(self, members: Sequence[tuple[str, nn.Linear]]) -> Weight | None:
+        """Return the weight of a product, or None where the checkpoint has that of a member otherwise."""
+        found: list[tuple[int, _Stored]] = []
+        for name, linear in members:
+            own = self._found(f"{name}.weight", linear.weight)
+            if own is None:
+                return None
+            found.append((linear.begin if isinstance(linear, ProductPart) else 0, own))
+        num_rows, depth = found[-1][0] + members[-1][1].out_features, members[0][1].in_features
+        grouped = [(begin, own) for begin, own in found if isinstance(own, Grouped)]
+        floats = [(begin, own) for begin, own in found if not isinstance(own, Grouped)]
+        if not floats:
+            return Int4Weight.of(grouped, num_rows, depth)
+        kinds = {of_blocks for _, (_, _, of_blocks) in floats}
+        if grouped or len(kinds) > 1:
+            return None
+        kind = BlockWeight if kinds.pop() else RowWeight
+        return kind.of([(begin, numbers, scale) for begin, (numbers, scale, _) in floats], num_rows, depth)
+
+    def _found(self, name: str, weight: Tensor) -> "_Stored | None":
+        """Return what means exactly that weight: whether names are the same is a guess."""
+        if self._rounded_to == "int4":
+            return round_to_int4(weight)
+        if self._rounded_to == "fp8":
+            return (*round_rows_plainly(weight), False)
+        for each in self._by_tail.get(_tail(name), ()):
+            if (block := float8_block(each)) is not None:
+                numbers, scale = (each.parts[part][...].to(weight.device) for part in ("numbers", "scale"))
+                if _is(scaled(numbers, scale, None, block), weight):
+                    return numbers, scale, block[0] == BLOCK
+            elif (grouped := each.grouped(weight.device)) is not None and _is(grouped.floats(), weight):
+                return grouped
+        return None
+
+
+# These are floats of 8 bits, their scales, and whether these are of blocks; or numbers of 4 bits.
+_Stored = tuple[Tensor, Tensor, bool] | Grouped
+
+
+def _is(meant: Tensor, weight: Tensor) -> bool:
+    return bool(meant.shape == weight.shape) and torch.equal(meant.to(weight.dtype), weight)
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """Return the kernels where Triton is and they run, else what torch does in several."""
+    if device.type != "cuda":
+        return Kernels()
+    try:
+        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        from services.engine.torch.quantized.float8_kernel import round_groups, round_rows
+        from services.engine.torch.quantized.int4_kernel import KERNELS
+
+        for kernel in (round_rows, round_groups):
+            kernel(torch.ones((1, BLOCK), dtype=torch.bfloat16, device=device))
+        return Kernels(round_rows, round_groups, KERNELS)
+    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+        log.warning("rounding_kernel_unusable error=%r", error)
+        return Kernels()
+
+
+def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[str, nn.Linear]]]:
+    """Return linear layers, those together that are computed by one product, each with its name.
+
+    Layers whose weights others have, too, such as a head tied to an embedding, are left out.
+    """
+    owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    products: dict[object, list[tuple[str, nn.Linear]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module not in kept and module.in_features % STEP == 0:
+            if isinstance(module, ProductPart):
+                products.setdefault(module.product, []).append((name, module))
+            elif type(module) is nn.Linear and owners[id(module.weight)] == 1:
+                products[module] = [(name, module)]  # A subclass computes something else (Llama 4's router).
+    return [sorted(members, key=_place) for members in products.values()]
+
+
+def _place(member: tuple[str, nn.Linear]) -> int:
+    return member[1].begin if isinstance(member[1], ProductPart) else 0
+
+
+def _bias_of(whole: Product | nn.Linear, num_rows: int) -> Tensor | None:
+    bias = whole.whole_bias if isinstance(whole, Product) else whole.bias
+    return None if bias is None else bias.detach()[:num_rows]
+
+
+def _replace(linear: nn.Linear, product: Small) -> None:
+    """Let the same module be of another class: others know it, and have it in their tables."""
+    del linear.weight, linear.bias
+    linear.__class__ = StoredLinear
+    linear.product = product
+
+
+def _tail(name: str) -> str:
+    """Return a name from its first number on: definitions and files differ in what stands before."""
+    found = re.search(r"\.\d+\..*", name)
+    return found[0] if found else name
+
+
+def _error(product: Small, whole: Callable[[Tensor], Tensor], dtype: torch.dtype, num_rows: int) -> float:
+    weight = product.weight
+    device = weight.scales.device
+    generator = torch.Generator(device).manual_seed(num_rows)
+    rows = torch.randn((num_rows, weight.depth), generator=generator, device=device)
+    rows = rows.to(dtype)
+    got, expected = product(rows).float(), whole(rows).float()[:, : weight.num_rows]
+    error: float = ((got - expected).square().mean() / expected.square().mean()).sqrt().item()
+    return error
