@@ -14,6 +14,7 @@ from services.cli.table import fold, format_bytes, format_table
 from services.engine.choose import check_checkpoint
 from services.model.context_length import context_tokens
 from services.model.layer_groups import LayerGroups, RecurrentGroup, draft_groups, layer_groups, text_config
+from services.model.quantization import is_quantized, quantization_of
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.settings.hub import MODEL_HELP, resolved
@@ -86,10 +87,20 @@ def _draft(directory: Path, checkpoint: Mapping[str, Any]) -> list[str]:
 def _title(checkpoint: Mapping[str, Any], dtype: str) -> Iterator[str]:
     yield str(next(iter(checkpoint.get("architectures") or ()), checkpoint.get("model_type")))
     yield dtype
+    if is_quantized(checkpoint):
+        yield f"weights quantized ({_method(checkpoint)})"
     try:
         yield f"{context_tokens(text_config(checkpoint))} tokens of context"
     except (KeyError, TypeError, ValueError, AttributeError):
         yield "a context of unknown length"
+
+
+def _method(checkpoint: Mapping[str, Any]) -> str:
+    try:
+        quantization = quantization_of(checkpoint)
+        return quantization.method if quantization else "otherwise"
+    except ConfigError:  # The engines say what of it.
+        return "otherwise"
 
 
 def _rows(groups: LayerGroups, dtype: str, page_size: int) -> Iterator[tuple[object, ...]]:

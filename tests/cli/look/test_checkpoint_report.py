@@ -1,6 +1,7 @@
 """`isthmus check DIR`: what it says of known models, and who serves them."""
 
 import json
+import re
 
 import pytest
 
@@ -111,6 +112,25 @@ def test_who_serves_it(subtests, capsys, tmp_path_factory):
         assert sglang.startswith(
             "sglang  refuses it: no model for --engine=sglang: its config.json says compress"
         )
+    with subtests.test("how weights are quantized is told, and what is not read refused by name"):
+        for method, title, torch_says in [
+            ("fp8", "bfloat16, weights quantized (fp8), 131072 tokens", "has no safetensors weights"),
+            (
+                "quark",
+                "bfloat16, weights quantized (otherwise), 131072 tokens",
+                "quantized by 'quark' are not",
+            ),
+        ]:
+            quantized = {
+                **LLAMA_3_1_8B,
+                "model_type": "llama",
+                "quantization_config": {"quant_method": method},
+            }
+            (tmp_path / "config.json").write_text(json.dumps(quantized))
+            check.run([str(tmp_path)])
+            first, *_, torch, _ = capsys.readouterr().out.splitlines()
+            assert title in first
+            assert re.search(torch_says, torch)
     for architecture, said in [
         ("gpt_oss", "windows kept whole: 1.0 KiB a token"),
         ("qwen3_next", "finds a prefix only where it kept a state"),
