@@ -53,7 +53,7 @@ Small = RowProduct | BlockProduct | Int4Product
 # scale, or rows of another order, change all of it.
 _TOLERANCE, _INT4_TOLERANCE, _INT4_ROUNDED_TOLERANCE = 0.08, 0.02, 0.25
 _TRIED_ROWS = (1, 17, 40, 200)  # Each kernel is compiled for them.
-_ROW_STEPS = (1, 4, 16)  # cuBLAS may want so many rows, or a multiple.
+_ROW_STEPS = (1, 4, 16)  # cuBLAS may want so many rows, or a multiple; what fails is not tried again.
 
 
 class StoredLinear(nn.Linear):
@@ -115,8 +115,7 @@ class _Ways:
 
     def __init__(self, kernels: Kernels, int4_tolerance: float) -> None:
         self._kernels, self._int4_tolerance = kernels, int4_tolerance
-        self._row_steps = list(_ROW_STEPS)
-        self._failing: set[type] = set()
+        self._row_steps = {RowWeight: [*_ROW_STEPS], BlockWeight: [*_ROW_STEPS], Int4Weight: [1]}
 
     def product(
         self, weight: Weight, whole: Product | nn.Linear, first: tuple[str, nn.Linear]
@@ -137,21 +136,17 @@ class _Ways:
         return None
 
     def _products(self, weight: Weight, bias: Tensor | None) -> Iterator[Small]:
-        if isinstance(weight, BlockWeight):
-            for step in tuple(self._row_steps):
-                yield BlockProduct(weight, bias, self._kernels.round_groups, step)
-        elif type(weight) in self._failing:
-            return
-        elif isinstance(weight, RowWeight):
-            yield RowProduct(weight, bias, self._kernels.round_rows)
-        else:
-            yield Int4Product(weight, bias, self._kernels.int4)
+        kernels = self._kernels
+        for step in tuple(self._row_steps[type(weight)]):
+            if isinstance(weight, BlockWeight):
+                yield BlockProduct(weight, bias, kernels.round_groups, step)
+            elif isinstance(weight, RowWeight):
+                yield RowProduct(weight, bias, kernels.round_rows, step)
+            else:
+                yield Int4Product(weight, bias, kernels.int4)
 
     def _give_up(self, product: Small) -> None:
-        if isinstance(product, BlockProduct):
-            self._row_steps.remove(product.row_step)
-        else:
-            self._failing.add(type(product.weight))
+        self._row_steps[type(product.weight)].pop(0)
 
 
 class _Numbers:

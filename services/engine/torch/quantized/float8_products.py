@@ -47,10 +47,12 @@ class RowProduct:
     weight: RowWeight
     bias: Tensor | None
     round_rows: Round
+    row_step: int = 1  # Rows are filled up to a multiple of that.
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight = self.weight
-        numbers, scales = self.round_rows(rows.reshape(-1, rows.shape[-1]).contiguous())
+        flat, num_rows = _filled_up(rows, self.row_step)
+        numbers, scales = self.round_rows(flat)
         product = torch._scaled_mm(
             numbers,
             weight.numbers.t(),
@@ -59,7 +61,8 @@ class RowProduct:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        product = product[:, : weight.num_rows].view(*rows.shape[:-1], weight.num_rows).to(rows.dtype)
+        product = product[:num_rows, : weight.num_rows]
+        product = product.view(*rows.shape[:-1], weight.num_rows).to(rows.dtype)
         return product if self.bias is None else product + self.bias.to(rows.dtype)
 
 
@@ -100,16 +103,20 @@ class BlockProduct:
     weight: BlockWeight
     bias: Tensor | None
     round_groups: Round
-    row_step: int  # Rows are filled up to a multiple of that.
+    row_step: int = 1  # Rows are filled up to a multiple of that.
 
     def __call__(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        num_rows = len(flat)
-        if extra := -num_rows % self.row_step:
-            flat = pad(flat, (0, 0, 0, extra))
-        product = multiply_blocks(*self.round_groups(flat.contiguous()), self.weight)[:num_rows]
+        flat, num_rows = _filled_up(rows, self.row_step)
+        product = multiply_blocks(*self.round_groups(flat), self.weight)[:num_rows]
         product = product.view(*rows.shape[:-1], self.weight.num_rows).to(rows.dtype)
         return product if self.bias is None else product + self.bias.to(rows.dtype)
+
+
+def _filled_up(rows: Tensor, step: int) -> tuple[Tensor, int]:
+    """Return the rows in two dimensions, filled up, and how many they were."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    extra = -len(flat) % step
+    return (pad(flat, (0, 0, 0, extra)) if extra else flat.contiguous()), len(flat)
 
 
 def multiply_blocks(numbers: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
