@@ -29,10 +29,10 @@ def recorded_logits(monkeypatch):
     seen = {}
     sample = torch_runner.sample
 
-    def recording(rows, tokens, allowed=None):
+    def recording(rows, tokens, allowed=None, most_probable=None):
         for row, token in zip(rows, tokens, strict=True):
             seen.setdefault(tuple(token.history), []).append(row.clone())
-        return sample(rows, tokens, allowed)
+        return sample(rows, tokens, allowed, most_probable)
 
     monkeypatch.setattr(torch_runner, "sample", recording)
     return seen
