@@ -25,6 +25,8 @@ def test_what_cannot_draft_is_refused(subtests):
         ({"engine": "sglang", "speculation": "lookup"}, "--engine-arg=--speculative-algorithm"),
         ({"engine": "sglang", "draft_model": "x"}, "--engine-arg=--speculative-draft-model-path"),
         ({"engine": "fake", "draft_model": "x"}, "--draft-model is for --engine=torch"),
+        ({"engine": "sglang", "kv_dtype": "fp8_e4m3"}, "--engine-arg=--kv-cache-dtype"),
+        ({"engine": "fake", "kv_dtype": "fp8_e4m3"}, "--kv-dtype is for --engine=torch"),
         ({"speculation": "lookup", "draft_tokens": 0}, "--draft-tokens"),
         ({"speculation": "lookup", "draft_tokens": 65}, "--draft-tokens"),
     ]:

@@ -6,17 +6,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from engine.torch.sequences import PageTables, Sequence, generate, kv_of, step
+from engine.torch.sequences import Carried, PageTables, Sequence, generate, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.runner import Chunk, ModelRunner
 from services.engine.torch import checkpoint
 from services.engine.torch import runner as torch_runner
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
+from services.engine.torch.model.check.self_check import ROUNDING
 from services.engine.torch.runner import TorchRunner
+from services.kv.carried.pool_sizes import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.request import SamplingParams
 
@@ -342,3 +346,40 @@ def test_what_the_device_may_still_write_is_waited_for(subtests):
             with pytest.raises(RuntimeError, match="no more") as failure:
                 make_runner().run([a_chunk()])
             assert told == [failure.value]
+
+
+@torch.inference_mode()
+def rounded_generation(directory, prompt, num_tokens):
+    """What transformers generates where each K and V is rounded as float8 pages round them."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=ROUNDING)
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.exact
+def test_keys_and_values_of_8_bits_are_those_of_transformers_rounded(subtests):
+    for architecture in ("llama", "gemma3"):
+        with subtests.test("however the prompt is cut", architecture=architecture):
+            sizes = PoolSizes(max_running_requests=6, chunk_size=160)
+            runner = make_runner(architecture, kv_dtype="fp8_e4m3", sizes=sizes)
+            assert {group.dtype for group in runner.layout.groups} == {"float8_e4m3fn"}
+            assert 4 * runner.layout.page_bytes == make_runner(architecture, sizes=sizes).layout.page_bytes
+            tables, prompt = PageTables(runner), random_prompt(70, seed=3)
+            sequences = [
+                Sequence(prompt, tables.take(90), size, carried=Carried(tables)) for size in (1, 7, 33, 500)
+            ]
+            generate(runner, sequences, 16)
+            expected = rounded_generation(tiny_checkpoint(architecture), prompt, 16)
+            assert [sequence.output_ids == expected for sequence in sequences] == [True] * 4
+
+
+def test_keys_and_values_of_8_bits(subtests):
+    with subtests.test("what is larger than its numbers is the largest one"):
+        pages = PagedKv(torch.zeros(4, dtype=torch.float8_e4m3fn), PageShape(1, 1, 1, 2, 2), torch.float32)
+        rounded = pages.rounded(torch.tensor([1e4, -1e4, 448.0, 17.0])).float()
+        assert rounded.tolist() == [448.0, -448.0, 448.0, 16.0]
+    with subtests.test("latents are refused"), pytest.raises(ConfigError, match="--kv-dtype"):
+        make_runner("deepseek_v3", kv_dtype="fp8_e4m3")

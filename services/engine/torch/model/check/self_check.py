@@ -49,7 +49,7 @@ from services.values.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 _DRAWS = 3
-_ROUNDING = "isthmus_rounding"  # attention that rounds K and V as float8 pages do
+ROUNDING = "isthmus_rounding"  # attention that rounds K and V as float8 pages do
 # So many tokens of a sequence take a second or two. On a CPU, models of so many parameters have fewer.
 _MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
 _HALF = (torch.bfloat16, torch.float16)
@@ -193,7 +193,7 @@ class _Check:
 
     def _plain(self, ids: Sequence[int], rows: Sequence[int]) -> dict[int, Tensor]:
         model, device = self._model.model, self._model.device
-        implementation = "eager" if self._kv_dtype is None else _ROUNDING
+        implementation = "eager" if self._kv_dtype is None else ROUNDING
         with attending_by(model, implementation), self._model.fused.as_defined():
             logits = model(
                 input_ids=torch.tensor([ids], device=device),
@@ -322,8 +322,8 @@ def _as_float8(numbers: Tensor) -> Tensor:
     return pages.rounded(numbers).to(numbers.dtype)
 
 
-AttentionInterface.register(_ROUNDING, _attend_rounded)
-AttentionMaskInterface.register(_ROUNDING, eager_mask)
+AttentionInterface.register(ROUNDING, _attend_rounded)
+AttentionMaskInterface.register(ROUNDING, eager_mask)
 
 
 def _most_tokens(model: PreTrainedModel) -> int:
