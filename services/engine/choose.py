@@ -126,6 +126,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             max_rows=settings.graph_rows if role is Role.DECODE else 0,
             max_prompt_tokens=settings.chunk_tokens,
             graph_mib=settings.graph_mib,
+            weights="dequantized" if settings.weights == "dequantized" else None,
             kv_dtype=settings.kv_dtype,
         )
     if settings.engine == "fake":

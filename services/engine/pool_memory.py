@@ -98,23 +98,30 @@ def _ranks_memory(
     dtype = settings.dtype or own_dtype
     own_bytes = weights(config, dequantized=True).bytes_per_gpu()  # as a rank on a CPU has them
     weights_bytes = own_bytes / ITEM_BYTES[own_dtype] * ITEM_BYTES[dtype]
-    token_bytes = groups.full.token_bytes(dtype)
+    of_pages = "fp8" if settings.kv_dtype else dtype
+    token_bytes = groups.full.token_bytes(of_pages)
     if draft:
         weights_bytes += weights(draft, dequantized=True).bytes_per_gpu()
-        token_bytes += draft_groups(draft, config).whole_token_bytes(kv_dtype(draft))
+        own = "fp8" if settings.kv_dtype else kv_dtype(draft)
+        token_bytes += draft_groups(draft, config).whole_token_bytes(own)
     most_pages = settings.kv_pages or DEFAULT_KV_PAGES
     return RanksMemory(
         count=settings.dp_size,
         weights_bytes=int(weights_bytes),
-        beside_bytes=_beside_bytes(settings.pool_sizes, groups, dtype, settings.page_size, most_pages),
+        beside_bytes=_beside_bytes(
+            settings.pool_sizes, groups, dtype, of_pages, settings.page_size, most_pages
+        ),
         page_bytes=settings.page_size * token_bytes,
         page_size=settings.page_size,
         kv_pages=settings.kv_pages,
     )
 
 
-def _beside_bytes(sizes: PoolSizes, groups: LayerGroups, dtype: str, page_size: int, num_pages: int) -> int:
-    windows = [window.in_layout(dtype, page_size) for window in groups.windows]
+def _beside_bytes(
+    sizes: PoolSizes, groups: LayerGroups, dtype: str, of_pages: str, page_size: int, num_pages: int
+) -> int:
+    """Return what windows, whose pages are of another type than states, and states take."""
+    windows = [window.in_layout(of_pages, page_size) for window in groups.windows]
     tails = sum(group.unit_bytes * sizes.num_units(group, page_size, num_pages) for group in windows)
     return tails + (sizes.num_states * groups.recurrent.state_bytes(dtype) if groups.recurrent else 0)
 

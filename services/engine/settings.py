@@ -59,6 +59,11 @@ class EngineSettings(ClusterConfig):
     kv_dtype: Literal["fp8_e4m3"] | None = setting(
         None, "engine torch: of KV, in half the memory of bfloat16 and a little less exact; default: --dtype"
     )
+    weights: Literal["stored", "dequantized"] = setting(
+        "stored",
+        "engine torch on a GPU, in half precision: FP8 and INT4 weights of a quantized checkpoint are "
+        "multiplied as they are stored, which rounds what FP8 is multiplied by; or dequantized",
+    )
     num_threads: int | None = setting(
         None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
     )

@@ -81,7 +81,9 @@ class RouterConfig(ClusterConfig):
     http_port: int = setting(0, "port of the OpenAI-compatible API; 0: a free one")
     plans: tuple[Literal["remote", "local"], ...] = setting(("remote", "local"), "plans that may be chosen")
     chunk_size: int = setting(
-        512, "the prefill ranks' --chunk-size, for the price of the last chunk", bounds=Bounds(at_least=1)
+        512,
+        "the prefill ranks' --chunk-size, for the price of the last chunk: 2048 where engine torch has GPUs",
+        bounds=Bounds(at_least=1),
     )
     itl_weight: float = setting(
         0.05,

@@ -176,6 +176,9 @@ def test_parts(subtests, capsys):
                 else:
                     place = ROOT / own.command[2].replace(".", "/")
                     assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), own
+    with subtests.test("every test for a GPU has its part"):
+        files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+        assert files == {Path(own.command[-1]).name for own in parts("cuda", Path(), Path()) if own.is_test}
     with subtests.test("nonsense is refused by name"):
         for argv in (["--only", "kernel"], ["--wheels", "/nowhere"]):
             with pytest.raises(SystemExit):

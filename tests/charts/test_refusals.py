@@ -20,12 +20,14 @@ def of_role(role):
     return [flag.name for flag in describe(RankConfig) if flag.help.endswith(f"({role})")]
 
 
+DRAFTING = ("speculation", "draft-tokens", "speculate-unsalted")
 VALUES = {
     "expect-kv-path": "rdma",
     "speculation": "lookup",
     "draft-tokens": 3,
     "speculate-unsalted": True,
     "draft-model": "/model/draft",
+    "kv-dtype": "fp8_e4m3",
 }
 
 
@@ -108,7 +110,7 @@ BY_TEMPLATE = {
             {"prefill": GPU, "decode": GPU | {"flags": {flag: a_value(flag)}}},
             f"decode.flags.{flag} is for engine torch",
         )
-        for flag in (*NOT_SGLANG, "speculation", "draft-tokens", "speculate-unsalted", "draft-model")
+        for flag in (*NOT_SGLANG, *DRAFTING, "draft-model", "kv-dtype")
     },
     **{
         f"prefill with {flag}": (

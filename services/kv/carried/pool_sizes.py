@@ -7,6 +7,7 @@ from services.values.kv import GroupKind, KvGroup
 
 # There are so many states beside two for each that runs: as many as for a window would be gigabytes.
 _POINTS = 32
+_CHUNK_OF_EACH = 512  # tokens
 
 
 def units_of_a_sequence(group: KvGroup, page_size: int) -> int:
@@ -52,4 +53,8 @@ class PoolSizes:
         if group.kind is GroupKind.RECURRENT:
             return self.num_states
         of_one = units_for(group, page_size, self.chunk_size, 1)
-        return self.num_window_pages or max(of_one, min(2 * of_one * self.max_running_requests, num_pages))
+        # A step has one chunk, however long it may be; so much of it is reckoned for each sequence.
+        short = min(self.chunk_size, _CHUNK_OF_EACH)
+        longer = of_one - units_for(group, page_size, short, 1)
+        of_all = 2 * self.max_running_requests * (of_one - longer) + longer
+        return self.num_window_pages or max(of_one, min(of_all, num_pages))

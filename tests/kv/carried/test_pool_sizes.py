@@ -14,6 +14,13 @@ def test_by_default_the_running_sequences_fit_and_resume_points():
     assert sizes.num_units(STATE, 16, 10_000) == 2 * 8 + 32
 
 
+def test_a_long_chunk_counts_once():
+    short, long = (PoolSizes(max_running_requests=8, chunk_size=size) for size in (512, 2048))
+    # A window of 128 and 512 tokens lie in 41 pages of 16 at most; 1,536 more tokens take 96.
+    assert short.num_units(WINDOW, 16, 10_000) == 2 * 8 * 41
+    assert long.num_units(WINDOW, 16, 10_000) == 2 * 8 * 41 + 96
+
+
 @pytest.mark.parametrize(("num_pages", "expected"), [(100, 100), (4, 13)])
 def test_a_window_has_no_more_pages_than_full_attention_but_for_one_sequence(num_pages, expected):
     sizes = PoolSizes(max_running_requests=8, chunk_size=64)

@@ -1,1 +1,1 @@
-"""Steps of single tokens are computed from buffers that stay where they are, by CUDA graphs on a GPU."""
+"""Steps are computed from buffers that stay where they are, and replayed from CUDA graphs on a GPU."""

@@ -1,1 +1,1 @@
-"""Quantized weights are told by the names of their parts, and made numbers again, here."""
+"""Quantized weights are told by their parts' names, and made numbers again or multiplied as they are."""

@@ -1,1 +1,1 @@
-"""Tokens are chosen from logits here, under constraints and biases, and scored where that is requested."""
+"""Tokens are chosen from logits, under constraints and biases, and scored; on a GPU by Triton's kernels."""

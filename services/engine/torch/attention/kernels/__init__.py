@@ -1,1 +1,1 @@
-"""Single tokens attend to pages where they lie: numba's code does it on a CPU, Triton's on a GPU."""
+"""Tokens attend to pages where they lie, and K and V go in and out: by numba on a CPU, Triton on a GPU."""
