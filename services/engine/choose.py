@@ -109,7 +109,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
             scratch_pages=settings.max_running_requests,
             self_check=settings.self_check == "on",
             kv_dtype=settings.kv_dtype,
-            max_rows=settings.max_running_requests,
+            max_rows=settings.draft_graph_rows if role is Role.DECODE else 0,
         )
         return lambda: TorchRunner(
             settings.model,

@@ -235,6 +235,11 @@ class EngineSettings(ClusterConfig):
         return min(self.max_running_requests * (1 + drafts), _MOST_GRAPH_ROWS)
 
     @property
+    def draft_graph_rows(self) -> int:
+        """Return how many sequences a draft model drafts for in a round at most."""
+        return min(self.max_running_requests, _MOST_GRAPH_ROWS) if self.speculation == "draft" else 0
+
+    @property
     def speculates(self) -> Speculation:
         return Speculation(self.speculation, self.draft_tokens, self.speculate_unsalted)
 

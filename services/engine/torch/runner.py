@@ -107,7 +107,8 @@ class TorchRunner:
         )
         budget = graph_budget(self._device, graph_mib)
         self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens)
-        self._draft = self._open_draft(draft, checkpoint, budget) if draft is not None else None
+        left = max(0, budget - self._graphs.bytes)
+        self._draft = self._open_draft(draft, checkpoint, left) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None
         self._layout = replace(self._pools.layout, draft=kv)

@@ -4,9 +4,10 @@
     fill    plans a step on the host (view_step's own plan) and copies it to the device, in one copy
     views   are what attention and mixers read in every such step: slices of the buffers
 
-A step of fewer rows than there are is filled up by echoes of its first row: they have its token and its
-position, and store what it stores, in the same place. Echoes of single tokens read what that one reads, so
-they read no KV of their own; those among prompts attend to nothing. None routes to experts of its own.
+A step of fewer rows than there are is filled up by echoes of its first row, which have its token and its
+position. Echoes of single tokens read what that one reads, so they read no KV and route to no experts of
+their own; those among prompts attend to nothing. Echoes are not stored: the first entry of what is stored is
+repeated instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class PromptRoom:
-    """There is room for `num_prompts` chunks of several tokens, `num_tokens` in all, that see `num_seen`."""
+    """There is room for `num_prompts` chunks of `num_tokens` in all, which see `num_seen` tokens together."""
 
     num_tokens: int
     num_prompts: int

@@ -139,6 +139,12 @@ def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
             module.chunk_size = own
 
 
+def require_slots(slots: Sequence[int | None], num_slots: int) -> None:
+    """Raise ProtocolError where a slot is missing, or none of the pool's, or comes twice."""
+    if len(set(slots)) < len(slots) or any(slot is None or not 0 <= slot < num_slots for slot in slots):
+        raise ProtocolError(f"chunks need slots of their own among {num_slots}, and have {slots}")
+
+
 def place_rows(
     cache: StepCache, chunks: Sequence[Chunk], num_slots: int, scan_tokens: int | None = None
 ) -> None:
@@ -149,9 +155,7 @@ def place_rows(
 
     Raises ProtocolError where a chunk has no slot, or two have one.
     """
-    slots = [chunk.slot for chunk in chunks]
-    if len(set(slots)) < len(slots) or any(slot is None or not 0 <= slot < num_slots for slot in slots):
-        raise ProtocolError(f"chunks need slots of their own among {num_slots}, and have {slots}")
+    require_slots([chunk.slot for chunk in chunks], num_slots)
     ends = accumulate(len(chunk.token_ids) for chunk in chunks)
     parts = [
         each for end, chunk in zip(ends, chunks, strict=True) for each in _parts(end, chunk, scan_tokens)

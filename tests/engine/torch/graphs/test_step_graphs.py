@@ -23,6 +23,7 @@ from services.engine.torch.graphs.step_graphs import StepGraphs, bucket_rows
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
 from services.kv.carried.pool_sizes import PoolSizes
+from services.values.errors import ProtocolError
 from services.values.request import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, MAX_ROWS = 16, 96, 8, 5
@@ -214,7 +215,7 @@ def refused(monkeypatch, caplog, forward=None, capture=tape.capture):
 
 
 def keeping(logits, packed):
-    packed.model.model.kept = logits
+    packed.model.model.kept = {"of a step": [logits]}
     return logits
 
 
@@ -255,6 +256,62 @@ def test_buckets_reach_the_largest_step():
     assert bucket_rows(64)[0] == 64
     assert bucket_rows(70)[:2] == (70, 64)
     assert len(bucket_rows(512)) <= 20 and bucket_rows(512)[-1] == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_rank_that_only_prefills(subtests):
+    for family, sizes in {"llama": [(50, 0)], "falcon_h1": [], "deepseek_v3": []}.items():
+        with subtests.test(family):
+            made = Made(family, tape.computed_again, max_rows=0, max_prompt_tokens=50)
+            assert [bucket.size for bucket in made.graphs._buckets] == sizes
+            assert all(not numbers.any() for numbers in made.memory())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_prompts_alone_are_wrong(monkeypatch, caplog):
+    """Beside many right rows."""
+    own = packed_model.PackedModel.logits_of
+
+    def spoiled(self, pools, buffers):
+        logits = own(self, pools, buffers).clone()
+        if buffers.prompts is not None:
+            logits[buffers.num_singles :] += 100 * torch.randn_like(logits[buffers.num_singles :])
+        return logits
+
+    monkeypatch.setattr(packed_model.PackedModel, "logits_of", spoiled)
+    made = Made("llama", tape.computed_again, max_prompt_tokens=40)
+    assert {bucket.size[0] for bucket in made.graphs._buckets} == {0}
+    assert caplog.text.count("graph_wrong") == 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_trial_that_fails_ends_no_start(monkeypatch, caplog):
+    def compute(*_args, **_settings):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(packed_model.PackedModel, "compute", compute)
+    made = Made("llama", tape.computed_again)
+    assert not made.graphs._buckets
+    assert caplog.text.count("out of memory") == len(bucket_rows(MAX_ROWS))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_takes_no_bucket_of_many_times_its_rows():
+    made = Made("llama", tape.computed_again, max_rows=0, max_prompt_tokens=600)
+    made.graphs._buckets = [made.graphs._buckets[-1]]
+    with torch.inference_mode():
+        assert made.graphs.compute(made.prompts([120], 1), [119]) is None
+        assert made.graphs.compute(made.prompts([210], 1), [209]) is not None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_slots_are_checked(subtests):
+    made = Made("falcon_h1", tape.computed_again)
+    first, second = made.step(2, 1)
+    for slots in [(None, 1), (1, 1), (-1, 0), (NUM_SLOTS, 0)]:
+        with subtests.test(slots=slots), pytest.raises(ProtocolError, match="slots of their own"):
+            chunks = [replace(chunk, slot=slot) for chunk, slot in zip((first, second), slots, strict=True)]
+            made.graphs.compute(chunks, [0, 1])
 
 
 def check_prompts(family):

@@ -1,0 +1,129 @@
+"""A graph is tried by a random step over the pools' first pages, computed in two ways."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from services.engine.paged.runner import Chunk, TailPages
+from services.engine.torch.device import finish_step
+from services.engine.torch.graphs.step_buffers import PromptRoom
+from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.remembered import StateName
+from services.engine.torch.pools import Pools
+from services.values.kv import PageId
+from services.values.request import SamplingParams
+
+_CONTEXT_PAGES = 2  # before a single token's own page
+_ROWS_OF_A_PROMPT = 6  # so many are compared
+
+
+class StepTrial:
+    """Single tokens and one or two prompts share a first page, and each has pages of its own behind it.
+
+    `chunks` are the single tokens, then the prompts.
+    """
+
+    def __init__(self, model: PackedModel, pools: Pools, num_singles: int, room: PromptRoom | None) -> None:
+        self._pools, self._device = pools, model.device
+        self._chance = random.Random(num_singles)
+        self._page_size, self._num_tails = pools.layout.page_size, len(pools.layers.pools) - 1
+        self._vocab_size = model.model.config.get_text_config().vocab_size
+        smallest = min(kv.num_pages for kv in pools.layers.pools)
+        self._num_pages = 1
+        self.chunks: list[Chunk] = []
+        self._states: dict[StateName, Tensor] = {}
+        for length in _prompt_lengths(room, (smallest // 2) * self._page_size):
+            self.chunks.append(self._chunk(range(length), -(-length // self._page_size)))
+        num_slots = pools.slots.num_slots if pools.slots is not None else num_singles
+        num_rows = min(num_singles, num_slots, max(1, smallest - self._num_pages))
+        of_each = max(1, min(_CONTEXT_PAGES, (smallest - self._num_pages) // max(1, num_rows)))
+        singles = []
+        for _ in range(num_rows):
+            start = self._chance.randrange(of_each * self._page_size)
+            singles.append(self._chunk(range(start, start + 1), of_each))
+        self.chunks = [*singles, *self.chunks]
+        if pools.slots is not None:
+            self.chunks = [replace(chunk, slot=nth) for nth, chunk in enumerate(self.chunks)]
+
+    def _chunk(self, positions: range, num_pages: int) -> Chunk:
+        """Return tokens behind the first page, which all share, and in pages of their own."""
+        own = range(self._num_pages, self._num_pages + num_pages)
+        smallest = min(kv.num_pages for kv in self._pools.layers.pools)
+        pages = [PageId(page) for page in ((0, *own) if own.stop <= smallest else (0,))]
+        start = positions.start + (len(pages) - num_pages) * self._page_size
+        self._num_pages = max(self._num_pages, own.stop) if own.stop <= smallest else self._num_pages
+        return Chunk(
+            [self._chance.randrange(self._vocab_size) for _ in positions],
+            start,
+            pages,
+            True,
+            SamplingParams(temperature=0),
+            tails=(TailPages(0, pages),) * self._num_tails,
+        )
+
+    def fill(self) -> None:
+        """Write random numbers into the pages and states that the step reads."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        for kv in self._pools.layers.pools:
+            # A page at a time: with all of them the numbers would take more memory than graphs do.
+            for page in kv.numbers[: self._num_pages * kv.shape.page_numbers].view(self._num_pages, -1):
+                page.copy_(torch.randn(page.shape, generator=generator, device=self._device))
+        if self._pools.slots is not None:
+            for name, states in self._pools.slots.of_state.items():
+                own = states[: len(self.chunks)]
+                own.copy_(torch.randn(own.shape, generator=generator, device=self._device) / 8)
+                self._states[name] = own.clone()
+        finish_step(self._device)
+
+    def clear(self) -> None:
+        """Write zeros where the trial has written."""
+        for kv in self._pools.layers.pools:
+            kv.numbers[: self._num_pages * kv.shape.page_numbers].zero_()
+        if self._pools.slots is not None:
+            self._pools.slots.zero(range(len(self.chunks)))
+        finish_step(self._device)
+
+    def again(self) -> None:
+        """Put the states back to what they were before the step."""
+        if self._pools.slots is not None:
+            for name, states in self._states.items():
+                self._pools.slots.of_state[name][: len(self.chunks)] = states
+        finish_step(self._device)
+
+    def lose_a_page(self) -> None:
+        for kv in self._pools.layers.pools:
+            kv.numbers[: kv.shape.page_numbers].zero_()
+
+
+def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
+    """Return the lengths of a prompt of two thirds of the room, and of one of a quarter if it has tokens."""
+    if room is None:
+        return []
+    tokens = min(room.num_tokens, most_tokens)
+    return [max(2, 2 * tokens // 3), *([tokens // 4] if tokens >= 8 else [])]
+
+
+def rows_to_compare(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Return rows of the step: those of all single tokens, and some of each prompt with its last one."""
+    ends = list(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
+    singles = [start for start, end in pairwise(ends) if end - start == 1]
+    prompts = [
+        sorted({end - 1, *range(start, end, -(-(end - start) // (_ROWS_OF_A_PROMPT - 1)))})
+        for start, end in pairwise(ends)
+        if end - start > 1
+    ]
+    return [*([singles] if singles else []), *prompts]
+
+
+def worst_error(got: Tensor, expected: Tensor, groups: Sequence[Sequence[int]]) -> float:
+    """Return how far the middle row of each group is off, as a share of its size, of the worst group.
+
+    `got` and `expected` have the groups' rows one after the other.
+    """
+    errors = ((got - expected).square().mean(1) / expected.square().mean(1)).sqrt()
+    of_groups = errors.split([len(group) for group in groups])
+    return max(float(of_group.sort().values[len(of_group) // 2]) for of_group in of_groups)
