@@ -18,7 +18,7 @@ from services.router.parsing.answer_formats import (
 )
 from services.router.parsing.answer_parser import AnswerParser, ReadingParser
 from services.router.parsing.calls import Calls, Schemas
-from services.router.parsing.grammars.obligation import AnswerWriting, HarmonyWriting, MarkedWriting
+from services.router.parsing.grammars.tool_constraint import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.harmony import HarmonyAnswer
 from services.router.parsing.marked import NO_WRAPPING, MarkedAnswer, Thinking, Wrapping

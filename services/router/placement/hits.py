@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.resumable_blocks import deepest
-from services.router.placement.sight import Sight
+from services.router.placement.rank_snapshot import RankSnapshot
 from services.router.ranks.balance import Balance
 from services.values.rank import RankKey
 from services.values.registration import Registration
@@ -35,12 +35,12 @@ class Hits:
         self._balance = balance
         self._block = index_block
 
-    def of(self, found: Sequence[Found], sight: Sight) -> list[Hit]:
+    def of(self, found: Sequence[Found], snapshot: RankSnapshot) -> list[Hit]:
         """One of each rank."""
-        asked, now, block, telling = sight.asked, self._balance.clock(), self._block, self.telling
-        resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, sight, now)
+        asked, now, block, telling = snapshot.asked, self._balance.clock(), self._block, self.telling
+        resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, snapshot, now)
         trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
-        guessed = sight.guessed()
+        guessed = snapshot.guessed()
         hits = []
         for key, _, blocks in found:
             matched, soon = blocks * block, guessed.depth(key) * block
@@ -57,16 +57,16 @@ class Hits:
         return hits
 
     def _resumed(
-        self, telling: dict[RankKey, int], sight: Sight, now: float
+        self, telling: dict[RankKey, int], snapshot: RankSnapshot, now: float
     ) -> dict[RankKey, tuple[int, int]]:
         """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
         if not telling:
             return {}
-        asked, balance, block = sight.asked, self._balance, self._block
+        asked, balance, block = snapshot.asked, self._balance, self._block
         furthest = asked.most_reused // block
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
         matched = self._index.resume_points.deepest(asked.hashes, most)
-        guessed = deepest(sight.guessed().resumable(), dict.fromkeys(telling, furthest))
+        guessed = deepest(snapshot.guessed().resumable(), dict.fromkeys(telling, furthest))
         resumed = {}
         for key in telling:
             tokens = matched.get(key, 0) * block

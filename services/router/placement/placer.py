@@ -25,7 +25,7 @@ from services.router.placement.hits import Found, Hit, Hits
 from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
-from services.router.placement.sight import Queue, Sight
+from services.router.placement.rank_snapshot import Queue, RankSnapshot
 from services.router.ranks.balance import Balance
 from services.router.ranks.load_order import Load, LoadOrder
 from services.router.ranks.shares import Share
@@ -116,22 +116,22 @@ class Placer:
 
     def place(self, asked: Asked, tie: float) -> Decision:
         """Choose the ranks and the plan. Raises as placement.place."""
-        sight = self._sight(asked)
+        snapshot = self._snapshot(asked)
         if self._has_many:  # else all are looked at, and their waits with them
-            self._check_waits(sight)
+            self._check_waits(snapshot)
         if asked.at is not None:
-            return replace(self._place(sight, tie, self._few), reason="same_prompt")
+            return replace(self._place(snapshot, tie, self._few), reason="same_prompt")
         fitting = self._where_it_fits(asked)
         try:
-            return self._place(sight if fitting is asked else self._sight(fitting), tie, self._few)
+            return self._place(snapshot if fitting is asked else self._snapshot(fitting), tie, self._few)
         except IsthmusError:
             if fitting is asked and not self._has_many:
                 raise
             # Those looked at are excluded: look at all of them, and say what is wrong with each.
-            return self._place(sight, tie, self._all)
+            return self._place(snapshot, tie, self._all)
 
-    def _sight(self, asked: Asked) -> Sight:
-        return Sight(asked, self._balance, self._index, self._is_connected, self._apart)
+    def _snapshot(self, asked: Asked) -> RankSnapshot:
+        return RankSnapshot(asked, self._balance, self._index, self._is_connected, self._apart)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
         """Return the same ranks, only those that hold all of it where there are such and others. Of many
@@ -143,29 +143,29 @@ class Placer:
 
     def check_waits(self, asked: Asked) -> None:
         """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
-        self._check_waits(self._sight(asked))
+        self._check_waits(self._snapshot(asked))
 
-    def _check_waits(self, sight: Sight) -> None:
-        asked = sight.asked
+    def _check_waits(self, snapshot: RankSnapshot) -> None:
+        asked = snapshot.asked
         if asked.max_wait_s == math.inf:
             return
-        decodes, prefills = self._queues(self._decodes, sight), self._queues(self._prefills, sight)
+        decodes, prefills = self._queues(self._decodes, snapshot), self._queues(self._prefills, snapshot)
         wait_s = waits_of(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
         if asked.max_wait_s < wait_s < math.inf:
             raise refusal(wait_s, asked.max_wait_s)
 
-    def _queues(self, side: _Side, sight: Sight) -> Iterator[Queue]:
+    def _queues(self, side: _Side, snapshot: RankSnapshot) -> Iterator[Queue]:
         """Return the queues of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
-        return (Queue(sight, key) for key in keys if not sight.exclusion(key, side.ranks[key]))
+        return (Queue(snapshot, key) for key in keys if not snapshot.exclusion(key, side.ranks[key]))
 
     def exclusion(self, rank: Registration) -> str:
         """Return why the rank cannot be chosen by the shortest prompt, or an empty text."""
-        return self._sight(_SHORTEST).exclusion(rank.id.key, rank)
+        return self._snapshot(_SHORTEST).exclusion(rank.id.key, rank)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """Decide as `place` does, with every rank looked at and enough of them compared."""
-        request, decodes, prefills = self._looked_at(self._sight(asked), self._all)
+        request, decodes, prefills = self._looked_at(self._snapshot(asked), self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
             return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
@@ -173,24 +173,26 @@ class Placer:
             all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
 
-    def _place(self, sight: Sight, tie: float, find: Callable[[_Side, Sight], list[Found]]) -> Decision:
-        request, decodes, prefills = self._looked_at(sight, find)
+    def _place(
+        self, snapshot: RankSnapshot, tie: float, find: Callable[[_Side, RankSnapshot], list[Found]]
+    ) -> Decision:
+        request, decodes, prefills = self._looked_at(snapshot, find)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         return place(request, decodes, prefills, bandwidth, weights, tie)
 
     def _looked_at(
-        self, sight: Sight, find: Callable[[_Side, Sight], list[Found]]
+        self, snapshot: RankSnapshot, find: Callable[[_Side, RankSnapshot], list[Found]]
     ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
-        asked = sight.asked
-        receivers = find(self._receiving(asked), sight)
-        senders = find(self._prefills, sight) if Plan.REMOTE in asked.plans else []
+        asked = snapshot.asked
+        receivers = find(self._receiving(asked), snapshot)
+        senders = find(self._prefills, snapshot) if Plan.REMOTE in asked.plans else []
         decodes = [
-            self._decode_candidate(rank, hit, sight)
-            for rank, hit in zip(receivers, self._hits.of(receivers, sight), strict=True)
+            self._decode_candidate(rank, hit, snapshot)
+            for rank, hit in zip(receivers, self._hits.of(receivers, snapshot), strict=True)
         ]
         prefills = [
-            self._prefill_candidate(rank, hit, sight)
-            for rank, hit in zip(senders, self._hits.of(senders, sight), strict=True)
+            self._prefill_candidate(rank, hit, snapshot)
+            for rank, hit in zip(senders, self._hits.of(senders, snapshot), strict=True)
         ]
         return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
 
@@ -214,41 +216,43 @@ class Placer:
         rank = self._decodes.ranks.get(at.key)
         return _Side() if rank is None or rank.id != at else _Side({at.key: rank})
 
-    def _all(self, side: _Side, sight: Sight) -> list[Found]:
-        return self._found(side.ranks, side, sight)
+    def _all(self, side: _Side, snapshot: RankSnapshot) -> list[Found]:
+        return self._found(side.ranks, side, snapshot)
 
-    def _few(self, side: _Side, sight: Sight) -> list[Found]:
+    def _few(self, side: _Side, snapshot: RankSnapshot) -> list[Found]:
         """Those that may win."""
         if side.order is None:
-            return self._all(side, sight)
-        promising = dict.fromkeys(self._promising(side, side.order, sight))
-        return self._found((key for key in promising if key in side.ranks), side, sight)
+            return self._all(side, snapshot)
+        promising = dict.fromkeys(self._promising(side, side.order, snapshot))
+        return self._found((key for key in promising if key in side.ranks), side, snapshot)
 
-    def _found(self, keys: Iterable[RankKey], side: _Side, sight: Sight) -> list[Found]:
-        ranks, held = side.ranks, sight.held()
+    def _found(self, keys: Iterable[RankKey], side: _Side, snapshot: RankSnapshot) -> list[Found]:
+        ranks, held = side.ranks, snapshot.held()
         return [(key, ranks[key], held.depth(key)) for key in keys]
 
-    def _promising(self, side: _Side, order: LoadOrder, sight: Sight) -> Iterator[RankKey]:
-        if sight.asked.pinned is not None:
-            yield sight.asked.pinned
-        yield from sight.guessed().deepest()[:_PREDICTED]
-        least_loaded = (key for key in order if sight.may_serve(key, side.ranks[key]))
+    def _promising(self, side: _Side, order: LoadOrder, snapshot: RankSnapshot) -> Iterator[RankKey]:
+        if snapshot.asked.pinned is not None:
+            yield snapshot.asked.pinned
+        yield from snapshot.guessed().deepest()[:_PREDICTED]
+        least_loaded = (key for key in order if snapshot.may_serve(key, side.ranks[key]))
         few = list(islice(least_loaded, _LEAST_LOADED))
         yield from few
         if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
             roomiest = (key for key in order if self._holds_most(side.ranks[key]))
-            serving = (key for key in roomiest if sight.may_serve(key, side.ranks[key]))
+            serving = (key for key in roomiest if snapshot.may_serve(key, side.ranks[key]))
             yield from islice(serving, _LEAST_LOADED)
         if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
-            yield from islice((key for key in own if sight.may_serve(key, side.ranks[key])), _LEAST_LOADED)
+            yield from islice((key for key in own if snapshot.may_serve(key, side.ranks[key])), _LEAST_LOADED)
         if self._hits.telling and few:
-            yield from self._resuming(side, order, sight, few[0])
-        yield from self._holding(side, order, sight, sight.held())
+            yield from self._resuming(side, order, snapshot, few[0])
+        yield from self._holding(side, order, snapshot, snapshot.held())
 
-    def _holding(self, side: _Side, order: LoadOrder, sight: Sight, held: Held) -> Iterator[RankKey]:
+    def _holding(
+        self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, held: Held
+    ) -> Iterator[RankKey]:
         """Return the ranks that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
@@ -257,21 +261,23 @@ class Placer:
                 holders = (key for key in ranks if held.depth(key) > longest)
             else:  # whoever stands before those that were taken holds less
                 holders = order.ascending(held.beyond(longest))
-            deeper = next((key for key in holders if sight.may_serve(key, side.ranks[key])), None)
+            deeper = next((key for key in holders if snapshot.may_serve(key, side.ranks[key])), None)
             if deeper is None:
                 return
             longest = held.depth(deeper)
             yield deeper
 
-    def _resuming(self, side: _Side, order: LoadOrder, sight: Sight, least: RankKey) -> Iterator[RankKey]:
+    def _resuming(
+        self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, least: RankKey
+    ) -> Iterator[RankKey]:
         """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
         least loaded that may serve: nobody stands before it."""
-        for found in (sight.guessed().resumable(), self._index.resume_points.along(sight.asked.hashes)):
+        for found in (snapshot.guessed().resumable(), self._index.resume_points.along(snapshot.asked.hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
                 # Those seen go on further: who was taken of them stands first, or they may not serve.
                 unseen = order.ascending(ranks - seen, taken)
-                first = next((key for key in unseen if sight.may_serve(key, side.ranks[key])), None)
+                first = next((key for key in unseen if snapshot.may_serve(key, side.ranks[key])), None)
                 seen |= ranks
                 if first is not None:
                     taken = first
@@ -279,10 +285,10 @@ class Placer:
                 if taken == least:
                     break
 
-    def _decode_candidate(self, found: Found, hit: Hit, sight: Sight) -> DecodeCandidate:
+    def _decode_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> DecodeCandidate:
         key, rank, _ = found
         page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
-        now = sight.now(key)
+        now = snapshot.now(key)
         load, pending_tokens, queued, running, tokens_per_s, _ = now
         books = load.books
         # By position: by name it takes twice as long, and there are a dozen.
@@ -295,23 +301,23 @@ class Placer:
             load.token_s,
             books.free * page_size,
             books.cached * page_size,  # evictable_tokens
-            sight.exclusion(key, rank),
+            snapshot.exclusion(key, rank),
             queued,
             matched,
             load.waiting_tokens,
             key in self._decodes.own,
-            sight.queue_wait_s(key) if load.waiting else 0.0,
+            snapshot.queue_wait_s(key) if load.waiting else 0.0,
             now.compute_wait_s,
             rank.max_context_tokens,
-            sight.receives(key),
+            snapshot.receives(key),
             resume,
             matched_resume,
             load.tokens_per_step,
         )
 
-    def _prefill_candidate(self, found: Found, hit: Hit, sight: Sight) -> PrefillCandidate:
+    def _prefill_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> PrefillCandidate:
         key, rank, _ = found
-        now, page_size = sight.now(key), rank.layout.page_size
+        now, page_size = snapshot.now(key), rank.layout.page_size
         return PrefillCandidate(
             id=rank.id,
             hit_tokens=hit.worth,
@@ -319,7 +325,7 @@ class Placer:
             prefill_tokens_per_s=now.tokens_per_s,
             free_tokens=now.load.books.free * page_size,
             evictable_tokens=now.load.books.cached * page_size,
-            excluded=sight.exclusion(key, rank),
+            excluded=snapshot.exclusion(key, rank),
             queued=now.queued,
             matched_tokens=hit.matched,
             own=key in self._prefills.own,

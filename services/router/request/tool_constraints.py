@@ -11,7 +11,7 @@ from services.grammar.grammars import Grammars
 from services.grammar.lowering import lark_of
 from services.router.parsing.answer_formats import NONE
 from services.router.parsing.grammars.lark import Lark, one_of
-from services.router.parsing.grammars.obligation import AnswerWriting, Obligation
+from services.router.parsing.grammars.tool_constraint import AnswerWriting, ToolConstraint
 from services.router.parsing.json_text import text_of
 from services.router.parsing.parser_choice import ParserChoice
 from services.router.request.tools import ChatTools
@@ -62,7 +62,7 @@ class ToolConstraints:
         if writing is None:
             return sampling
         schemas = self._schemas(tools)
-        asked = Obligation(
+        asked = ToolConstraint(
             Lark(self._special),
             schemas,
             tools.parallel,

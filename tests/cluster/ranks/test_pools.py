@@ -16,7 +16,7 @@ from services.engine import fake
 from services.engine.fake import continuation
 from services.router.placement.exclusion import TOO_SMALL
 from services.router.placement.placer import Placer
-from services.router.placement.sight import Sight
+from services.router.placement.rank_snapshot import RankSnapshot
 from services.router.request import failover
 from services.values.rank import RankKey, Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
@@ -46,14 +46,14 @@ def pools_of(*num_tokens):
 @pytest.fixture
 def smallest_first(monkeypatch):
     """Of the ranks that hold the prompt the smallest is chosen, whatever it costs."""
-    exclusion, holds = Sight.exclusion, set()
+    exclusion, holds = RankSnapshot.exclusion, set()
 
-    def of_smallest(sight, key, rank):
-        if reason := exclusion(sight, key, rank):
+    def of_smallest(snapshot, key, rank):
+        if reason := exclusion(snapshot, key, rank):
             return reason
-        if sight.asked.prompt_tokens < len(PROMPT):
+        if snapshot.asked.prompt_tokens < len(PROMPT):
             return ""  # a probe
-        smallest = min((tokens for tokens in holds if tokens > sight.asked.prompt_tokens), default=0)
+        smallest = min((tokens for tokens in holds if tokens > snapshot.asked.prompt_tokens), default=0)
         is_larger = rank.role is Role.DECODE and rank.max_context_tokens > smallest
         return "larger than need be" if is_larger else ""
 
@@ -62,9 +62,9 @@ def smallest_first(monkeypatch):
         holds.update(decode.max_context_tokens for decode in placer._decodes.ranks.values())
         return sight_of(placer, asked)
 
-    sight_of = Placer._sight
-    monkeypatch.setattr(Placer, "_sight", seen_by)
-    monkeypatch.setattr(Sight, "exclusion", of_smallest)
+    sight_of = Placer._snapshot
+    monkeypatch.setattr(Placer, "_snapshot", seen_by)
+    monkeypatch.setattr(RankSnapshot, "exclusion", of_smallest)
 
 
 async def generate(cluster, max_tokens, prompt=PROMPT, **sampling):
@@ -193,19 +193,19 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
 ):
     monkeypatch.setattr(failover, "_STUMBLE_S", 0.01)
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
-    exclusion, prompts = Sight.exclusion, []
+    exclusion, prompts = RankSnapshot.exclusion, []
 
-    def stumbles(sight, key, rank):
+    def stumbles(snapshot, key, rank):
         if rank.id.worker == "decode-1":
-            if sight.asked.prompt_tokens < 100:
+            if snapshot.asked.prompt_tokens < 100:
                 return "not yet"
-            prompts.append(sight.asked.prompt_tokens)
+            prompts.append(snapshot.asked.prompt_tokens)
             if not comes_back or len(prompts) < 6:
                 return "not connected"
-        return exclusion(sight, key, rank)
+        return exclusion(snapshot, key, rank)
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **pools_of(100, 400)) as cluster:
-        monkeypatch.setattr(Sight, "exclusion", stumbles)
+        monkeypatch.setattr(RankSnapshot, "exclusion", stumbles)
         if comes_back:
             assert (await generate(cluster, 100))[0] == continuation(PROMPT, 100)
         else:

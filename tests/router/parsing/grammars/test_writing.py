@@ -4,7 +4,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from router.parsing.written import WRITERS, Answer, read
 from services.router.parsing.grammars.lark import Lark
-from services.router.parsing.grammars.obligation import HarmonyWriting, MarkedWriting, Obligation
+from services.router.parsing.grammars.tool_constraint import HarmonyWriting, MarkedWriting, ToolConstraint
 from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.parser_choice import choose
 
@@ -13,7 +13,7 @@ TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32")
 
 
 def grammar_of(name, schema):
-    asked = Obligation(Lark(SPECIAL), {"f": schema})
+    asked = ToolConstraint(Lark(SPECIAL), {"f": schema})
     writing = HarmonyWriting() if name == "harmony" else MarkedWriting(None, WRITINGS[name])
     return writing.must_call(asked)
 
@@ -60,7 +60,7 @@ def test_a_string_ends_where_its_tag_does():
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
     begin = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>\n"
     end = "\n</parameter>\n</function>\n</tool_call>"
-    asked = Obligation(Lark({}), {"f": schema})
+    asked = ToolConstraint(Lark({}), {"f": schema})
     grammar = MarkedWriting(None, WRITINGS["qwen3_coder"]).must_call(asked)
     assert accepts(grammar, f"{begin}3{end}")
     assert not accepts(grammar, f"{begin}three{end}")
@@ -95,7 +95,7 @@ def test_a_string_ends_at_a_tag_with_a_special_token_in_its_middle():
 
     for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
         must, may = (getattr(MarkedWriting(None, WRITINGS[name]), how) for how in ("must_call", "may_call"))
-        must, may = (write(Obligation(Lark({DSML: 257}), {"f": schema})) for write in (must, may))
+        must, may = (write(ToolConstraint(Lark({DSML: 257}), {"f": schema})) for write in (must, may))
         for value in ("hi", "", "a </b> < c </"):
             parameter = f'<{DSML}parameter name="a" string="true">{value}</{DSML}parameter>\n'
             call = f'\n<{DSML}invoke name="f">\n{parameter}</{DSML}invoke>'
@@ -124,14 +124,14 @@ def test_what_models_write_is_what_the_grammars_of_calls_allow():
     for name, write, reasoning in WRITERS:
         if name not in WRITINGS or write.__name__ == "mistral":  # [ARGS] is no token of these bytes
             continue
-        text, asked = write(CALLED).lstrip(), Obligation(Lark({}), WORDS)
+        text, asked = write(CALLED).lstrip(), ToolConstraint(Lark({}), WORDS)
         if name == "cohere":
             text = text.replace('[{"', '[\n    {"').replace('{"tool', '{"tool_call_id": "0", "tool')
             text = text.replace("}, {", "},\n    {").replace("]<", "\n]<")
         assert accepts(marked(name, reasoning).must_call(asked), text), name
-        assert accepts(marked(name, reasoning).may_call(Obligation(Lark({}), WORDS)), text), name
+        assert accepts(marked(name, reasoning).may_call(ToolConstraint(Lark({}), WORDS)), text), name
         assert not accepts(
-            marked(name, reasoning).must_call(Obligation(Lark({}), WORDS)), text.replace("3", "x")
+            marked(name, reasoning).must_call(ToolConstraint(Lark({}), WORDS)), text.replace("3", "x")
         )
         assert len(read(choose(name, reasoning, "", None), [text], WORDS).calls) == 2
 
@@ -153,15 +153,15 @@ FURTHER = [
 def test_lists_of_calls_are_bound_and_read_alike():
     for name, text in FURTHER:
         must, may = (getattr(marked(name, "none"), how) for how in ("must_call", "may_call"))
-        assert accepts(must(Obligation(Lark({}), WORDS)), text), name
-        assert accepts(may(Obligation(Lark({}), WORDS)), text), name
-        assert accepts(may(Obligation(Lark({}), WORDS)), "No."), name
-        assert not accepts(may(Obligation(Lark({}), WORDS)), text.replace('"f"', '"g"')), name
+        assert accepts(must(ToolConstraint(Lark({}), WORDS)), text), name
+        assert accepts(may(ToolConstraint(Lark({}), WORDS)), text), name
+        assert accepts(may(ToolConstraint(Lark({}), WORDS)), "No."), name
+        assert not accepts(may(ToolConstraint(Lark({}), WORDS)), text.replace('"f"', '"g"')), name
         assert read(choose(name, "none", "", None), [text], WORDS).calls, name
 
 
 def test_content_stands_in_what_its_models_write_around_it():
-    answer = marked("none", "cohere").then(Obligation(Lark({}), {}), '"yes"')
+    answer = marked("none", "cohere").then(ToolConstraint(Lark({}), {}), '"yes"')
     assert accepts(answer, "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>")
     assert accepts(answer, "yes") and not accepts(answer, "<|START_RESPONSE|>no")
     assert not marked("gemma4", "gemma4").binds_calls and marked("kimi_k2", "think").binds_calls

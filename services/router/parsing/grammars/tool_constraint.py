@@ -19,7 +19,7 @@ _CONSTRAINED = "<|constrain|>"
 
 
 @dataclass(frozen=True, slots=True)
-class Obligation:
+class ToolConstraint:
     """`schemas` are those of the tools that may be called, by name. `thinks` says that the prompt ended
     within thinking."""
 
@@ -41,10 +41,10 @@ class MarkedWriting:
     def binds_calls(self) -> bool:
         return self.writing is not None
 
-    def must_call(self, asked: Obligation) -> str:
+    def must_call(self, asked: ToolConstraint) -> str:
         return asked.lark.grammar(f"{self._thought(asked)}{self._calls(asked)}")
 
-    def may_call(self, asked: Obligation) -> str:
+    def may_call(self, asked: ToolConstraint) -> str:
         lark = asked.lark
         writing = self._known(lark)
         thought = self._thought(asked)
@@ -58,7 +58,7 @@ class MarkedWriting:
         answer = f"({lark.upto(writing.opens, opens)} {calls}){more} {lark.text(opens)}"
         return lark.grammar(f"{thought}{self._wrapped(lark, answer)}")
 
-    def then(self, asked: Obligation, answer: str) -> str:
+    def then(self, asked: ToolConstraint, answer: str) -> str:
         """`answer` is a rule's body."""
         calls = [self._calls(asked)] if asked.schemas and self.writing else []
         answers = one_of(*calls, self._wrapped(asked.lark, answer))
@@ -72,7 +72,7 @@ class MarkedWriting:
         )
         return f"({opens} {_BLANK})? {answer} ({_BLANK} {closes})?"
 
-    def _calls(self, asked: Obligation) -> str:
+    def _calls(self, asked: ToolConstraint) -> str:
         writing = self._known(asked.lark)
         calls = writing.calls(asked.lark, asked.schemas, asked.parallel)
         opens = f"{asked.lark.literal(writing.opens)} " if writing.opens else ""
@@ -82,7 +82,7 @@ class MarkedWriting:
         assert self.writing is not None
         return self.writing.known_to(lark)
 
-    def _thought(self, asked: Obligation) -> str:
+    def _thought(self, asked: ToolConstraint) -> str:
         if self.thinking is None:
             return ""
         lark = asked.lark
@@ -95,16 +95,16 @@ class HarmonyWriting:
 
     binds_calls = True
 
-    def must_call(self, asked: Obligation) -> str:
+    def must_call(self, asked: ToolConstraint) -> str:
         return asked.lark.grammar(f"{self._before(asked.lark)}{self._call(asked)}")
 
-    def may_call(self, asked: Obligation) -> str:
+    def may_call(self, asked: ToolConstraint) -> str:
         return self._then(asked, asked.lark.text(), ("analysis", "commentary"))
 
-    def then(self, asked: Obligation, answer: str) -> str:
+    def then(self, asked: ToolConstraint, answer: str) -> str:
         return self._then(asked, answer, ("analysis",))
 
-    def _then(self, asked: Obligation, answer: str, channels: tuple[str, ...]) -> str:
+    def _then(self, asked: ToolConstraint, answer: str, channels: tuple[str, ...]) -> str:
         lark = asked.lark
         final = f"{lark.literal(f'{CHANNEL}final{MESSAGE}')} {answer}"
         calls = [self._call(asked)] if asked.schemas else []
@@ -116,7 +116,7 @@ class HarmonyWriting:
         return f"({begins} {lark.text()} {lark.literal(f'<|end|>{START}assistant')})* "
 
     @staticmethod
-    def _call(asked: Obligation) -> str:
+    def _call(asked: ToolConstraint) -> str:
         """The recipient stands behind the channel, as models write it, or before it, as the template does."""
         lark, calls = asked.lark, []
         for name, schema in asked.schemas.items():

@@ -12,9 +12,11 @@ from services.values.rank import RankKey, Role
 from services.values.registration import Registration
 
 
-class Sight:
-    """A sight is of what is `asked`, for as long as nothing changes. `apart` are ranks of another layout, and
-    in what."""
+class RankSnapshot:
+    """A snapshot is of what is `asked`, for as long as nothing changes.
+
+    `apart` are ranks of another layout, and in what.
+    """
 
     __slots__ = (
         "_apart",
@@ -96,19 +98,19 @@ class Sight:
 class Queue:
     """A rank's waits, looked up when they are asked for: where all are full, a thousand are."""
 
-    __slots__ = ("_rank", "_sight")
+    __slots__ = ("_rank", "_snapshot")
 
-    def __init__(self, sight: Sight, rank: RankKey) -> None:
-        self._sight, self._rank = sight, rank
+    def __init__(self, snapshot: RankSnapshot, rank: RankKey) -> None:
+        self._snapshot, self._rank = snapshot, rank
 
     @property
     def receives(self) -> bool:
-        return self._sight.receives(self._rank)
+        return self._snapshot.receives(self._rank)
 
     @property
     def queue_wait_s(self) -> float:
-        return self._sight.queue_wait_s(self._rank)
+        return self._snapshot.queue_wait_s(self._rank)
 
     @property
     def compute_wait_s(self) -> float:
-        return self._sight.now(self._rank).compute_wait_s
+        return self._snapshot.now(self._rank).compute_wait_s
