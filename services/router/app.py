@@ -32,6 +32,7 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process.events import first_of
 from services.router.cluster import Cluster, ClusterSettings
+from services.router.connections.suspects import SuspectChecks
 from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
     GENERATE,
@@ -45,7 +46,6 @@ from services.router.http.routes import http_app
 from services.router.keys import callers
 from services.router.keys.api_keys import ApiKeys, GrpcDoor
 from services.router.keys.refusals import KeyRefusals
-from services.router.links.suspects import SuspectChecks
 from services.router.page.serving import Page
 from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
 from services.router.placement.placer import PlacerSettings

@@ -15,10 +15,10 @@ from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net.tls import TlsConfig
-from services.router.links.coalescing import Coalescing
-from services.router.links.connections import Connections
-from services.router.links.decode_client import DecodeClient
-from services.router.links.prefill_watch import PrefillWatch
+from services.router.connections.coalescing import Coalescing
+from services.router.connections.decode_client import DecodeClient
+from services.router.connections.prefill_watch import PrefillWatch
+from services.router.connections.rank_connections import Connections
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
@@ -119,7 +119,7 @@ class Cluster:
         tie: Callable[[], float] = random.random,
         coalesce_s: float = 0.0,
     ) -> None:
-        """Let tokens wait at most `coalesce_s` for others of their request (links/coalescing.py)."""
+        """Let tokens wait at most `coalesce_s` for others of their request (connections/coalescing.py)."""
         self._settings = settings
         self._mirror = mirror
         self._pins = pins
@@ -305,28 +305,28 @@ class Cluster:
         """Count the request no more, however it ended."""
         self._placer.outcomes.ended(request_id)
 
-    def failed(self, life: RankId) -> None:
+    def failed(self, incarnation: RankId) -> None:
         """Hold a request's failure against this rank. It says nothing of a later incarnation."""
-        if self._view_of(life) is not None:
-            self._balance.failed(life.key)
+        if self._view_of(incarnation) is not None:
+            self._balance.failed(incarnation.key)
 
-    def dead(self, life: RankId) -> None:
+    def dead(self, incarnation: RankId) -> None:
         """Forget a rank whose lease has lapsed and that does not answer health checks either, unless its
         stream speaks. One that is told to stop while it has no key says that it does not serve, and cannot
         register as draining; what runs there is to end well."""
-        view = self._view_of(life)
+        view = self._view_of(incarnation)
         if view is not None:
-            self._balance.failed(life.key)
-            if not view.registered and not self._speaks(life):
-                self._mirror.mark_dead(life.key)
+            self._balance.failed(incarnation.key)
+            if not view.registered and not self._speaks(incarnation):
+                self._mirror.mark_dead(incarnation.key)
 
-    def _speaks(self, life: RankId) -> bool:
-        client = self._connections.clients.get(life.key)
-        return client is not None and client.address.id == life and client.connected.is_set()
+    def _speaks(self, incarnation: RankId) -> bool:
+        client = self._connections.clients.get(incarnation.key)
+        return client is not None and client.address.id == incarnation and client.connected.is_set()
 
-    def _view_of(self, life: RankId) -> RankView | None:
-        view = self._mirror.ranks.get(life.key)
-        return view if view is not None and view.registration.id == life else None
+    def _view_of(self, incarnation: RankId) -> RankView | None:
+        view = self._mirror.ranks.get(incarnation.key)
+        return view if view is not None and view.registration.id == incarnation else None
 
     def _hash(self, ids: "array[int]", tenant: str, more_tokens: int | None) -> HashedPrompt:
         seed, index_block = scope_seed(self._settings.model_name, tenant), self._settings.placer.index_block
@@ -426,8 +426,8 @@ class Cluster:
             return
         self._outdated = False
         lives = {key: view.registration.id for key, view in self._mirror.ranks.items()}
-        for rank, life in self._lives.items():
-            if lives.get(rank) != life:
+        for rank, incarnation in self._lives.items():
+            if lives.get(rank) != incarnation:
                 self._balance.forget(rank)  # a new incarnation has no past
         self._lives = lives
         self._note_missed()

@@ -53,7 +53,7 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     from services.engine.paged.shell.prefill import PagedPrefillEngine
-    from services.transfer.decode import links
+    from services.transfer.decode import peer_connections as links
     from services.transfer.prefill import rooms
 
     check_ticket, prefill = rooms.check_ticket, PagedPrefillEngine.prefill

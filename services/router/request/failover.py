@@ -21,8 +21,8 @@ from typing import Any
 
 from services.observe import log_lines, traces
 from services.router.cluster import HashedPrompt, Placed
-from services.router.links.decode_client import DecodeRankLost
-from services.router.links.output_stream import OutputStream
+from services.router.connections.decode_client import DecodeRankLost
+from services.router.connections.output_stream import OutputStream
 from services.router.request.answer_context import AnswerContext
 from services.router.request.progress import Progress
 from services.router.request.prompt_turns import PromptTurns

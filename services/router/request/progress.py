@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from services.router.cluster import Placed
-from services.router.links.output_stream import OutputStream
+from services.router.connections.output_stream import OutputStream
 from services.router.request.client_request import ClientRequest
 from services.router.request.prompt_turns import PromptTurns
 from services.router.request.telemetry.stages import Stages, stages_of

@@ -11,7 +11,7 @@ from router.cluster.fake_mirror import D0, D0_KEY, D1, D1_KEY, LAYOUT, P0, clust
 from services.index.pins import Pin
 from services.index.read.mirror import RankState
 from services.net.tls import TlsConfig
-from services.router.links import connections
+from services.router.connections import rank_connections as connections
 from services.router.placement.placer import Placer
 from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import Unavailable
@@ -62,7 +62,7 @@ async def test_a_failure_alone_forgets_no_rank_whose_lease_has_lapsed(cluster, m
     cluster.failed(D0.registration.id)
     assert mirror.dead == []
     assert not cluster.is_up(cluster.ranks(Role.DECODE)[0])
-    cluster.dead(RankId("decode", 0, Generation(99)))  # another life
+    cluster.dead(RankId("decode", 0, Generation(99)))  # another incarnation
     assert mirror.dead == []
     cluster.dead(D0.registration.id)
     assert mirror.dead == [D0_KEY]

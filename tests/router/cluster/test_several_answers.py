@@ -28,9 +28,11 @@ async def test_a_further_answer_goes_where_the_prompt_is_while_that_life_lasts(t
         assert placed.decision.chosen.decode.id == view.registration.id
         assert placed.decision.reason == "same_prompt"
 
-    life = D0.registration.id
+    incarnation = D0.registration.id
     with pytest.raises(Unavailable):
-        two_decodes.place_at(prompt, "", frozenset(), replace(life, generation=life.generation + 1))
-    two_decodes.failed(life)
+        two_decodes.place_at(
+            prompt, "", frozenset(), replace(incarnation, generation=incarnation.generation + 1)
+        )
+    two_decodes.failed(incarnation)
     with pytest.raises(Unavailable, match="failed"):
-        two_decodes.place_at(prompt, "", frozenset(), life)
+        two_decodes.place_at(prompt, "", frozenset(), incarnation)

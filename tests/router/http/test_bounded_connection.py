@@ -135,7 +135,7 @@ async def test_what_does_not_come_to_an_end_is_given_up(subtests, caplog):
 
 
 async def test_drops_do_not_keep_a_connection(caplog):
-    """A byte now and then is no sign of life."""
+    """A byte now and then is no sign of incarnation."""
     async with serving(header_s=0.2) as front:
         client = await front.connect()
         async with asyncio.timeout(DEADLINE_S):

@@ -71,7 +71,7 @@ def test_the_context_of_a_rank_and_its_layout_by_role(subtests):
         assert of_rank(D, other, ASKED) == ""
         for rank, plans in ((D, REMOTE), (P, REMOTE | LOCAL)):
             assert "differs" in of_rank(rank, other, replace(ASKED, plans=plans))
-    with subtests.test("another life of a rank has failed nothing"):
+    with subtests.test("another incarnation of a rank has failed nothing"):
         earlier = RankId("d", 0, Generation(6))
         assert of_rank(D, WELL, replace(ASKED, tried=frozenset({earlier}))) == ""
 

@@ -178,7 +178,7 @@ def test_a_rank_that_fell_silent_is_excluded_until_it_reports(balance, clock):
     balance.report(P0, RankLoad())
     assert balance.liveness(P0) is Liveness.LIVE
     balance.fell_silent(P0)
-    balance.forget(P0)  # a new life may be one that never reports
+    balance.forget(P0)  # a new incarnation may be one that never reports
     assert balance.liveness(P0) is Liveness.LIVE
 
 

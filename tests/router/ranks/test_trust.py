@@ -43,7 +43,7 @@ def test_what_a_word_is_worth(subtests):
         trust = Trust()
         trust.observe(RANK, 0, 0, 0.0)
         assert trust.of(RANK, 0.0) == 1.0
-    with subtests.test("a new life begins anew"):
+    with subtests.test("a new incarnation begins anew"):
         trust = after(0)
         trust.forget(RANK)
         assert trust.of(RANK, 0.0) == 1.0

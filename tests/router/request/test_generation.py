@@ -8,8 +8,8 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from services.router.cluster import HashedPrompt
-from services.router.links.decode_client import DecodeRankLost
-from services.router.links.output_stream import OutputStream
+from services.router.connections.decode_client import DecodeRankLost
+from services.router.connections.output_stream import OutputStream
 from services.router.request.client_request import ClientRequest
 from services.router.request.generation import Generator
 from services.values.errors import (
@@ -194,7 +194,7 @@ class LosingCluster:
     def admitted(self, request_id, placed, admitted):
         pass
 
-    def failed(self, life):
+    def failed(self, incarnation):
         pass
 
     def ended(self, request_id):

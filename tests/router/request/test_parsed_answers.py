@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from router.conftest import character_backend, save_tokenizer
 from router.request.test_generation import LosingCluster
-from services.router.links.output_stream import OutputStream
+from services.router.connections.output_stream import OutputStream
 from services.router.parsing.parser_choice import choose
 from services.router.request.generation import Generator
 from services.router.request.telemetry import gen_ai

@@ -17,7 +17,10 @@ pictures = st.dictionaries(st.sampled_from("abc"), st.integers(0, 2))
 def test_who_hears_of_every_change_knows_what_there_is(shown):
     known, before = {}, {}
     for after in shown:
-        as_told = [{name: Shown.of(status(name, life)) for name, life in p.items()} for p in (before, after)]
+        as_told = [
+            {name: Shown.of(status(name, incarnation)) for name, incarnation in p.items()}
+            for p in (before, after)
+        ]
         changes = Changes.between(*as_told)
         for each in changes.changed:
             assert before.get(each.rank.worker) != each.rank.generation

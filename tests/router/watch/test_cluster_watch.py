@@ -103,7 +103,7 @@ async def test_ranks_are_told_once_and_as_they_change(watch, ranks, requests, cl
 
         assert await told() == [[("d0", 1), ("d1", 1)], []]
         assert await told() == [[], []]
-        ranks.set(d0=2, d1=1)  # another life is a change
+        ranks.set(d0=2, d1=1)  # another incarnation is a change
         assert await told() == [[("d0", 2)], []]
         ranks.set(d1=1)
         assert await told() == [[], [("d0", 2)]]

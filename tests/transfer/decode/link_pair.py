@@ -11,7 +11,7 @@ from services.kv.transfer_plan import runs_of
 from services.net import servers
 from services.transfer.base import Unsettled
 from services.transfer.choose import open_transport
-from services.transfer.decode.links import PrefillLinks
+from services.transfer.decode.peer_connections import PrefillConnections
 from services.transfer.local import LocalTransport
 from services.transfer.prefill.handshake_server import HandshakeService
 from services.transfer.prefill.sender import KvSender
@@ -158,7 +158,7 @@ class Pair:
 
     def make_links(self, **changes):
         facts = {"layout": self.layout, "transport": self.transport.name, "pools": self.pools} | changes
-        return PrefillLinks(
+        return PrefillConnections(
             DECODE,
             facts["layout"],
             tuple(pool.memory for pool in facts["pools"]),

@@ -31,7 +31,7 @@ from services.kv.ticket import make_ticket, targets_of
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.net import channels
 from services.transfer.base import Transport
-from services.transfer.decode.links import PrefillLink, PrefillLinks
+from services.transfer.decode.peer_connections import PrefillConnections, PrefillLink
 from services.transfer.decode.room_watch import Landed, RoomWatch
 from services.values.errors import KvCorrupt, PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import KvLayout, PageId
@@ -97,7 +97,7 @@ class PagedDecodeEngine(PagedEngine):
         self._digest_share = digest_share
         self._open_channel = open_channel
         self._transport: Transport | None = None
-        self._links: PrefillLinks | None = None
+        self._links: PrefillConnections | None = None
         self._quarantines: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -105,7 +105,7 @@ class PagedDecodeEngine(PagedEngine):
         transport = self._open_transport()
         transport.register(self.memories, self.layout.unit_bytes)
         self._transport = transport
-        self._links = PrefillLinks(
+        self._links = PrefillConnections(
             self._own_id,
             self.layout,
             self.memories,
@@ -122,7 +122,7 @@ class PagedDecodeEngine(PagedEngine):
             transport.close()
         return True
 
-    async def _close_links(self, links: PrefillLinks) -> None:
+    async def _close_links(self, links: PrefillConnections) -> None:
         """Give writers that were asked to stop time to say so; then the streams end and fence time begins."""
         if self._quarantines:
             patience_s = self._lease.write_lease_s + self._lease.fence_margin_s

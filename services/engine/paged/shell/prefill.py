@@ -88,7 +88,9 @@ class PagedPrefillEngine(PagedEngine):
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if rendezvous.prefill != self._own_id:
-            raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
+            raise StaleGeneration(
+                f"the rendezvous is with {rendezvous.prefill}, another incarnation of this rank"
+            )
         seq = self._sequence(request, matcher=await self._matcher(request))
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True

@@ -221,7 +221,9 @@ class SglangPrefillEngine(SglangRank):
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if rendezvous.prefill != self._own_id:
-            raise StaleGeneration(f"the rendezvous is with {rendezvous.prefill}, another life of this rank")
+            raise StaleGeneration(
+                f"the rendezvous is with {rendezvous.prefill}, another incarnation of this rank"
+            )
         room = rendezvous.room
         body = self._body(request, room, self._own_id.rank)
         body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it.

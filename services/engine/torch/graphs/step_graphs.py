@@ -17,14 +17,13 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from services.engine.paged.runner import Chunk
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
@@ -366,12 +365,15 @@ def _reserved_bytes(device: torch.device) -> int:
 
 def _held_tensors(model: torch.nn.Module) -> list[int]:
     """Return the addresses of the tensors that the model's modules hold, in whatever they keep them."""
-    return [
-        value.data_ptr()
-        for module in model.modules()
-        for value in tree_leaves(dict(vars(module)))
-        if isinstance(value, Tensor)
-    ]
+    return [each.data_ptr() for module in model.modules() for each in _tensors_in(vars(module))]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(each)
 
 
 @contextmanager

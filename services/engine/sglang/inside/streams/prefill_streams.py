@@ -134,7 +134,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             return
         hit_kind(ticket.decode_prefix_len, ticket.prompt_len)
         if ticket.prefill_generation != own.rank.generation:
-            raise StaleGeneration(f"the ticket is for another life of {own.rank}")
+            raise StaleGeneration(f"the ticket is for another incarnation of {own.rank}")
 
     def _lose(self, stream: _DecodeProcess) -> None:
         del self._streams[stream.back.endpoint]

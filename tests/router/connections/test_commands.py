@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.links import commands
-from services.router.links.commands import Commands
+from services.router.connections import commands
+from services.router.connections.commands import Commands
 from services.wire.isthmus.v1 import decode_pb2
 
 NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=200)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from services.router.links.decode_client import DecodeClient
-from services.router.links.prefill_watch import PrefillWatch
+from services.router.connections.decode_client import DecodeClient
+from services.router.connections.prefill_watch import PrefillWatch
 from services.values.errors import ConfigError
 from services.values.rank import RankAddress, RankKey
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from services.net import channels, servers
-from services.router.links import decode_client, silence
-from services.router.links.decode_client import DecodeClient, DecodeRankLost
+from services.router.connections import decode_client, silence
+from services.router.connections.decode_client import DecodeClient, DecodeRankLost
 from services.values.errors import InvalidRequest
 from services.values.rank import Generation, RankAddress, RankId
 from services.values.request import FinishReason

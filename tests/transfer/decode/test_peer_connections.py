@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from services.net import channels
-from services.transfer.decode import links as links_module
+from services.transfer.decode import peer_connections as links_module
 from services.transfer.hello import Hello
 from services.values.errors import PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import PoolMemory

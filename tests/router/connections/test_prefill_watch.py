@@ -10,8 +10,8 @@ import pytest
 from services.net import servers
 from services.prefill import prefill_service as prefill_server
 from services.prefill.prefill_service import PrefillService
-from services.router.links import prefill_watch, silence
-from services.router.links.prefill_watch import PrefillWatch
+from services.router.connections import prefill_watch, silence
+from services.router.connections.prefill_watch import PrefillWatch
 from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId
 from services.wire.isthmus.v1 import prefill_pb2_grpc
@@ -55,14 +55,14 @@ class Heard:
 
 
 @asynccontextmanager
-async def watched(servicer, life=RANK):
+async def watched(servicer, incarnation=RANK):
     def register(server):
         if servicer is not None:
             prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
 
     server = await servers.open_server("127.0.0.1:0", register, [])
     heard = Heard()
-    address = RankAddress(life, f"127.0.0.1:{server.port}")
+    address = RankAddress(incarnation, f"127.0.0.1:{server.port}")
     watch = PrefillWatch(address, None, heard.load, heard.lost, heard.silent)
     try:
         yield heard, server

@@ -11,7 +11,7 @@ from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.net import servers
 from services.net.tls import TlsConfig
-from services.router.links.suspects import SuspectChecks
+from services.router.connections.suspects import SuspectChecks
 from services.values.rank import RankAddress, RankId
 
 
@@ -56,7 +56,7 @@ async def test_a_rank_that_begins_a_new_life_meanwhile_is_not_marked() -> None:
         old = lapsed("w", f"127.0.0.1:{server.port}")
         key = old.registration.id.key
         mirror.ranks[key] = old
-        checks = SuspectChecks(mirror, None, lambda life: None)
+        checks = SuspectChecks(mirror, None, lambda incarnation: None)
         asking = asyncio.create_task(checks._ask(old))
         new = replace(lapsed("w", "127.0.0.1:1"), registration=registration("w", generation=2))
         mirror.ranks[key] = new

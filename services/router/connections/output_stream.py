@@ -12,7 +12,7 @@ import math
 from collections import deque
 from typing import Protocol
 
-from services.router.links.coalescing import Coalescing
+from services.router.connections.coalescing import Coalescing
 from services.values.errors import DeadlineExceeded, IsthmusError
 from services.values.request import Output
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.router.links.output_stream import OutputStream
+from services.router.connections.output_stream import OutputStream
 from services.values.errors import DeadlineExceeded, PeerFailed
 from services.values.request import FinishReason, Output, TokenLogprobs
 

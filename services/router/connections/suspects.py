@@ -55,38 +55,40 @@ class SuspectChecks:
             await self._close_all_but(set())
 
     async def _ask(self, view: RankView) -> None:
-        life = view.registration.id
+        incarnation = view.registration.id
         if await self._serves(view):
-            self._misses.pop(life, None)
-            if self._is_present(life.key, life):
-                self._mirror.mark_live(life.key)
+            self._misses.pop(incarnation, None)
+            if self._is_present(incarnation.key, incarnation):
+                self._mirror.mark_live(incarnation.key)
             return
-        misses = self._misses[life] = self._misses.get(life, 0) + 1
+        misses = self._misses[incarnation] = self._misses.get(incarnation, 0) + 1
         if misses == _MAX_MISSES:
-            log.warning("suspect_dead rank=%s misses=%d", life, misses)
+            log.warning("suspect_dead rank=%s misses=%d", incarnation, misses)
         if misses >= _MAX_MISSES:
-            self._dead(life)
+            self._dead(incarnation)
 
     async def _serves(self, view: RankView) -> bool:
-        life = view.registration.id
+        incarnation = view.registration.id
         try:
-            if life not in self._channels:
-                self._channels[life] = channels.open_channel(view.registration.address.endpoint, self._tls)
-            stub = health_pb2_grpc.HealthStub(self._channels[life])
+            if incarnation not in self._channels:
+                self._channels[incarnation] = channels.open_channel(
+                    view.registration.address.endpoint, self._tls
+                )
+            stub = health_pb2_grpc.HealthStub(self._channels[incarnation])
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError:
             grpc_errors.heed_cancellation()
             return False
         except ConfigError as error:  # a certificate that is being replaced, perhaps
-            log.warning("suspect_check_failed rank=%s error=%s", life, error)
+            log.warning("suspect_check_failed rank=%s error=%s", incarnation, error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _is_present(self, rank: RankKey, life: RankId) -> bool:
+    def _is_present(self, rank: RankKey, incarnation: RankId) -> bool:
         view = self._mirror.ranks.get(rank)
-        return view is not None and view.registration.id == life
+        return view is not None and view.registration.id == incarnation
 
     async def _close_all_but(self, lives: set[RankId]) -> None:
-        for life in [life for life in self._channels if life not in lives]:
-            self._misses.pop(life, None)
-            await self._channels.pop(life).close()
+        for incarnation in [incarnation for incarnation in self._channels if incarnation not in lives]:
+            self._misses.pop(incarnation, None)
+            await self._channels.pop(incarnation).close()

@@ -18,10 +18,10 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
-from services.router.links.coalescing import Coalescing
-from services.router.links.commands import Commands
-from services.router.links.output_stream import OutputStream
-from services.router.links.silence import SilenceLimit
+from services.router.connections.coalescing import Coalescing
+from services.router.connections.commands import Commands
+from services.router.connections.output_stream import OutputStream
+from services.router.connections.silence import SilenceLimit
 from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
@@ -73,8 +73,10 @@ class DecodeClient:
         self.connected = asyncio.Event()
 
     def start(self, start: decode_pb2.Start, prompt: PackedIds = _NO_IDS) -> OutputStream:
-        """Send a request to the rank, with what is the connection's own: the life that it is for, and a name
-        and a number there. `prompt` is its prompt, where `start` has none.
+        """Send a request to the rank, with what is the connection's own.
+
+        That is the incarnation that it is for, and a name and a number there. `prompt` is its prompt, where
+        `start` has none.
 
         Raises:
             DecodeRankLost: the rank is not connected.
@@ -112,7 +114,7 @@ class DecodeClient:
     async def retire(self) -> None:
         """Close, but let the requests that run there end: the rank is forgotten, or begins a new
         incarnation."""
-        self._on_load = _unheard  # it may be taken for the next life's
+        self._on_load = _unheard  # it may be taken for the next incarnation's
         await self._idle.wait()
         await self.close()
 

@@ -41,7 +41,7 @@ _Message = handshake_pb2.HandshakeMessage
 _State = handshake_pb2.Status
 
 
-class PrefillLinks:
+class PrefillConnections:
     def __init__(
         self,
         own_id: RankId,
@@ -84,7 +84,7 @@ class PrefillLinks:
             PeerFailed: nobody answers, or the two ranks do not fit.
         """
         if self._closed:
-            raise Unavailable("the links are closed")
+            raise Unavailable("the connections are closed")
         self._links = {life: link for life, link in self._links.items() if link.alive}
         link = self._links.get(address)
         if link is not None and link.usable:
@@ -181,7 +181,7 @@ class PrefillLinks:
 
 
 class PrefillLink:
-    """It is one stream to one incarnation of a prefill rank; PrefillLinks makes it."""
+    """It is one stream to one incarnation of a prefill rank; PrefillConnections makes it."""
 
     def __init__(
         self,

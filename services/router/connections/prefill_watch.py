@@ -17,7 +17,7 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.net.tls import TlsConfig
-from services.router.links.silence import SilenceLimit
+from services.router.connections.silence import SilenceLimit
 from services.values.errors import IsthmusError
 from services.values.load import RankLoad
 from services.values.rank import RankAddress
