@@ -129,6 +129,7 @@ class LocalCluster:
     etcd_endpoints: tuple[str, ...] = ()
     etcd: EmbeddedEtcd | None = None
     kv_pages: int | None = None  # Each rank has so many, where we have chosen them.
+    chunk_tokens: int | None = None  # A prefill rank computes so many in a step, and routers are told.
     # It is the first one's.
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -253,6 +254,7 @@ class LocalCluster:
                 self.router_config = preflight.router_config(name, flags)
             else:
                 ranks.append(preflight.rank_config(name, flags))
+        self.chunk_tokens = ranks[-1].chunk_tokens  # prefill comes first, and the last one is the first
         for engine in {rank.engine for rank in ranks}:
             preflight.check_checkpoint(shape.model, engine)
         free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
@@ -287,6 +289,7 @@ class LocalCluster:
         for number, (port, http_port) in enumerate(ports):
             name = _router_name(number, shape.routers)
             flags = [*common, f"--name={name}", f"--port={port}", f"--http-port={http_port}"]
+            flags += [f"--chunk-size={self.chunk_tokens}"] if self.chunk_tokens else []
             plan.append((name, "services.router", [*flags, *shape.router_flags]))
         return plan
 

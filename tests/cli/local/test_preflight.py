@@ -184,6 +184,15 @@ def test_memory(subtests, checkpoint, monkeypatch):
             assert told == (["--kv-pages=9"] * 2 if pages is None else [f"--kv-pages={pages}"] * 2)
 
 
+def test_routers_are_told_how_long_prefills_chunks_are(checkpoint, subtests):
+    for flags, tokens in [((), 512), (("--chunk-size=96",), 96), (("--device=cuda",), 2048)]:
+        with subtests.test(flags=flags):
+            local = LocalCluster(Shape(checkpoint, checkpoint, rank_flags=flags), lambda name, line: None)
+            local.check()
+            [own] = [flags for _, module, flags in local._plan() if module == "services.router"]
+            assert f"--chunk-size={tokens}" in own
+
+
 def test_an_etcd_that_is_not_there_is_told(monkeypatch, tmp_path):
     preflight.check_etcd(("e:1",))
     preflight.check_etcd(())
