@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 WeightsForm = Literal["dequantized", "fp8", "int4"]
 RoundedTo = Literal["fp8", "int4"]
 Weight = RowWeight | BlockWeight | Int4Weight
+_Members = list[tuple[str, nn.Linear]]
 Small = RowProduct | BlockProduct | Int4Product
 
 # Rounding to 8 bits explains 2.6 % or 3.7 %, that of dequantized weights .2 %, and to 4 bits 11 %; a lost
@@ -89,11 +91,11 @@ def multiply_as_stored(
     int4_tolerance = _INT4_ROUNDED_TOLERANCE if weights == "int4" else _INT4_TOLERANCE
     ways = _Ways(kernels_on(next(model.parameters()).device), int4_tolerance)
     counts: Counter[str] = Counter()
-    for members in _products(model, kept):
+    stored = chain.from_iterable(_stored_alike(each, numbers) for each in _products(model, kept))
+    for members, weight in stored:
         first = members[0][1]
         whole = first.product if isinstance(first, ProductPart) else first
-        weight = numbers.of(members)
-        if weight is None or (product := ways.product(weight, whole, members[0])) is None:
+        if (product := ways.product(weight, whole, members[0])) is None:
             continue
         if isinstance(whole, Product):
             whole.compute_by(product)
@@ -160,13 +162,17 @@ class _Numbers:
                 self._by_tail.setdefault(_tail(name), []).append(each)
 
     def of(self, members: Sequence[tuple[str, nn.Linear]]) -> Weight | None:
-        """Return the weight of a product, or None where the checkpoint has that of a member otherwise."""
+        """Return the weight of these, or None where the checkpoint has that of one of them otherwise.
+
+        The members of a product may be all of it, or one that is to be taken out of it.
+        """
         found: list[tuple[int, _Stored]] = []
+        origin = _place(members[0])
         for name, linear in members:
             own = self._found(f"{name}.weight", linear.weight)
             if own is None:
                 return None
-            found.append((linear.begin if isinstance(linear, ProductPart) else 0, own))
+            found.append((_place((name, linear)) - origin, own))
         num_rows, depth = found[-1][0] + members[-1][1].out_features, members[0][1].in_features
         grouped = [(begin, own) for begin, own in found if isinstance(own, Grouped)]
         floats = [(begin, own) for begin, own in found if not isinstance(own, Grouped)]
@@ -219,13 +225,13 @@ def kernels_on(device: torch.device) -> Kernels:
         return Kernels()
 
 
-def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[str, nn.Linear]]]:
+def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[_Members]:
     """Return linear layers, those together that are computed by one product, each with its name.
 
     Layers whose weights others have, too, such as a head tied to an embedding, are left out.
     """
     owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
-    products: dict[object, list[tuple[str, nn.Linear]]] = {}
+    products: dict[object, _Members] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module not in kept and module.in_features % STEP == 0:
             if isinstance(module, ProductPart):
@@ -233,6 +239,23 @@ def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[list[tuple[
             elif type(module) is nn.Linear and owners[id(module.weight)] == 1:
                 products[module] = [(name, module)]  # A subclass computes something else (Llama 4's router).
     return [sorted(members, key=_place) for members in products.values()]
+
+
+def _stored_alike(members: _Members, numbers: _Numbers) -> Iterator[tuple[_Members, Weight]]:
+    """Yield a product's members together with their weight; or singly where these are stored otherwise.
+
+    Such a product is split where a member's weight is stored at all: a small gate that a checkpoint leaves
+    in the served dtype does not keep the large weights beside it from being multiplied as they are.
+    """
+    if (weight := numbers.of(members)) is not None:
+        yield members, weight
+        return
+    first = members[0][1]
+    if isinstance(first, ProductPart):
+        singly = [([each], weight) for each in members if (weight := numbers.of([each])) is not None]
+        if singly:
+            first.product.split()
+        yield from singly
 
 
 def _place(member: tuple[str, nn.Linear]) -> int:

@@ -98,6 +98,28 @@ def test_merged_products_are_multiplied_so_too(tmp_path):
     assert (given[0] - given[1]).norm() / given[0].norm() < 0.6
 
 
+def test_a_member_that_is_not_stored_so_leaves_the_others_their_numbers(tmp_path):
+    checkpoint = open_checkpoint(quantized(tmp_path), "bfloat16")
+    single, merged = load_model(checkpoint, CPU), load_model(checkpoint, CPU)
+    for model in (single, merged):
+        model.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
+        model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    assert multiply_as_stored(single, (), stored_weights(checkpoint)) == "float8_rows=12"
+    fused = fuse(merged)
+    weight = merged.model.layers[1].mlp.up_proj.weight.clone()
+    assert multiply_as_stored(merged, (), stored_weights(checkpoint)) == "float8_rows=9"
+    first, second = merged.model.layers
+    assert isinstance(first.self_attn.q_proj, ProductPart)
+    kinds = {name: type(each) for name, each in second.named_modules() if isinstance(each, nn.Linear)}
+    assert [name for name, kind in kinds.items() if kind is nn.Linear] == ["self_attn.q_proj", "mlp.up_proj"]
+    assert sum(kind is StoredLinear for kind in kinds.values()) == 5
+    assert torch.equal(second.mlp.up_proj.weight, weight)
+    assert not [name for name, _ in second.named_parameters() if "merged" in name]
+    with fused.as_defined():
+        assert torch.equal(logits(merged), logits(single))
+    assert (logits(merged) - logits(single)).norm() / logits(single).norm() < 0.05
+
+
 def test_whatever_is_a_linear_layer_can_be_rounded():
     model = load_model(open_checkpoint(stored.tiny_checkpoint(), "bfloat16"), CPU)
     before = logits(model)

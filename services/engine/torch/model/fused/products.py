@@ -78,7 +78,7 @@ class Product:
             ]
             has_bias = any(each.bias is not None for each in members)
             self._bias = nn.Parameter(_stacked(biases), requires_grad=False) if has_bias else None
-        self._owner = members[0]
+        self._members, self._owner = tuple(members), members[0]
         self._computes: Callable[[Tensor], Tensor] | None = None
         members[0].register_parameter("merged_weight", self._weight)
         members[0].register_parameter("merged_bias", self._bias)
@@ -105,6 +105,15 @@ class Product:
         self._weight = self._owner.merged_weight = nn.Parameter(
             self._weight.new_empty(0, self._weight.shape[1]), requires_grad=False
         )
+
+    def split(self) -> None:
+        """Let the members be plain layers again, each with a copy of its own weight."""
+        assert self._computes is None, "the weight was given up"
+        for member in self._members:
+            _make_plain(member)
+        del self._owner.merged_weight, self._owner.merged_bias
+        self._given = self._columns = None
+        self._fused.num_products -= 1
 
     def _part(self, given: Tensor, begin: int, size: int) -> Tensor:
         if self._computes is not None:
@@ -158,6 +167,14 @@ def _make_member(linear: nn.Linear, product: Product, index: int, begin: int) ->
     del linear.weight, linear.bias
     linear.__class__ = ProductPart
     linear.product, linear.index, linear.begin = product, index, begin
+
+
+def _make_plain(linear: nn.Linear) -> None:
+    weight, bias = linear.weight.clone(), linear.bias
+    linear.__class__ = nn.Linear
+    del linear.product, linear.index, linear.begin
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias.clone(), False))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
