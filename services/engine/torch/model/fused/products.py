@@ -100,7 +100,10 @@ class Product:
         return linear(given, self._weight, self._bias) if self._computes is None else self._computes(given)
 
     def compute_by(self, computes: Callable[[Tensor], Tensor]) -> None:
-        """Let `computes` give the columns from now on, and give up the weight."""
+        """Let `computes` give the columns from now on, and give up the weight.
+
+        It gives those of all members, who share them whether the model is fused or not.
+        """
         self._computes = computes
         self._weight = self._owner.merged_weight = nn.Parameter(
             self._weight.new_empty(0, self._weight.shape[1]), requires_grad=False
@@ -127,7 +130,7 @@ class Product:
         return None if self._bias is None else self._bias[begin : begin + size]
 
     def part(self, given: Tensor, index: int, begin: int, size: int) -> Tensor:
-        if not self._fused.is_on:
+        if self._computes is None and not self._fused.is_on:
             return self._part(given, begin, size)
         if index == 0:
             self._given, self._columns = given, self(given)

@@ -102,6 +102,22 @@ def test_a_product_is_right_whatever_is_called(layers, subtests):
             assert torch.equal(layer(rows), own)
 
 
+def test_columns_that_something_else_computes_are_shared_though_fusing_is_undone(layers):
+    fused, calls = Fused(), []
+    product, rows = Product(fused, layers), torch.randn(1, 3, 8)
+    columns = product(rows)
+
+    def computes(given):
+        calls.append(given)
+        return columns
+
+    product.compute_by(computes)
+    fused.undo()
+    given = torch.cat([layer(rows) for layer in layers], -1)
+    assert len(calls) == 1
+    assert torch.equal(given, torch.cat([columns[..., :21], columns[..., 24:48]], -1))
+
+
 def test_what_was_changed_in_place_is_computed_anew(layers):
     Product(Fused(), layers)
     rows = torch.randn(1, 3, 8)
