@@ -25,7 +25,7 @@ from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.remembered import whole_group
 from services.engine.torch.pools import KvDtype, Pools
-from services.engine.torch.sampling.device_sampler import DeviceSampler
+from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for
 from services.engine.torch.sampling.sample import sample
 from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
@@ -96,7 +96,7 @@ class TorchDraft:
             ConfigError: it cannot draft for the target; the message says why.
             Unavailable: memory, the device or a file is not to be had now; another start may do.
         """
-        self._settings, self._sampler = settings, sampler
+        self._settings = settings
         checkpoint = open_checkpoint(settings.directory)
         check_same_tokens(checkpoint, target)
         self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads())
@@ -110,6 +110,7 @@ class TorchDraft:
         if settings.self_check:
             check(self._model, page_size, str(checkpoint.directory), settings.kv_dtype)
         self._model.pack(torch.get_num_threads())
+        self._sampler = also_for(sampler, remembered.logits_dtype)
         self._pools = Pools(
             remembered,
             num_pages=num_pages + settings.scratch_pages,

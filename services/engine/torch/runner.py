@@ -95,7 +95,7 @@ class TorchRunner:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
         fingerprint = self._as_stored(checkpoint, weights)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
-        self._sampler = open_sampler(self._device, checkpoint.vocab_size, checkpoint.dtype)
+        self._sampler = open_sampler(self._device, checkpoint.vocab_size, self._model.remembered.logits_dtype)
         self._pools = Pools(
             self._model.remembered,
             num_pages=num_pages,

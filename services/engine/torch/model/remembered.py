@@ -69,6 +69,7 @@ class Remembered:
     mixers: tuple[Mixer, ...]
     states: tuple[State, ...]  # by name
     read_linears: frozenset[torch.nn.Module] = frozenset()  # they are never called: others read their weights
+    logits_dtype: torch.dtype = torch.float32  # Some definitions widen what their heads give.
 
     @property
     def longest_window(self) -> int:

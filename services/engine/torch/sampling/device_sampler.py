@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,15 +84,28 @@ def open_sampler(device: torch.device, vocab_size: int, dtype: torch.dtype) -> "
     """
     if device.type != "cuda":
         return None
+    sampler = _tried(partial(DeviceSampler, device, vocab_size), dtype)
+    if sampler is not None:
+        logger.info("sampling_kernels_ready kernel=triton")
+    return sampler
+
+
+def also_for(sampler: "DeviceSampler | None", dtype: torch.dtype) -> "DeviceSampler | None":
+    """Return the sampler where it chooses from logits of `dtype`, too, so that no step compiles for them."""
+    if sampler is None or dtype in sampler.tried:
+        return sampler
+    return _tried(lambda: sampler, dtype)
+
+
+def _tried(made: "Callable[[], DeviceSampler]", dtype: torch.dtype) -> "DeviceSampler | None":
     try:
-        sampler = DeviceSampler(device, vocab_size)
+        sampler = made()
         require_same_choices(sampler, dtype)
     except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
         logger.warning("sampling_kernels_unusable error=%r", error)
         return None
     finally:
         torch.cuda.empty_cache()  # The trial's memory is the pool's.
-    logger.info("sampling_kernels_ready kernel=triton")
     return sampler
 
 
@@ -101,6 +115,7 @@ class DeviceSampler:
 
     device: torch.device
     vocab_size: int
+    tried: set[torch.dtype] = field(default_factory=set)  # of logits
     _buffers: _Buffers | None = None
     _scratch: "Scratch | None" = None
     _histories: Histories = field(init=False)
@@ -263,12 +278,14 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
 def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
     """Compile for logits of `dtype`, and for adjusted ones, and compare with sample() on the same device.
 
+    What was tried before is not tried again.
+
     Raises SamplerWrong, or whatever Triton, its compiler or a launch raises.
     """
     generator = torch.Generator(sampler.device).manual_seed(0)
     size = (_TRIED_ROWS, sampler.vocab_size)
     chunks = [Chunk([0], 0, (), True, params, [0]) for params in _tried_params()]
-    for tried_dtype in dict.fromkeys((dtype, torch.float64)):
+    for tried_dtype in [each for each in dict.fromkeys((dtype, torch.float64)) if each not in sampler.tried]:
         for scale, grain in ((1.0, 0.0), (4.0, 0.0), (3.0, 0.25), (8.0, 0.0)):
             options = {"dtype": torch.float64, "device": sampler.device}
             logits = scale * torch.randn(size, generator=generator, **options)
@@ -276,6 +293,7 @@ def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
                 logits = (logits / grain).round() * grain
             logits[1, 3], logits[2, 5], logits[3, 2:] = torch.inf, torch.nan, -torch.inf
             _require_same(sampler, logits.to(tried_dtype), chunks)
+        sampler.tried.add(tried_dtype)
 
 
 def _tried_params() -> list[SamplingParams]:

@@ -12,7 +12,7 @@ from engine.torch.sampling.test_sampling_rows import CASES, VOCAB_SIZE, random_l
 from engine.torch.sampling.test_step_masks import masks_of
 from services.engine.paged.runner import NO_TOKEN, Sampled
 from services.engine.torch.sampling import device_sampler
-from services.engine.torch.sampling.device_sampler import DeviceSampler, open_sampler
+from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for, open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import RowMasks
 
@@ -102,7 +102,15 @@ def test_kernels_that_do_not_work_are_left_alone(monkeypatch, subtests, caplog):
         assert open_sampler(CPU, 300, torch.float32) is None
     with subtests.test("those that agree are taken"):
         install(monkeypatch)
-        assert isinstance(open_sampler(cuda, 300, torch.bfloat16), made)
+        sampler = open_sampler(cuda, 300, torch.bfloat16)
+        assert isinstance(sampler, made) and sampler.tried == {torch.bfloat16, torch.float64}
+    with subtests.test("logits of another type, such as a draft's, are tried as well"):
+        assert also_for(None, torch.float32) is None
+        assert also_for(sampler, torch.float32) is sampler
+        assert sampler.tried == {torch.bfloat16, torch.float64, torch.float32}
+        monkeypatch.setattr(sampler, "_launch", failing)
+        assert also_for(sampler, torch.float16) is None
+        assert also_for(sampler, torch.float32) is sampler
     for launch, reason in [(failing, "no C compiler"), (shifted, "SamplerWrong")]:
         with subtests.test("others are not, and that is said", reason=reason):
             caplog.clear()

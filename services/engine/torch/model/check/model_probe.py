@@ -84,6 +84,7 @@ class _Probe:
     _pending: _KeptTensors | None = None
     _calls: list[AttentionCall] = field(default_factory=list)
     _ran: set[nn.Module] = field(default_factory=set)
+    _logits_dtype: torch.dtype = torch.float32
 
     def run(self, model: PreTrainedModel) -> None:
         ids = torch.tensor([_TOKENS], device=model.device)
@@ -91,19 +92,21 @@ class _Probe:
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
-            model(
+            output = model(
                 input_ids=ids,
                 position_ids=torch.arange(len(_TOKENS), device=model.device)[None],
                 use_cache=False,
                 probe=self,
                 **{cache_argument(model): self},
             )
+        self._logits_dtype = output.logits.dtype
 
     def remembered(self) -> Remembered:
         if self._pending is not None:
             raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
         states = tuple(state for _, (state, _) in sorted(self._states.items()))
-        return Remembered(tuple(self._calls), self._mixers(), states, self._read_linears())
+        read_linears = self._read_linears()
+        return Remembered(tuple(self._calls), self._mixers(), states, read_linears, self._logits_dtype)
 
     def _read_linears(self) -> frozenset[nn.Module]:
         linears = {

@@ -102,6 +102,11 @@ def test_recurrent_states_are_float32_and_the_model_is_left_as_it_was(subtests):
         )
 
 
+def test_logits_are_of_the_type_that_the_head_gives():
+    for architecture, dtype in [("llama", torch.bfloat16), ("nemotron_h", torch.float32)]:
+        assert probe(made(architecture, "bfloat16")).logits_dtype is dtype
+
+
 class Attention(torch.nn.Module):
     """Stands for a Llama's, and asks its cache for something."""
 
