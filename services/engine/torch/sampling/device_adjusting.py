@@ -21,7 +21,9 @@ from services.engine.torch.sampling.adjusting import biases_of, forbidden_of, re
 _Ids = NDArray[np.int64]
 _PerRow = list[tuple[int, _Ids]]  # rows of logits, and some ids of each
 
-_MOST_KNOWN = 256  # histories, and as many again that were not needed lately
+# So many histories, and ids in them, are known, and as many again that were not needed lately. Nobody tells
+# which sequences have ended.
+_MOST_KNOWN, _MOST_IDS = 256, 1 << 20
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Histories:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._recent, self._older = dict[int, _Known](), dict[int, _Known]()
+        self._num_ids = 0  # of the recent ones
 
     def ids_of(self, history: Sequence[int]) -> _Ids:
         """Return its ids. Raises IndexError for one that no row has."""
@@ -55,6 +58,7 @@ class Histories:
             if min(new) < 0 or max(new) >= self._vocab_size:
                 raise IndexError(f"ids from {min(new)} to {max(new)}, of a vocabulary of {self._vocab_size}")
             known.ids[known.count : length] = new
+            self._num_ids += length - known.count
             known.count = length
         return known.ids[: known.count]
 
@@ -63,9 +67,11 @@ class Histories:
         known = self._recent.get(key) or self._older.get(key)
         if known is None or known.history is not history or not _goes_on(known):
             known = _Known(history, np.empty(0, np.int64), 0)
-        if key not in self._recent and len(self._recent) >= _MOST_KNOWN:
-            self._recent, self._older = {}, self._recent
-        self._recent[key] = known
+        if self._recent.get(key) is not known:
+            if len(self._recent) >= _MOST_KNOWN or self._num_ids + len(history) > _MOST_IDS:
+                self._recent, self._older, self._num_ids = {}, self._recent, 0
+            self._recent[key] = known
+            self._num_ids += known.count
         return known
 
 

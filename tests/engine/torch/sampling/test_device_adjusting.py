@@ -67,6 +67,18 @@ def test_histories(subtests, monkeypatch):
         for _ in range(2):
             assert [histories.ids_of(each).tolist() for each in many] == many
         assert len(histories._recent) + len(histories._older) <= 8
+    with subtests.test("few ids are kept, but all of those that are needed"):
+        monkeypatch.setattr("services.engine.torch.sampling.device_adjusting._MOST_IDS", 30)
+        monkeypatch.setattr("services.engine.torch.sampling.device_adjusting._MOST_KNOWN", 100)
+        histories = Histories(100)
+        many = [[n] * 10 for n in range(20)]
+        for _ in range(2):
+            assert [histories.ids_of(each).tolist() for each in many] == many
+        assert len(histories._recent) + len(histories._older) <= 6
+        long = [5] * 50
+        assert histories.ids_of(long).tolist() == long
+        assert histories.ids_of(long).base is histories.ids_of(long).base
+        assert len(histories._recent) == 1
     for ids in ([5, 100], (-1,), DraftedHistory([1], [100])):
         with subtests.test("an id beyond the vocabulary is none", ids=ids), pytest.raises(IndexError):
             histories.ids_of(ids)
