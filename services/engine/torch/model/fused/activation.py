@@ -4,7 +4,6 @@ It is known by the instructions of its forward, whatever its layers are named, a
 it.
 """
 
-import inspect
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple, get_args
@@ -51,7 +50,7 @@ def fuse_activations(model: PreTrainedModel, fused: Fused, activate: Activate) -
 
 
 def _parts_of(module: nn.Module) -> _Parts | None:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(type(module).forward, "__code__", None)  # A decorator's is another.
     if code is None or "forward" in vars(module):
         return None
     if not any(_is_alike(code, each.__code__) for each in (_returned, _named_and_returned)):

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -162,6 +162,16 @@ def test_a_module_that_only_looks_like_a_norm_is_left(subtests):
             assert fuse(model).num_norms == COUNTS["llama"][1] - 1
             assert norm.forward is own
             assert torch.equal(norm.weight, weight)
+
+
+def test_a_decorated_mlp_keeps_its_decorator(monkeypatch):
+    model = loaded("llama")
+    mlp = type(model.model.layers[0].mlp)
+    own = mlp.forward
+    monkeypatch.setattr(mlp, "forward", wraps(own)(lambda self, x: 2 * own(self, x)))
+    defined = logits_of(model)
+    assert fuse(model).num_activations == 0
+    assert off_by(logits_of(model), defined) <= OFF_BY[torch.float32]
 
 
 @pytest.fixture
