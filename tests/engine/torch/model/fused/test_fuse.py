@@ -174,6 +174,22 @@ def test_a_decorated_mlp_keeps_its_decorator(monkeypatch):
     assert off_by(logits_of(model), defined) <= OFF_BY[torch.float32]
 
 
+def test_an_activation_that_bounds_large_numbers_is_left():
+    model = loaded("llama")
+    mlp = model.model.layers[0].mlp
+    own = mlp.act_fn
+    for bounded, count in [
+        (lambda x: own(x).clamp(max=5), 1),
+        (lambda x: own(x.clamp(min=-9)), 1),
+        (lambda x: own(x), 2),
+    ]:
+        mlp.act_fn = nn.Identity()
+        mlp.act_fn.forward = bounded
+        assert fuse(model).num_activations == count
+        for layer in model.model.layers:
+            vars(layer.mlp).pop("forward", None)
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """A model is left as it is but for what is fused."""
