@@ -95,7 +95,7 @@ def _replace(
     def forward(*given: Tensor, **named: Any) -> Any:
         if not fused.is_on or named:
             return original(*given, **named)
-        gate, up = parts.gate(given[0]), parts.up(given[0])
-        return parts.down(activate(gate, up, activation))
+        # Gate and up are held by nobody while `down` is computed.
+        return parts.down(activate(parts.gate(given[0]), parts.up(given[0]), activation))
 
     module.forward = forward

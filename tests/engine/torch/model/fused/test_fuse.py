@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from functools import partial, wraps
+from weakref import ref
 
 import pytest
 import torch
@@ -188,6 +189,25 @@ def test_an_activation_that_bounds_large_numbers_is_left():
         assert fuse(model).num_activations == count
         for layer in model.model.layers:
             vars(layer.mlp).pop("forward", None)
+
+
+def test_gate_and_up_are_freed_before_down_is_computed():
+    model, products = loaded("llama"), []
+
+    def keep(_module, _given, product):
+        products.append(ref(product))
+
+    def look(_module, _given):
+        assert [each() for each in products] == [None, None]
+        products.clear()
+
+    fuse(model)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(keep)
+        layer.mlp.up_proj.register_forward_hook(keep)
+        layer.mlp.down_proj.register_forward_pre_hook(look)
+    logits_of(model)
+    assert products == []
 
 
 @pytest.fixture
