@@ -1,12 +1,12 @@
 """Linear layers that get the very same tensor are computed by one product.
 
 Which these are is seen in a pass of a few tokens (q, k and v; gate and up; what a mixer projects), whatever
-their names are. Their weights lie one after another in one parameter of the model, and nowhere else: so what
-widens or moves the model's parameters meets it, too.
+their names are. Their weights lie one after another in one parameter of the model, and nowhere else: so
+widening or moving the parameters reaches it.
 
 The first layer that is called computes the product, and the others take their columns of it. One that gets
-another tensor, or is called out of order, computes its own part. So whatever a definition does in a step,
-each layer gives what it should.
+another tensor, or is called out of order, computes its own part. So each layer gives what it should, unless a
+definition changes the tensor in place between two of them; one that does so in that pass is not merged.
 """
 
 from collections import Counter
@@ -39,10 +39,17 @@ def merge_products(model: PreTrainedModel, fused: Fused, kept: Collection[nn.Mod
 def shared_inputs(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> list[list[nn.Linear]]:
     """Return groups of two or more layers in the order of their calls."""
     calls: dict[nn.Linear, list[Tensor]] = {}
+    firsts: dict[int, Tensor] = {}  # what a tensor held when the first layer got it
+    changed: set[nn.Module] = set()
 
     def note(module: nn.Module, given: tuple[Any, ...]) -> None:
         # The tensors are held, or another one could get the same identity.
-        calls.setdefault(module, []).append(given[0] if given else None)
+        tensor = given[0] if given else None
+        calls.setdefault(module, []).append(tensor)
+        if isinstance(tensor, Tensor):
+            first = firsts.setdefault(id(tensor), tensor.clone())
+            if not torch.allclose(tensor, first, rtol=0, atol=0, equal_nan=True):
+                changed.add(module)
 
     with ExitStack() as hooks:
         for module in _own_linears(model, kept):
@@ -50,7 +57,7 @@ def shared_inputs(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> l
         probe(model)
     groups: dict[tuple[object, ...], list[nn.Linear]] = {}
     for module, tensors in calls.items():
-        if all(isinstance(tensor, Tensor) for tensor in tensors):
+        if module not in changed and all(isinstance(tensor, Tensor) for tensor in tensors):
             key = (*map(id, tensors), module.in_features, module.weight.dtype, module.weight.device)
             groups.setdefault(key, []).append(module)
     return [group for group in groups.values() if len(group) > 1]

@@ -141,6 +141,23 @@ def test_what_is_tied_or_read_by_others_is_left():
     ]
 
 
+def test_who_gets_a_tensor_that_was_changed_in_place_is_left():
+    model = loaded("llama")
+    first = model.model.layers[0]
+
+    def change(_module, given, _product):
+        given[0].mul_(2)
+
+    for layer in (first.self_attn.k_proj, first.mlp.gate_proj):
+        layer.register_forward_hook(change)
+    defined = logits_of(model)
+    groups = shared_inputs(model)
+    assert [len(group) for group in groups] == [2, 3, 2]
+    assert groups[0] == [first.self_attn.q_proj, first.self_attn.k_proj]
+    fuse(model)
+    assert off_by(logits_of(model), defined) <= OFF_BY[torch.float32]
+
+
 def of_trial(rows, dtype):
     return dtype if rows.shape[1] == 7 else rows.dtype
 
