@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from services.engine.start_fault import start_fault
 from services.engine.torch.model.fused.activation import fuse_activations
 from services.engine.torch.model.fused.fused import Fused
 from services.engine.torch.model.fused.norms import fuse_norms
 from services.engine.torch.model.fused.plain import PLAIN, Kernels
 from services.engine.torch.model.fused.products import merge_products
 from services.engine.torch.model.fused.rotation import fuse_rotations
+from services.values.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,12 @@ def fuse(
     Raises ConfigError and Unavailable as probe does.
     """
     fused = Fused()
-    merge_products(model, fused, linears_kept)
+    try:
+        merge_products(model, fused, linears_kept)
+    except (ConfigError, Unavailable):
+        raise
+    except Exception as error:  # memory for a stack of weights may be short
+        raise start_fault(f"{type(model).__name__} cannot be fused: {error!r}", error) from error
     kernels = kernels or _kernels_of(model.device)
     if kernels is not None:
         with _leaving_out("norms"):

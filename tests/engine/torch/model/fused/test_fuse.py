@@ -14,11 +14,13 @@ from engine.torch.model.fused.fused_models import COUNTS, OFF_BY, counts_of, loa
 from services.engine.torch.model import packed_model
 from services.engine.torch.model.check import self_check
 from services.engine.torch.model.check.model_probe import probe
+from services.engine.torch.model.fused import products
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.fused import Fused
 from services.engine.torch.model.fused.plain import PLAIN
 from services.engine.torch.model.fused.products import Product, ProductPart, shared_inputs
 from services.engine.torch.model.packed_model import PackedModel
+from services.values.errors import Unavailable
 
 QUICK = ("llama", "qwen3", "gemma3")
 
@@ -265,6 +267,15 @@ def test_kernels_that_are_wrong_in_a_step_are_left_out(as_on_a_gpu, caplog):
     self_check.check(model, 16, "model")
     assert not model.fused
     assert "fused_kernels_unusable" in caplog.text
+
+
+def test_memory_that_is_short_for_a_product_may_be_there_another_time(monkeypatch):
+    def stacked(parts):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(products, "_stacked", stacked)
+    with pytest.raises(Unavailable, match=r"LlamaForCausalLM cannot be fused: .*out of memory"):
+        fuse(loaded("llama"))
 
 
 def test_a_kernel_that_does_not_compile_costs_what_it_would_fuse(caplog):
