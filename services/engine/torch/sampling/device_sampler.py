@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _Fields = tuple[float, ...]
 
 _BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels' scratch
+_MOST_ROWS = 4096  # of a block, so that a small vocabulary's scratch is small, too
 _FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
 _COLDEST = 1e-30  # What is colder draws alike: float32 has no logits so near to each other.
 
@@ -117,10 +118,9 @@ class DeviceSampler:
     vocab_size: int
     tried: set[torch.dtype] = field(default_factory=set)  # of logits
     _buffers: _Buffers | None = None
-    _scratch: "Scratch | None" = None
+    _scratch: "Scratch" = field(init=False)
     _histories: Histories = field(init=False)
     _launch: Callable[..., None] = field(init=False)
-    _scratch_of: Callable[..., "Scratch"] = field(init=False)
 
     def __post_init__(self) -> None:
         # torch for CUDA alone brings Triton along, and it takes a second to import.
@@ -129,7 +129,9 @@ class DeviceSampler:
         if not 1 < self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"a vocabulary of {self.vocab_size}")
         assert FIELDS == _FIELDS
-        self._launch, self._scratch_of = launch, Scratch.of
+        self._launch = launch
+        # It is whole from the start: no step is to find memory short.
+        self._scratch = Scratch.of(_rows_of_block(self.vocab_size), self.vocab_size, self.device)
         self._histories = Histories(self.vocab_size)
 
     def __call__(
@@ -211,8 +213,8 @@ class DeviceSampler:
             for own in _blocks(range(start, start + len(group.rows)), self.vocab_size):
                 rows = slice(own.start, own.stop)
                 cuts = any(top_k > 0 or top_p < 1 for _, _, top_p, _, _, top_k, *_ in table[rows])
-                chosen, scratch = buffers.ids_on_device[rows], self._scratch_for(len(own))
-                self._launch(group.values, on_device[rows], chosen, scratch, cuts=cuts)
+                chosen = buffers.ids_on_device[rows]
+                self._launch(group.values, on_device[rows], chosen, self._scratch, cuts=cuts)
             start += len(group.rows)
 
     def _buffers_for(self, num_rows: int) -> _Buffers:
@@ -220,19 +222,18 @@ class DeviceSampler:
             self._buffers = _Buffers.of(_room_for(num_rows), self.device)
         return self._buffers
 
-    def _scratch_for(self, num_rows: int) -> "Scratch":
-        if self._scratch is None or self._scratch.num_rows < num_rows:
-            self._scratch = self._scratch_of(_room_for(num_rows), self.vocab_size, self.device)
-        return self._scratch
-
 
 def _room_for(num_rows: int) -> int:
     return max(_FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
 
 
+def _rows_of_block(vocab_size: int) -> int:
+    return max(1, min(_MOST_ROWS, _BLOCK // vocab_size))
+
+
 def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
     """Yield the rows in blocks of as many as are worth while at once."""
-    num_rows = max(1, _BLOCK // vocab_size)
+    num_rows = _rows_of_block(vocab_size)
     for start in range(0, len(rows), num_rows):
         yield rows[start : start + num_rows]
 

@@ -68,6 +68,23 @@ def test_it_chooses_as_sample_does(subtests, monkeypatch):
             assert sampler(logits, chunks) == sample(logits, chunks)
 
 
+def test_the_kernels_scratch_is_of_a_block_from_the_start(monkeypatch):
+    launched = []
+
+    def launch(logits, table, chosen, scratch, *, cuts):
+        launched.append((len(table), scratch))
+        launch_plainly(logits, table, chosen, scratch, cuts=cuts)
+
+    install(monkeypatch, launch)
+    for vocab_size, block, num_rows, rows in [(300, 900, 3, [3, 3, 1]), (300, 200, 1, [1] * 7)]:
+        monkeypatch.setattr(device_sampler, "_BLOCK", block)
+        sampler = DeviceSampler(CPU, vocab_size)
+        assert sampler._scratch.num_rows == num_rows
+        launched.clear()
+        sampler(torch.randn(7, vocab_size), [chunk_of([1])] * 7)
+        assert launched == [(each, sampler._scratch) for each in rows]
+
+
 def test_masks_and_bans_leave_what_they_allow(monkeypatch, subtests):
     install(monkeypatch)
     chunks = [*all_chunks()[:8], chunk_of([1], bad_token_ids=tuple((i,) for i in range(300)))]
