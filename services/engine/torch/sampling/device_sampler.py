@@ -168,7 +168,8 @@ class DeviceSampler:
             values = masks.applied(_taken(logits, own), own)
             groups.append(_Group(values, own, range(len(own))))
         for own in _blocks(adjusted, logits.shape[1]):
-            exact = _taken(logits, own).to(torch.float64, copy=True)
+            taken = _taken(logits, own)
+            exact = taken.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
             adjust_on_device(exact, [chunks[row] for row in own], self._histories)
             groups.append(_Group(masks.applied(exact, own), own, range(len(own))))
         return groups

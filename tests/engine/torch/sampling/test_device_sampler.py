@@ -59,6 +59,9 @@ def test_it_chooses_as_sample_does(subtests, monkeypatch):
         told = torch.tensor([5, 6, 7])
         assert [each.token_id for each in sampler(logits[:3], plain, most_probable=told)] == [5, 6, 7]
         assert sampler(logits[:3], plain) == sample(logits[:3], plain)
+    with subtests.test("rows need not lie in one piece"):
+        apart = random_logits(len(chunks), "peaked", 1).T.contiguous().T
+        assert sampler(apart, chunks) == sample(apart, chunks)
     with subtests.test("another vocabulary is none of its"):
         assert sampler(logits[:, :500], chunks) == sample(logits[:, :500], chunks)
     with subtests.test("a row that overflowed takes the first of the highest"):
