@@ -89,8 +89,11 @@ class TorchDraft:
         device: torch.device,
         graph_budget: int = 0,
         sampler: DeviceSampler | None = None,
+        fuses: bool = True,
     ) -> None:
         """Load it, in its own dtype, with a page for each of the target's; graphs take `graph_budget` bytes.
+
+        On a GPU kernels of ours compute some of its operations, if it `fuses`.
 
         Raises:
             ConfigError: it cannot draft for the target; the message says why.
@@ -99,7 +102,7 @@ class TorchDraft:
         self._settings = settings
         checkpoint = open_checkpoint(settings.directory)
         check_same_tokens(checkpoint, target)
-        self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads())
+        self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads(), fuses=fuses)
         try:
             remembered = self._model.remembered
             if remembered.states:

@@ -72,7 +72,8 @@ class TorchRunner:
 
         On a GPU, steps of up to `max_rows` single tokens and of up to `max_prompt_tokens` of prompts are
         replayed from CUDA graphs, which take about `graph_mib` MiB at most, with None a 64th of the card and
-        256 at least; and with `fuses` some of a definition's operations are computed by kernels of ours.
+        256 at least; and with `fuses` some of a definition's operations, and of a draft's, are computed by
+        kernels of ours.
 
         K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
 
@@ -108,7 +109,7 @@ class TorchRunner:
         budget = graph_budget(self._device, graph_mib)
         self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens)
         left = max(0, budget - self._graphs.bytes)
-        self._draft = self._open_draft(draft, checkpoint, left) if draft is not None else None
+        self._draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None
         self._layout = replace(self._pools.layout, draft=kv)
@@ -191,7 +192,9 @@ class TorchRunner:
         way = multiply_as_stored(self._model.model, self._model.remembered.read_linears, weights)
         return computed_by(checkpoint.fingerprint, way) if way else checkpoint.fingerprint
 
-    def _open_draft(self, settings: DraftModelSettings, target: Checkpoint, budget: int) -> TorchDraft:
+    def _open_draft(
+        self, settings: DraftModelSettings, target: Checkpoint, budget: int, fuses: bool
+    ) -> TorchDraft:
         num_pages, page_size = self.memory.num_pages, self._pools.layout.page_size
         return TorchDraft(
             settings,
@@ -201,6 +204,7 @@ class TorchRunner:
             device=self._device,
             graph_budget=budget,
             sampler=self._sampler,
+            fuses=fuses,
         )
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:

@@ -12,7 +12,10 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import random_prompt
 from services.engine.paged.runner import Chunk
+from services.engine.torch import draft as draft_module
+from services.engine.torch import runner as runner_module
 from services.engine.torch.draft import DraftModelSettings
+from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.runner import TorchRunner
 from services.values.errors import ConfigError
 from services.values.request import SamplingParams
@@ -20,10 +23,10 @@ from services.values.request import SamplingParams
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3, logprobs=2)
 
 
-def make_runner(target=None, draft=None, **settings):
+def make_runner(target=None, draft=None, fuses=True, **settings):
     draft = DraftModelSettings(draft or tiny_checkpoint(), self_check=False, **settings)
     target = target or grown_checkpoint()
-    return TorchRunner(target, num_pages=64, page_size=16, self_check=False, draft=draft)
+    return TorchRunner(target, num_pages=64, page_size=16, self_check=False, draft=draft, fuses=fuses)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +243,21 @@ def test_a_draft_computes_prompts_or_catches_up_with_them(subtests, caplog):
             runner = make_runner(every_chunk=every_chunk)
             runner.run([chunk])
             assert runner.draft.validity.valid_len([3]) == valid
+
+
+def test_a_draft_is_fused_only_if_its_runner_fuses(monkeypatch):
+    fused = []
+
+    class Model(PackedModel):
+        def __init__(self, model, num_threads, *others, fuses):
+            fused.append(fuses)
+            super().__init__(model, num_threads, *others, fuses=fuses)
+
+    for module in (runner_module, draft_module):
+        monkeypatch.setattr(module, "PackedModel", Model)
+    for fuses in (True, False):
+        make_runner(fuses=fuses).close()
+    assert fused == [True, True, False, False]
 
 
 def test_its_pages_lie_behind_the_last_groups(runner):
