@@ -17,7 +17,7 @@ from statistics import median_low
 
 import torch
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.runner import NO_TOKEN, Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
 from services.engine.torch.graphs.step_graphs import open_graphs
@@ -201,10 +201,12 @@ class TorchDraft:
             choosing = [each.choosing for each in going]
             choose = self._sampler or sample
             choices = choose(computed.logits, choosing, most_probable=computed.most_probable)
-            for each, choice in zip(going, choices, strict=True):
-                each.ids.append(choice.token_id)
+            # Bans may leave a row nothing to choose: no more is drafted for it.
+            chosen = [(e, c.token_id) for e, c in zip(going, choices, strict=True) if c.token_id != NO_TOKEN]
+            for each, token_id in chosen:
+                each.ids.append(token_id)
             began, catches_up = self._note_round(began, catches_up), False
-            going = [each for each in going if len(each.ids) < each.count]
+            going = [each for each, _ in chosen if len(each.ids) < each.count]
             if going:
                 computed = self._compute([each.next_token for each in going], range(len(going)))
 

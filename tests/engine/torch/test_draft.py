@@ -171,6 +171,16 @@ def test_drafts_are_of_their_own_sequence_whatever_pages_they_have(subtests, run
         assert after == alone
 
 
+def test_nothing_is_drafted_behind_what_bans_leave_nothing_of(runner):
+    tables = PageTables(runner)
+    sequences = [Drafting(runner, random_prompt(n, seed=n), tables) for n in (20, 30)]
+    run(runner, sequences, 1)
+    banned, free = (sequence.next_chunk() for sequence in sequences)
+    bans = SamplingParams(temperature=0, bad_token_ids=tuple((token_id,) for token_id in range(512)))
+    [none, three] = runner.draft.propose([replace(banned, sampling=bans), free], [3, 3])
+    assert none == () and len(three) == 3
+
+
 class Computing:
     """A draft's model, whose calls take as long on a clock as `seconds` says of their tokens."""
 
