@@ -34,7 +34,7 @@ class _Known:
 
 
 class Histories:
-    """They are known as arrays. A sequence's list of ids only ever grows, so each id is read once."""
+    """Each is kept as an array. A sequence's list of ids only ever grows, so each id is read once."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

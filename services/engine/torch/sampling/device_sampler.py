@@ -35,7 +35,7 @@ _Fields = tuple[float, ...]
 _BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels' scratch
 _MOST_ROWS = 4096  # of a block, so that a small vocabulary's scratch is small, too
 _FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
-_COLDEST = 1e-30  # What is colder draws alike: float32 has no logits so near to each other.
+_COLDEST = 1e-30  # What is colder draws by this, which leaves what is within 3e-29 of the peak.
 
 _FEWEST_ROWS = 64  # Buffers hold so many at least, so that they seldom grow.
 _LOG2_E = math.log2(math.e)
@@ -112,7 +112,7 @@ def _tried(made: "Callable[[], DeviceSampler]", dtype: torch.dtype) -> "DeviceSa
 
 @dataclass(slots=True)
 class DeviceSampler:
-    """It is called as sample() is, from one thread. Each call ends with what the device has launched."""
+    """It is called as sample() is, from one thread. A call returns when the device is done."""
 
     device: torch.device
     vocab_size: int

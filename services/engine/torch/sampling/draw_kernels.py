@@ -1,4 +1,4 @@
-"""Triton kernels draw a token for each of some rows of logits, on a GPU, by what highest the rows hold.
+"""Triton kernels draw tokens on a GPU. They draw a token for each row of logits.
 
     1. _find_peaks   each stripe's highest and lowest logit
     2. _add_up       what the logits down to 8 distances from the peak hold: thrice, each within one of the

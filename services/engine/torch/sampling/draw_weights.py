@@ -39,8 +39,8 @@ def distances_of(values, peak, inverse):
 def units_of(distances, factor):
     """Return their weights, 2**(whole + fraction) of the peak's each. Kernels must agree on these to the bit.
 
-    So what a compiler may contract or not, as it likes, is fused here, or exact. `factor` points to two
-    numbers that both fit into float32.
+    A compiler may fuse a product and a sum, or not; so here each is fused explicitly, or exact. `factor`
+    points to two numbers that both fit into float32.
     """
     high, low = tl.load(factor).to(tl.float32), tl.load(factor + 1).to(tl.float32)
     # What is added pushes the fraction out, and leaves the whole number in the lowest bits.

@@ -22,7 +22,8 @@ from services.engine.torch.model.fused.plain import RotaryForm, Rotate
 from services.engine.torch.model.fused.trials import MOST_UNLIKE, unlike
 
 Rotation = Callable[..., Any]
-# It is tried with heads of 16 numbers, that of 16 angles are all rotated; of 8, the first half or each.
+# Heads have 16 numbers. With 16 angles all are rotated; with 8, the first half, or all with angles shared by
+# both halves.
 _DIM, _TOKENS, _NUM_HEADS, _NUM_KV_HEADS = 16, 5, 6, 2
 
 
@@ -31,7 +32,9 @@ class _Known:
     """A function is known by the angles that it takes."""
 
     takes_all: bool  # as many as a head has numbers
-    of_fewer: bool | None  # whether halves of fewer have their own, and the rest stays; None: not known
+    # With fewer, whether it rotates as many numbers alone, or all with angles that both halves share. None
+    # means that it is not known.
+    of_fewer: bool | None
 
     def form_for(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> RotaryForm | None:
         if query.dim() != 4 or cos.dim() != 3 or len(query) != 1 or cos.shape != sin.shape:
