@@ -5,7 +5,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.engine.torch.quantized.gguf_weights import gguf_file, gguf_weights, sampled_gguf
-from services.engine.torch.quantized.parts import named_weights, open_tensors
+from services.engine.torch.quantized.parts import PARTS, named_weights, open_tensors
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
 from services.model.quantization import Quantization, quantization_of
@@ -172,6 +172,10 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
         missing = [*report["missing_keys"], *report["mismatched_keys"]]
         if missing:
             raise ConfigError(f"weights of {checkpoint.directory} are missing or misshapen: {missing[:4]}")
+        if left := _left_out(checkpoint, report["unexpected_keys"]):
+            raise ConfigError(
+                f"weights of {checkpoint.directory} have no place in {type(model).__name__}: {left[:4]}"
+            )
         loaded: PreTrainedModel = model.to(device).eval()
     except ConfigError:
         raise
@@ -200,6 +204,25 @@ def _of_named_weights(checkpoint: Checkpoint, **options: Any) -> tuple[PreTraine
         None, config=config, state_dict=stored_weights(checkpoint), **options
     )
     return made
+
+
+def _left_out(checkpoint: Checkpoint, unexpected: Collection[str]) -> list[str]:
+    """Return the names of quantized weights that the model has no place for, and that it needs.
+
+    A GGUF file has nothing but what its model computes with. Elsewhere other parts, such as layers that only
+    speculation uses, may stay out. Biases of zeros may, too, which GPTQ writes where a model has none.
+    """
+    if not checkpoint.is_quantized:
+        return []
+    if gguf_file(checkpoint.directory) is not None:
+        return sorted(unexpected)
+    weights = stored_weights(checkpoint)
+    return [
+        name
+        for name in sorted(unexpected)
+        if name.endswith(PARTS)
+        or (name.endswith(".bias") and not (name in weights and not weights[name][...].any()))
+    ]
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -164,6 +164,27 @@ def test_a_file_is_served_from_a_directory_of_ours(tmp_path, monkeypatch):
         gguf_directory(file)
 
 
+def test_a_tensor_that_the_model_leaves_out_is_refused(subtests, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = llama(True)
+    a_vector = ((32,), F32_TENSOR, bytes(128))
+    fewer = with_entry("llama.block_count", U32, 1)
+    for i, (entries, extra, name) in enumerate(
+        [
+            (None, {"blk.0.ffn_down.bias": a_vector}, "layers.0.mlp.down_proj.bias"),
+            (None, {"blk.0.attn_norm.bias": a_vector}, "layers.0.input_layernorm.bias"),
+            (None, {"blk.1.attn_q.bias": a_vector}, "layers.1.self_attn.q_proj.bias"),
+            (fewer, {}, "layers.1.input_layernorm.weight"),
+        ]
+    ):
+        with subtests.test(name):
+            file = tmp_path / f"{i}.gguf"
+            write_llama(file, model, entries=entries, extra=extra)
+            checkpoint = open_checkpoint(gguf_directory(file))
+            with pytest.raises(ConfigError, match=f"no place in LlamaForCausalLM: .*{name}"):
+                load_model(checkpoint, torch.device("cpu"))
+
+
 def test_its_tokenizer(subtests, tmp_path_factory):
     with subtests.test("its tokenizer splits digits and keeps what is special"):
         tmp_path = tmp_path_factory.mktemp("case")

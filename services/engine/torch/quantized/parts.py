@@ -36,6 +36,23 @@ _UNUSED = (
     ".q_scale",
     ".weight_shape",
 )
+# What ends so means nothing alone, or changes what a layer gives (AWQ's scales of an activation).
+PARTS = (
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_zero_point",
+    ".weight_packed",
+    ".weight_g_idx",
+    ".pre_quant_scale",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    "_blocks",
+    "_scales",
+)
 
 
 class Stored(Protocol):

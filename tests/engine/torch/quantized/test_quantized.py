@@ -128,8 +128,8 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
         with subtests.test(said), pytest.raises(ConfigError, match=said):
             quantization_of({"text_config": {"quantization_config": config}})
 
-    def damage(damaged):
-        config, make = FORMATS["fp8_rows"]
+    def damage(damaged, kind="fp8_rows"):
+        config, make = FORMATS[kind]
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         quantized, _ = stored.quantized_checkpoints(folder, "llama", config, stored.linears_by(make))
         tensors = load_file(quantized / "model.safetensors")
@@ -155,3 +155,25 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
         quantized = damage(lambda tensors: [tensors.pop(name), tensors.pop(f"{name}_scale")])
         with pytest.raises(ConfigError, match="up_proj"):
             load_model(open_checkpoint(quantized), CPU)
+
+
+def test_what_has_no_place_in_the_model_is_refused(subtests, tmp_path):
+    config, make = FORMATS["awq"]
+    quantized, _ = stored.quantized_checkpoints(tmp_path, "llama", config, stored.linears_by(make))
+    tensors = load_file(quantized / "model.safetensors")
+    for name, tensor, is_refused in [
+        ("model.layers.0.mlp.act.scales", torch.ones(8), True),
+        ("model.layers.0.mlp.up_proj.bias", torch.ones(8), True),
+        ("model.layers.0.mlp.up_proj.bias", torch.zeros(8), False),  # GPTQ has written such.
+        ("model.layers.0.mlp.up_proj.weight_scale", torch.ones(8), True),
+        ("model.layers.9.eh_proj.weight", torch.ones(8), False),
+    ]:
+        with subtests.test(name, is_refused=is_refused):
+            file = quantized / "model.safetensors"
+            save_file({**tensors, name: tensor}, file, metadata={"format": "pt"})
+            checkpoint = open_checkpoint(quantized)
+            if is_refused:
+                with pytest.raises(ConfigError, match=f"no place in LlamaForCausalLM: .*{name}"):
+                    load_model(checkpoint, CPU)
+            else:
+                load_model(checkpoint, CPU)
