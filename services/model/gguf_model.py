@@ -56,6 +56,18 @@ _OF_THE_MODEL = {
 _FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later stretch slow frequencies; such a file has the factors that come of it, not these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# With these values, of which the first is llama.cpp's own, nothing is computed otherwise.
+_PLAIN = {
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +147,7 @@ def _family(metadata: Metadata) -> _Family:
     family = _FAMILIES[name]
     if count(metadata, "expert_count", 0) and not family.has_experts:
         raise ConfigError("the GGUF file is of a model with experts, which cannot be converted")
-    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ConfigError(f"the GGUF file scales its rotation ({scaling}), which cannot be converted")
+    _require_plain(metadata)
     if count(metadata, "attention.sliding_window", 0):
         raise ConfigError("the GGUF file is of a model with windows, which cannot be converted")
     if not count(metadata, "attention.head_count") or not count(metadata, "attention.head_count_kv", 1):
@@ -145,7 +155,30 @@ def _family(metadata: Metadata) -> _Family:
     head_dim = _head_dim(metadata)
     if count(metadata, "rope.dimension_count", head_dim) != head_dim:
         raise ConfigError("the GGUF file turns a part of each head only, which cannot be converted")
+    if count(metadata, "attention.value_length", head_dim) != head_dim:
+        raise ConfigError("the GGUF file has values of another length than its keys, which is not served")
     return family
+
+
+def _require_plain(metadata: Metadata) -> None:
+    """Refuse what changes the model where it is not stated as llama.cpp assumes it to be.
+
+    Without a type of scaling llama.cpp takes it to be linear, by a factor under one of two names.
+    """
+    family = metadata["general.architecture"]
+    scaling = metadata.get(f"{family}.rope.scaling.type", "linear")
+    if scaling not in ("none", "linear"):
+        raise ConfigError(f"the GGUF file scales its rotation ({scaling}), which cannot be converted")
+    if scaling == "linear":
+        factor = number(metadata, "rope.scaling.factor", number(metadata, "rope.scale_linear", 0.0))
+        if factor not in (0, 1):
+            raise ConfigError(f"the GGUF file scales its rotation (by {factor}), which cannot be converted")
+    if metadata.get(f"{family}.attention.causal", True) is not True:
+        raise ConfigError("the GGUF file is of a model that attends in both directions, which is not served")
+    for name, plain in _PLAIN.items():
+        if number(metadata, name, plain[0]) not in plain:
+            stated = f"{family}.{name}={metadata[f'{family}.{name}']!r}"
+            raise ConfigError(f"the GGUF file states {stated}, which cannot be converted")
 
 
 def _require_tokens(part: str, tensor: Tensor, metadata: Metadata) -> None:
@@ -175,6 +208,8 @@ def _config(gguf: Gguf, data: Any, family: _Family) -> dict[str, Any]:
     metadata, heads = gguf.metadata, count(gguf.metadata, "attention.head_count")
     names = {tensor.name for tensor in gguf.tensors}
     theta = number(metadata, "rope.freq_base", 10_000.0)
+    if not theta:
+        raise ConfigError("the GGUF file is damaged: its rope.freq_base is 0")
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -210,7 +245,7 @@ def _config(gguf: Gguf, data: Any, family: _Family) -> dict[str, Any]:
 
 def _stretching(factors: Floats, theta: float, head_dim: int) -> dict[str, Any]:
     """Return what the factors come of, which is found by trying it."""
-    factor = round(float(factors.max()), 3)
+    factor = round(float(factors.max(initial=0.0)), 3)
     own = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     low, high, original = _LLAMA3.values()
     expected = []

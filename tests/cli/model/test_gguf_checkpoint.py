@@ -220,13 +220,35 @@ def with_entry(key, kind, value):
     return [(key, kind, value), *(e for e in llama_entries(llama(True).config) if e[0] != key)]
 
 
+def test_what_is_stated_and_changes_nothing_is_read(tmp_path):
+    model = llama(True)
+    stated = [
+        ("llama.rope.scaling.type", TEXT, "linear"),
+        ("llama.rope.scaling.factor", F32, 1.0),
+        ("llama.attention.causal", BOOL, True),
+        ("llama.attention.value_length", U32, 8),
+        ("llama.logit_scale", F32, 1.0),
+    ]
+    same_logits(converted(tmp_path, model, entries=[*llama_entries(model.config), *stated]), model)
+
+
 def test_what_would_be_converted_wrongly_is_refused(subtests, tmp_path_factory):
     for entry, why in [
         (("general.architecture", TEXT, "gemma3"), "family 'gemma3'; read are llama, qwen2"),
         (("llama.attention.sliding_window", U32, 64), "windows"),
         (("llama.expert_count", U32, 8), "experts"),
         (("llama.rope.scaling.type", TEXT, "yarn"), r"scales its rotation \(yarn\)"),
+        (("llama.rope.scaling.factor", F32, 4.0), r"scales its rotation \(by 4.0\)"),
+        (("llama.rope.scale_linear", F32, 4.0), r"scales its rotation \(by 4.0\)"),
+        (("llama.rope.scaling.attn_factor", F32, 2.0), "attn_factor=2.0, which"),
+        (("llama.rope.freq_base", F32, 0.0), "rope.freq_base is 0"),
         (("llama.rope.dimension_count", U32, 4), "a part of each head"),
+        (("llama.attention.causal", BOOL, False), "both directions"),
+        (("llama.attention.value_length", U32, 4), "values of another length"),
+        (("llama.attention.scale", F32, 0.5), "attention.scale=0.5, which"),
+        (("llama.attention.clamp_kqv", F32, 8.0), "clamp_kqv=8.0, which"),
+        (("llama.attn_logit_softcapping", F32, 5.0), "softcapping=5.0, which"),
+        (("llama.logit_scale", F32, 0.5), "logit_scale=0.5, which"),
         (("llama.attention.head_count", U32, 0), "no heads"),
         (("llama.block_count", TEXT, "two"), "llama.block_count is 'two'"),
         (("tokenizer.ggml.model", TEXT, "llama"), "kind 'llama'; only gpt2"),
@@ -274,7 +296,7 @@ def test_what_would_be_converted_wrongly_is_refused(subtests, tmp_path_factory):
         extra = {"blk.0.ffn_other.weight": ((4,), F32_TENSOR, bytes(16))}
         with pytest.raises(ConfigError, match=r"blk\.0\.ffn_other\.weight, which cannot be converted"):
             converted(tmp_path, llama(True), extra=extra)
-        for factors in ([0, 0, 0, 0], [1, 1, 2, 8], [8, 8]):
+        for factors in ([], [0, 0, 0, 0], [1, 1, 2, 8], [8, 8]):
             content = struct.pack(f"<{len(factors)}f", *factors)
             extra = {"rope_freqs.weight": ((len(factors),), F32_TENSOR, content)}
             with pytest.raises(ConfigError, match="otherwise than Llama 3 does"):
