@@ -65,15 +65,23 @@ def tokenizer_of(metadata: Metadata) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     _add_special(tokenizer, tokens, list_of(metadata, "tokenizer.ggml.token_type", int))
-    if metadata.get("tokenizer.ggml.add_bos_token"):
-        known = special_ids(metadata, {"bos": "bos"})
-        if "bos" not in known:
-            raise ConfigError("the GGUF file is damaged: it adds a bos token and names none")
-        first = tokens[known["bos"]]
+    if (first_id := _first_id(metadata, splits)) is not None:
+        first = tokens[first_id]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", special_tokens=[(first, known["bos"])]
+            single=f"{first} $A", special_tokens=[(first, first_id)]
         )
     return tokenizer
+
+
+def _first_id(metadata: Metadata, splits: str) -> int | None:
+    """Return the token that stands before each text, or None; llama.cpp adds one to Llama 3's unasked."""
+    adds = metadata.get("tokenizer.ggml.add_bos_token")
+    if not isinstance(adds, bool | None):
+        raise ConfigError(f"the GGUF file is damaged: its add_bos_token is {adds!r}, not true or false")
+    first_id = special_ids(metadata, {"bos": "bos"}).get("bos")
+    if adds and first_id is None:
+        raise ConfigError("the GGUF file is damaged: it adds a bos token and names none")
+    return first_id if adds or (adds is None and splits in _LLAMA) else None
 
 
 def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from services.settings.known_models import GGUF_LINK
 from services.values.errors import ConfigError
 
 # What is written depends on this code, too: a newer one writes anew.
-_VERSION = 1
+_VERSION = 2
 # Half precision is what such models are made in. A CPU without instructions for it says so, and --dtype.
 _DTYPE = "bfloat16"
 

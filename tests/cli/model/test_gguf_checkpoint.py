@@ -34,6 +34,8 @@ from model.gguf_files import (
 from services.cli.model.gguf_checkpoint import write_checkpoint
 from services.engine.choose import check_checkpoint
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.model.gguf import read_gguf
+from services.model.gguf_tokenizer import tokenizer_of
 from services.settings.gguf_directory import gguf_directory
 from services.settings.known_models import gguf_of
 from services.values.errors import ConfigError
@@ -214,6 +216,20 @@ def test_its_tokenizer(subtests, tmp_path_factory):
         model = llama(tied=True)
         directory = converted(tmp_path, model, entries=llama_entries(model.config, pre="gpt-2"))
         assert AutoTokenizer.from_pretrained(directory).tokenize(" 12 the") == ["Ġ1", "2", "Ġthe"]
+    for pre, names_bos, expected in [
+        ("llama-bpe", True, [1]),
+        ("llama-bpe", False, []),
+        ("smollm", True, []),
+    ]:
+        with subtests.test("a first token is added unasked", pre=pre, names_bos=names_bos):
+            left_out = ["add_bos_token"] if names_bos else ["add_bos_token", "bos_token_id"]
+            entries = [
+                each
+                for each in llama_entries(llama(tied=True).config, pre=pre)
+                if each[0].removeprefix("tokenizer.ggml.") not in left_out
+            ]
+            tokenizer = tokenizer_of(read_gguf(gguf_bytes(entries, {})).metadata)
+            assert tokenizer.encode("the").ids[:-2] == expected
 
 
 def with_entry(key, kind, value):
@@ -268,6 +284,7 @@ def test_what_would_be_converted_wrongly_is_refused(subtests, tmp_path_factory):
         ([("tokenizer.ggml.token_type", U32, 3)], "token_type is no list of whole numbers"),
         ([("tokenizer.ggml.merges", ARRAY, [3], U32)], "merges is no list of texts"),
         ([("tokenizer.chat_template", U32, 3)], "chat_template is no text"),
+        ([("tokenizer.ggml.add_bos_token", TEXT, "no")], "add_bos_token is 'no', not true or false"),
         ([("llama.attention.head_count", F32, float("nan"))], "head_count is nan, not a whole number"),
         ([("llama.attention.layer_norm_rms_epsilon", F32, float("inf"))], "epsilon is inf, not a number"),
         (
