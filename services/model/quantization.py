@@ -34,6 +34,7 @@ class Quantization:
     block: tuple[int, int] | None = None  # So many rows and columns share a scale, where that is stated.
     zeros_less_one: bool = False  # GPTQ stores each zero point less one.
     experts_only: bool = False
+    symmetric: bool = True  # Where it is False, whole numbers have zero points.
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -121,7 +122,9 @@ def _compressed(stated: Mapping[str, Any]) -> Quantization:
     if block is not None and len(block) != 2:
         raise ConfigError(f"compressed-tensors of blocks {block} are not served")
     bits = max((_compressed_bits(each) for each in weights), default=16.0)
-    return Quantization("compressed-tensors", bits, block and (block[0], block[1]))
+    is_symmetric = not weights or any(each.get("symmetric") is not False for each in weights)
+    own_block = block and (block[0], block[1])
+    return Quantization("compressed-tensors", bits, own_block, symmetric=is_symmetric)
 
 
 def _compressed_bits(weights: Mapping[str, Any]) -> float:

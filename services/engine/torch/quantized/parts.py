@@ -149,6 +149,7 @@ class _Found:
         self._tensors, self._dtype = tensors, dtype
         self._block = quantization.block if quantization else None
         self._zeros_less_one = quantization is not None and quantization.zeros_less_one
+        self._has_zeros = quantization is not None and not quantization.symmetric
         self.used: set[str] = set()
 
     def weight(self, name: str) -> tuple[str, Dequantized] | None:
@@ -166,7 +167,10 @@ class _Found:
             return None
         numbers, scale, more, zero = parts
         if kind == "U8":
+            self._require_factor(f"{name}_scale_2", scale, more)
             return name, self._made(_four_bits, pairs=numbers, scale=scale, factor=more)
+        if kind == "I8":
+            self._require_zero(f"{name}_zero_point", zero)
         block = self._block
 
         def make(numbers: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
@@ -185,9 +189,11 @@ class _Found:
         words, scale, zero, groups, common, shape = parts
         assert words is not None
         if words.get_dtype() == "U8":
+            self._require_factor(f"{base}_global_scale", scale, common)
             return base, self._made(_four_bits, pairs=words, scale=scale, divisor=common)
         if shape is None:
             raise ConfigError(f"{name} has no {base}_shape")
+        self._require_zero(f"{base}_zero_point", zero)
         return base, self._of_groups(_packed, words=words, scale=scale, zero=zero, groups=groups, shape=shape)
 
     def _packed_columns(self, name: str) -> tuple[str, Dequantized] | None:
@@ -211,6 +217,15 @@ class _Found:
         if base == name or (parts := self._parts(base, ("_blocks", "_scales"), (), has_own=False)) is None:
             return None
         return base, self._made(_of_blocks, num_dims=3, blocks=parts[0], scale=parts[1])
+
+    def _require_zero(self, name: str, zero: Stored | None) -> None:
+        if self._has_zeros and zero is None:
+            raise ConfigError(f"weights are quantized asymmetrically, and there is no {name}")
+
+    def _require_factor(self, name: str, scale: Stored | None, factor: Stored | None) -> None:
+        """Refuse NVFP4, whose scales are floats, without its scale of all blocks; MXFP4 has exponents."""
+        if scale is not None and scale.get_dtype() == "F8_E4M3" and factor is None:
+            raise ConfigError(f"scales of 8 bits need one of all blocks more, and there is no {name}")
 
     def _made(self, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None) -> Dequantized:
         some = {name: part for name, part in parts.items() if part is not None}

@@ -31,10 +31,13 @@ FORMATS = {
     "fp8_block": ({"quant_method": "fp8", "weight_block_size": [48, 40]}, stored.fp8_block),
     "fp8_rows": (compressed("float-quantized", num_bits=8, type="float"), stored.fp8_rows),
     "fp8_tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, stored.fp8_tensor),
-    "int8": (compressed("int-quantized", num_bits=8), stored.int8),
     "int4": (compressed("pack-quantized", num_bits=4, group_size=16), stored.compressed_int4),
     "int4_by_order": (compressed("pack-quantized", num_bits=4), stored.compressed_int4_by_order),
-    "int8_packed": (compressed("pack-quantized", num_bits=8), stored.compressed_int8_asymmetric),
+    "int8": (compressed("int-quantized", num_bits=8, symmetric=False), stored.int8),
+    "int8_packed": (
+        compressed("pack-quantized", num_bits=8, symmetric=False),
+        stored.compressed_int8_asymmetric,
+    ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}, stored.gptq),
     "gptq_v2": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}, stored.gptq_v2_int8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, stored.awq),
@@ -147,6 +150,17 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
         path.write_text(json.dumps(said))
         with pytest.raises(ConfigError, match=f"{name} is of F8_E4M3"):
             open_checkpoint(quantized)
+    base = name.removesuffix(".weight")
+    for kind, part in [
+        ("int8", "weight_zero_point"),
+        ("int8_packed", "weight_zero_point"),
+        ("nvfp4", "weight_global_scale"),
+        ("modelopt", "weight_scale_2"),
+    ]:
+        with subtests.test("a part that is missing", kind=kind):
+            quantized = damage(lambda tensors, part=part: tensors.pop(f"{base}.{part}"), kind)
+            with pytest.raises(ConfigError, match=f"there is no {base}.{part}"):
+                open_checkpoint(quantized)
     with subtests.test("scales of another shape"):
         quantized = damage(lambda tensors: tensors.update({f"{name}_scale": torch.ones(7, 1)}))
         with pytest.raises(ConfigError, match="scales"):
