@@ -47,6 +47,17 @@ class Grouped(NamedTuple):
         values *= self._of_columns(self.scale.float())
         return values
 
+    def checked(self) -> "Grouped":
+        """Return itself. Raises ConfigError where groups are not those of its columns, or are not there."""
+        if self.groups is None:
+            return self
+        num_columns, num_groups = self.values.shape[-1], self.scale.shape[-1]
+        if tuple(self.groups.shape) != (num_columns,):
+            raise ConfigError(f"{tuple(self.groups.shape)} groups do not fit {num_columns} columns")
+        if bool((self.groups < 0).any()) or bool((self.groups >= num_groups).any()):
+            raise ConfigError(f"a column is of a group that is none of {num_groups}")
+        return self
+
     def _of_columns(self, each: Tensor) -> Tensor:
         if self.groups is None:
             return _spread(each, self.values.shape, None)
@@ -67,12 +78,16 @@ def packed(
     bits = next((bits for bits in (2, 4, 8) if -(-num_columns * bits // 32) == words.shape[-1]), 0)
     if not bits:
         raise ConfigError(f"{words.shape[-1]} words of a row are no {num_columns} numbers of 2, 4 or 8 bits")
-    values = unpacked(words, bits)[..., :num_columns]
+    values, num_rows = unpacked(words, bits)[..., :num_columns], words.shape[-2]
+    if (groups is not None or zero is not None) and (scale.dim() != 2 or len(scale) != num_rows):
+        raise ConfigError(f"scales {tuple(scale.shape)} do not fit {num_rows} rows")
     if zero is None:
         points = torch.full_like(scale, 1 << (bits - 1))
+    elif tuple(zero.shape) != (-(-num_rows * bits // 32), scale.shape[-1]):
+        raise ConfigError(f"zero points {tuple(zero.shape)} do not fit scales {tuple(scale.shape)}")
     else:
-        points = unpacked(zero.transpose(-1, -2), bits)[..., : words.shape[-2]].transpose(-1, -2)
-    return Grouped(values, points, scale, bits, groups)
+        points = unpacked(zero.transpose(-1, -2), bits)[..., :num_rows].transpose(-1, -2)
+    return Grouped(values, points, scale, bits, groups).checked()
 
 
 def packed_columns(
@@ -83,9 +98,12 @@ def packed_columns(
     `scale` is [groups, rows] and `zeros` packed as [groups, words of the rows]. Either `words` are packed as
     the zeros, which is AWQ's way, or along the columns, which is GPTQ's.
     """
-    bits = 32 * zeros.shape[-1] // scale.shape[-1]
+    has_groups = scale.dim() == zeros.dim() == 2 and scale.numel() and len(zeros) == len(scale)
+    bits = 32 * zeros.shape[-1] // scale.shape[-1] if has_groups else 0
     if bits not in (2, 4, 8) or bits * scale.shape[-1] != 32 * zeros.shape[-1]:
         raise ConfigError(f"zero points {tuple(zeros.shape)} do not fit scales {tuple(scale.shape)}")
+    if words.dim() != 2 or words.shape[-1] not in (zeros.shape[-1], scale.shape[-1]):
+        raise ConfigError(f"numbers {tuple(words.shape)} do not fit scales {tuple(scale.shape)}")
     if words.shape[-1] == zeros.shape[-1]:
         values, points = (_in_order(unpacked(each, bits), bits) for each in (words, zeros))
         values = values.transpose(-1, -2)
@@ -98,7 +116,7 @@ def packed_columns(
     in_order = torch.arange(num_columns, device=scale.device) // -(-num_columns // num_groups)
     if groups is None or torch.equal(groups.long(), in_order):
         groups = None if num_columns % num_groups == 0 else in_order
-    return Grouped(values, points.transpose(-1, -2), scale.transpose(-1, -2), bits, groups)
+    return Grouped(values, points.transpose(-1, -2), scale.transpose(-1, -2), bits, groups).checked()
 
 
 def four_bits(pairs: Tensor, scale: Tensor) -> Tensor:
@@ -136,11 +154,14 @@ def _in_order(numbers: Tensor, bits: int) -> Tensor:
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
     """Return a tensor that broadcasts over `shape`, of one scale for all, for each row, or for each block.
 
-    Blocks of a size that is not stated fit evenly; those of a stated size may be cut at the end.
+    Blocks of a size that is not stated fit evenly; those of a stated size may be cut at the end. Scales
+    without a dimension for columns are of rows: fewer would be of parts whose sizes nothing tells.
     """
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.dim() == len(shape) - 1:
+        if scale.shape[-1] not in (1, shape[-2]):
+            raise ConfigError(f"{scale.shape[-1]} scales do not fit {shape[-2]} rows")
         scale = scale[..., None]
     if scale.dim() != len(shape) or scale.shape[:-2] != shape[:-2]:
         raise ConfigError(f"scales {tuple(scale.shape)} do not fit numbers {tuple(shape)}")

@@ -261,8 +261,10 @@ def _four_bits(
 def _packed(
     words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None = None, groups: Tensor | None = None
 ) -> Grouped:
-    if groups is not None and bool((groups < 0).any()):
+    if groups is not None and bool((groups == -1).all()):
         groups = None  # They were never assigned: columns are in order.
+    if shape.numel() < 2 or int(shape[-2]) != words.shape[-2]:
+        raise ConfigError(f"numbers of {words.shape[-2]} rows are stated to be of shape {shape.tolist()}")
     return packed(words, scale, int(shape[-1]), zero, groups)
 
 

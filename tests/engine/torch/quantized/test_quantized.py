@@ -11,7 +11,7 @@ from engine.torch.quantized import stored
 from engine.torch.sequences import PageTables, Sequence, generate
 from exactness.reference import random_prompt
 from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint
-from services.engine.torch.quantized.dequantize import scaled
+from services.engine.torch.quantized.dequantize import packed, packed_columns, scaled
 from services.engine.torch.runner import TorchRunner
 from services.model.quantization import quantization_of
 from services.values.errors import ConfigError
@@ -169,6 +169,32 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
         quantized = damage(lambda tensors: [tensors.pop(name), tensors.pop(f"{name}_scale")])
         with pytest.raises(ConfigError, match="up_proj"):
             load_model(open_checkpoint(quantized), CPU)
+
+
+def test_parts_of_shapes_that_do_not_agree_are_refused(subtests):
+    words, scale = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 4)
+    zero, groups = torch.zeros(8, 4, dtype=torch.int32), torch.arange(64, dtype=torch.int32) % 4
+    assert packed(words, scale, 64, zero, groups).floats().shape == (64, 64)
+    columns, zeros = words.T, torch.zeros(4, 8, dtype=torch.int32)
+    assert packed_columns(columns, zeros, scale.T, groups, True).floats().shape == (64, 64)
+    float8 = torch.ones(64, 64)
+    for what, make in [
+        ("zero points cut short", lambda: packed(words, scale, 64, zero[:1])),
+        ("zero points of fewer groups", lambda: packed(words, scale, 64, zero[:, :1])),
+        ("scales of fewer rows", lambda: packed(words, scale[:1], 64, zero)),
+        ("groups below 0", lambda: packed(words, scale, 64, None, groups - 1)),
+        ("groups that are not there", lambda: packed(words, scale, 64, zero, groups + 1)),
+        ("groups of fewer columns", lambda: packed(words, scale, 64, zero, groups[:1])),
+        ("GPTQ's groups below 0", lambda: packed_columns(columns, zeros, scale.T, groups - 1, True)),
+        ("GPTQ's groups too many", lambda: packed_columns(columns, zeros, scale.T, groups + 1, True)),
+        ("GPTQ's groups cut short", lambda: packed_columns(columns, zeros, scale.T, groups[:5], True)),
+        ("GPTQ's zero points", lambda: packed_columns(columns, zeros[:1], scale.T, groups, True)),
+        ("GPTQ's scales", lambda: packed_columns(columns, zeros, scale.T[:0], groups, True)),
+        ("GPTQ's numbers", lambda: packed_columns(columns[:, :4], zeros, scale.T, groups, True)),
+        ("scales of parts", lambda: scaled(float8, torch.ones(4))),
+    ]:
+        with subtests.test(what), pytest.raises(ConfigError, match=r"fit|a group that is none"):
+            make().floats()
 
 
 def test_what_has_no_place_in_the_model_is_refused(subtests, tmp_path):
