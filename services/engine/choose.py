@@ -13,7 +13,7 @@ from services.engine.paged.shell.decode import PagedDecodeEngine
 from services.engine.paged.shell.prefill import PagedPrefillEngine
 from services.engine.settings import EngineSettings
 from services.net.channels import open_channel
-from services.settings.known_models import GGUF_LINK
+from services.settings.known_models import gguf_weights_of
 from services.transfer.choose import open_transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
@@ -82,7 +82,7 @@ def check_checkpoint(engine: str, directory: Path) -> None:
 
 
 def _require_safetensors(directory: Path) -> None:
-    if (directory / GGUF_LINK).exists():
+    if gguf_weights_of(directory) is not None:
         raise ConfigError(f"{directory} is of a GGUF file, which engine torch alone reads")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from services.values.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # It names the files where weights are in several.
 GGUF_LINK = "model.gguf"  # A directory of ours that is served from a GGUF file has it by this name.
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 
@@ -95,6 +96,13 @@ def is_whole(directory: Path) -> bool:
         except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError):
             return False  # It is no object of tensors.
     return file.stat().st_size == 8 + length + max(ends, default=0)
+
+
+def gguf_weights_of(directory: Path) -> Path | None:
+    """Return the GGUF file that holds the weights of a checkpoint; one beside safetensors does not."""
+    file = directory / GGUF_LINK
+    has_others = any((directory / name).exists() for name in (WEIGHTS, INDEX))
+    return file if not has_others and file.is_file() else None
 
 
 def gguf_of(path: Path) -> Path | None:

@@ -27,11 +27,12 @@ from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
-from services.engine.torch.quantized.gguf_weights import gguf_file, gguf_weights, sampled_gguf
+from services.engine.torch.quantized.gguf_weights import gguf_weights, sampled_gguf
 from services.engine.torch.quantized.parts import PARTS, named_weights, open_tensors
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
 from services.model.quantization import Quantization, quantization_of
+from services.settings.known_models import INDEX, WEIGHTS, gguf_weights_of
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def _quantization(directory: Path, raw: dict[str, Any]) -> Quantization | None:
 
 def _is_stored_otherwise(directory: Path) -> bool:
     """Say whether weights are quantized whatever config.json says: floats of 8 bits are, and GGUF may be."""
-    if gguf_file(directory) is not None:
+    if gguf_weights_of(directory) is not None:
         return True
     for path in _weight_files(directory):
         with path.open("rb") as file:
@@ -214,7 +215,7 @@ def _left_out(checkpoint: Checkpoint, unexpected: Collection[str]) -> list[str]:
     """
     if not checkpoint.is_quantized:
         return []
-    if gguf_file(checkpoint.directory) is not None:
+    if gguf_weights_of(checkpoint.directory) is not None:
         return sorted(unexpected)
     weights = stored_weights(checkpoint)
     return [
@@ -232,7 +233,7 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _named_weights(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Any]:
     try:
-        if (file := gguf_file(directory)) is not None:
+        if (file := gguf_weights_of(directory)) is not None:
             return dict(gguf_weights(file))
         return dict(named_weights(open_tensors(_weight_files(directory)), quantization, dtype))
     except SafetensorError as error:
@@ -331,14 +332,12 @@ def _own_dtype(directory: Path, raw: dict[str, Any], is_quantized: bool) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if (file := gguf_file(directory)) is not None:
+    if (file := gguf_weights_of(directory)) is not None:
         return [file]
-    index = directory / "model.safetensors.index.json"
-    whole = directory / "model.safetensors"
-    if whole.exists() or not index.exists():
-        names = {whole.name}
-    else:
-        names = set(_read_json(index).get("weight_map", {}).values())
+    index = directory / INDEX
+    whole = directory / WEIGHTS
+    is_whole = whole.exists() or not index.exists()
+    names = {whole.name} if is_whole else set(_read_json(index).get("weight_map", {}).values())
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing or not names:
         raise ConfigError(f"{directory} has no safetensors weights: missing {missing}")

@@ -187,6 +187,16 @@ def test_a_tensor_that_the_model_leaves_out_is_refused(subtests, tmp_path, monke
                 load_model(checkpoint, torch.device("cpu"))
 
 
+def test_a_gguf_file_beside_safetensors_is_not_served(tmp_path):
+    model = llama(True)
+    directory = converted(tmp_path, model)
+    alone = open_checkpoint(directory).fingerprint
+    (directory / "model.gguf").write_bytes(b"GGUF of another model")
+    opened = open_checkpoint(directory)
+    assert not opened.is_quantized and opened.fingerprint == alone
+    check_checkpoint("sglang", directory)
+
+
 def test_its_tokenizer(subtests, tmp_path_factory):
     with subtests.test("its tokenizer splits digits and keeps what is special"):
         tmp_path = tmp_path_factory.mktemp("case")

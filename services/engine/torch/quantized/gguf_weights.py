@@ -12,7 +12,6 @@ from torch import Tensor
 from services.model.gguf import read_gguf
 from services.model.gguf_model import Weight, weights_of
 from services.settings.gguf_directory import mapped
-from services.settings.known_models import GGUF_LINK
 
 _SAMPLE_BYTES = 4096
 
@@ -23,14 +22,7 @@ class GgufWeight:
     data: mmap.mmap
 
     def __getitem__(self, index: Any) -> Tensor:
-        floats = self.weight.floats(self.data)
-        # Numbers that are not packed lie in the file, where nobody may write.
-        return torch.from_numpy(floats if floats.flags.writeable else floats.copy())[index]
-
-
-def gguf_file(directory: Path) -> Path | None:
-    file = directory / GGUF_LINK
-    return file if file.is_file() else None
+        return torch.from_numpy(self.weight.floats(self.data))[index]
 
 
 def gguf_weights(file: Path) -> dict[str, GgufWeight]:
