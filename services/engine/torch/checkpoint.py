@@ -326,7 +326,9 @@ def _own_dtype(directory: Path, raw: dict[str, Any], is_quantized: bool) -> str:
     if is_quantized:
         return "bfloat16"
     with _weight_files(directory)[0].open("rb") as file:
-        first = next(iter(_tensors(_read_header(file))))
+        first = next(iter(_tensors(_read_header(file))), None)
+    if first is None:
+        raise ConfigError(f"{directory} holds no weights")
     name = str(first["dtype"])
     return _HEADER_DTYPES.get(name, name)
 
@@ -337,11 +339,18 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     whole = directory / WEIGHTS
     is_whole = whole.exists() or not index.exists()
-    names = {whole.name} if is_whole else set(_read_json(index).get("weight_map", {}).values())
+    names = {whole.name} if is_whole else _indexed_files(index)
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing or not names:
         raise ConfigError(f"{directory} has no safetensors weights: missing {missing}")
     return [directory / name for name in sorted(names)]
+
+
+def _indexed_files(index: Path) -> set[str]:
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{index} has no weight_map that names a file for each weight")
+    return set(files.values())
 
 
 def _sampled_content(path: Path) -> Iterator[bytes]:
@@ -377,7 +386,21 @@ def _tensors(header: bytes) -> Iterator[dict[str, Any]]:
         tensors = json.loads(header)
     except ValueError as error:
         raise ConfigError(f"a safetensors header is not JSON: {error}") from error
-    return (tensor for name, tensor in sorted(tensors.items()) if name != "__metadata__")
+    if not isinstance(tensors, dict):
+        raise ConfigError("a safetensors header is no JSON object")
+    tensors.pop("__metadata__", None)
+    if wrong := [name for name, tensor in tensors.items() if not _is_entry(tensor)]:
+        raise ConfigError(f"a safetensors header does not tell what {wrong[0]} is, or where")
+    return (tensor for _, tensor in sorted(tensors.items()))
+
+
+def _is_entry(tensor: Any) -> bool:
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("dtype"), str):
+        return False
+    offsets = tensor.get("data_offsets")
+    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+        return False
+    return bool(0 <= offsets[0] <= offsets[1])
 
 
 @contextmanager

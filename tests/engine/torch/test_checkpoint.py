@@ -186,6 +186,31 @@ def test_weights_are_never_invented(subtests, tmp_path_factory):
             load_model(open_checkpoint(checkpoint), CPU)
 
 
+def test_damaged_indices_and_headers_are_refused(subtests, tmp_path_factory):
+    checkpoint = copied(tmp_path_factory)
+    weights = checkpoint / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    for content in (
+        [1],
+        {"a": 3},
+        {"a": {**entry, "data_offsets": [0]}},
+        {"a": {**entry, "data_offsets": [-4, 0]}},
+        {"a": {**entry, "data_offsets": None}},
+        {"a": {"shape": [0]}},
+    ):
+        with subtests.test("a safetensors header", content=content):
+            header = json.dumps(content).encode()
+            weights.write_bytes(len(header).to_bytes(8, "little") + header)
+            with pytest.raises(ConfigError, match="a safetensors header"):
+                open_checkpoint(checkpoint)
+    weights.unlink()
+    for files in (None, [1], {"a": 1}):
+        with subtests.test("an index", files=files):
+            (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+            with pytest.raises(ConfigError, match="no weight_map"):
+                open_checkpoint(checkpoint)
+
+
 def test_the_fingerprint_is_of_what_computes(subtests, tmp_path_factory):
     with subtests.test("copies have one fingerprint of 64 bits"):
         checkpoint = copied(tmp_path_factory)
