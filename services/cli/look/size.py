@@ -26,7 +26,8 @@ _LABEL = 19  # Each line's value stands behind so many columns.
 class SizeConfig:
     """Tell how many pages of KV a rank needs, from a checkpoint's config.json; nothing is loaded.
 
-    With --gpu-gib it tells whether weights, pool and what is set aside fit; exit code 1: they do not.
+    With --gpu-gib it tells whether weights, pool and what is set aside fit, and the dequantized weights that
+    engine torch holds while it starts; exit code 1: they do not.
     """
 
     model: Path = setting(help=f"{MODEL_HELP}; or its config.json", bare="MODEL")
@@ -44,6 +45,9 @@ class SizeConfig:
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
     draft_model: Path | None = setting(
         None, "the ranks' --draft-model: a page holds its KV, too; of --gpu-gib it takes its weights"
+    )
+    engine: Literal["torch", "sglang"] = setting(
+        "torch", "what computes: torch holds quantized weights dequantized while it starts"
     )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = setting(
         None, "of the KV; default: the checkpoint's"
@@ -93,7 +97,7 @@ def run(argv: list[str]) -> int:
     fit = None if config.gpu_gib is None else fit_of(config, checkpoint, config.gpu_gib)
     shown = lines if fit is None else [*lines, *fit.lines]
     print("\n".join(fold(line, screen.width(), indent=_LABEL) for line in shown))
-    return 1 if fit is not None and fit.missing_bytes > 0 else 0
+    return 1 if fit is not None and not fit.fits else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,15 @@ class Fit:
     carried_bytes: int  # The pools beside the pages take so much.
     reserve_bytes: float
     memory_bytes: float
+    start_bytes: float = 0.0  # A rank holds so much of weights while it starts, where that is more.
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0 and self.missing_at_start <= 0
+
+    @property
+    def missing_at_start(self) -> float:
+        return self.start_bytes + self.reserve_bytes - self.memory_bytes
 
     @property
     def missing_bytes(self) -> float:
@@ -127,7 +140,16 @@ class Fit:
             *self._carried_line(),
             f"set aside          {format_bytes(self.reserve_bytes)}",
             f"{f'of {format_bytes(self.memory_bytes)}'.ljust(18)} {verdict}",
+            *self._start_line(),
         ]
+
+    def _start_line(self) -> list[str]:
+        if not self.start_bytes:
+            return []
+        missing = self.missing_at_start
+        verdict = f"{format_bytes(abs(missing))} {'missing' if missing > 0 else 'left'}"
+        weights = f"dequantized weights of {format_bytes(self.start_bytes)}"
+        return [f"at start           engine torch holds {weights}: {verdict}"]
 
     def _carried_line(self) -> list[str]:
         size = format_bytes(self.carried_bytes)
@@ -144,7 +166,16 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         _carried(config, checkpoint).size_bytes,
         (gpu_gib / 10 if config.reserve_gib is None else config.reserve_gib) * _GIB,
         gpu_gib * _GIB,
+        _start_bytes(config, checkpoint),
     )
+
+
+def _start_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:
+    """Return what engine torch, which has a GPU a rank, holds before weights become what is stored."""
+    is_torch = config.engine == "torch" and config.tp_size == config.dp_attention_size == 1
+    if not is_torch or config.weights_gib is not None or not is_quantized(checkpoint):
+        return 0.0
+    return weights(checkpoint, dequantized=True).bytes_per_gpu()
 
 
 def _weights_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:

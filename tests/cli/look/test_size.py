@@ -5,7 +5,7 @@ import json
 import pytest
 
 from exactness.checkpoints import tiny_checkpoint
-from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_5_35B_A3B
+from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_1_8B, QWEN3_5_35B_A3B
 from services.cli.look.size import SizeConfig, report, run
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
@@ -115,6 +115,21 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(subtests, tmp_path_factor
         assert run([*flags, "--gpu-gib=80"]) == 1
         assert capsys.readouterr().out.splitlines()[-1].endswith("missing: the weights alone are too much")
         assert run([*flags, "--gpu-gib=80", "--weights-gib=20"]) == 0
+    with subtests.test("what engine torch holds at the start is a verdict of its own"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        quantization = {"quant_method": "awq", "bits": 4, "group_size": 128}
+        (tmp_path / "config.json").write_text(
+            json.dumps({**LLAMA_3_1_8B, "quantization_config": quantization})
+        )
+        flags = [f"--model={tmp_path}", "--conversations=1", "--gpu-gib=12"]
+        capsys.readouterr()
+        assert run(flags) == 1
+        lines = capsys.readouterr().out.splitlines()
+        at_start = next(line for line in lines if line.startswith("at start"))
+        assert at_start.split(": ")[0].endswith("engine torch holds dequantized weights of 15.0 GiB")
+        assert at_start.endswith("4.2 GiB missing")
+        assert "of 12.0 GiB" in "".join(lines) and not any("would fit" in line for line in lines)
+        assert run([*flags, "--engine=sglang"]) == run([*flags[:-1], "--gpu-gib=24"]) == 0
     with subtests.test("the drafts weights take memory too"):
         capsys.readouterr()
         model, sizes = tiny_checkpoint(), []
