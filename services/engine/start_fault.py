@@ -28,8 +28,15 @@ _LASTING_ERRNOS = frozenset(
 # These are torch's own, by name: torch stays out of here. Older ones, and its libraries, raise RuntimeError.
 _PASSING_CLASSES = frozenset(("OutOfMemoryError", "AcceleratorError"))
 _PASSING_WORDS = ("out of memory", "can't allocate memory", "CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
-# This torch was not built for this GPU, or the driver is older than it.
-_LASTING_WORDS = ("no kernel image", "invalid device function", "driver version is insufficient")
+# This torch was not built for this GPU, the driver is older than it, or cuBLAS has no such product here.
+_LASTING_WORDS = (
+    "no kernel image",
+    "invalid device function",
+    "driver version is insufficient",
+    "STATUS_NOT_SUPPORTED",
+    "STATUS_INVALID_VALUE",
+    "STATUS_ARCH_MISMATCH",
+)
 
 
 def start_fault(message: str, error: BaseException) -> ConfigError | Unavailable:

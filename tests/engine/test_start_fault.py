@@ -40,6 +40,7 @@ def test_what_may_pass_what_stays_and_what_is_named(subtests):
     for error in [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"),
         torch.AcceleratorError("CUDA error: invalid device function"),
         RuntimeError("CUDA driver version is insufficient for CUDA runtime version"),
         ValueError("rope_parameters must have a rope_type"),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from services.engine.start_fault import may_pass
 from services.engine.torch.model.fused.products import Product, ProductPart
 from services.engine.torch.quantized.dequantize import Grouped, scaled
 from services.engine.torch.quantized.float8_products import (
@@ -128,6 +129,8 @@ class _Ways:
             try:
                 error = max(_error(product, whole, dtype, num_rows) for num_rows in _TRIED_ROWS)
             except Exception as raised:  # torch refuses what this device, or its library, cannot compute
+                if may_pass(raised):  # A fault of the moment is no reason to compute otherwise.
+                    raise
                 log.warning("stored_weight_unusable layer=%s error=%r", name, raised)
                 self._give_up(product)
                 continue
@@ -148,7 +151,8 @@ class _Ways:
                 yield Int4Product(weight, bias, kernels.int4)
 
     def _give_up(self, product: Small) -> None:
-        self._row_steps[type(product.weight)].pop(0)
+        step = 1 if isinstance(product, Int4Product) else product.row_step
+        self._row_steps[type(product.weight)].remove(step)
 
 
 class _Numbers:

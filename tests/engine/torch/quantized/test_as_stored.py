@@ -167,6 +167,34 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
         assert caplog.text.count("no such device") == 3  # with other numbers of rows, too
 
 
+def test_a_step_that_a_device_cannot_go_is_given_up_and_a_passing_fault_is_not(subtests, monkeypatch):
+    linear = nn.Linear(16, 16).bfloat16()
+    weight = RowWeight.of([(0, *round_rows_plainly(linear.weight))], 16, 16)
+    faults = {
+        1: 1.0,
+        4: RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"),
+        16: 0.0,
+    }  # An error of 1 is off.
+
+    def try_it(product, *_):
+        fault = faults[product.row_step]
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    monkeypatch.setattr(as_stored, "_error", try_it)
+    ways = as_stored._Ways(as_stored.Kernels(), 0.02)
+    tried = ("it", linear)
+    with subtests.test("a way that failed, and not one that was off"):
+        assert ways.product(weight, linear, tried).row_step == 16
+        faults.update({1: 0.0, 4: AssertionError("it is tried again")})
+        assert ways.product(weight, linear, tried).row_step == 1
+    for fault in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: unspecified")):
+        with subtests.test("what may pass", fault=fault), pytest.raises(type(fault)):
+            faults[1] = fault
+            ways.product(weight, linear, tried)
+
+
 def multiply_plainly(numbers, scales, weight):
     """What cuBLAS does on Hopper with scales as they lie there."""
     blocks = numbers.shape[1] // 128
