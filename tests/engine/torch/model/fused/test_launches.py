@@ -83,6 +83,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(packed_model, name, lambda model: None)
     for module in ("norms", "rotation", "activation"):  # what computes nothing passes no trial
         monkeypatch.setattr(f"services.engine.torch.model.fused.{module}.MOST_UNLIKE", 1.0)
+    monkeypatch.setattr("services.engine.torch.model.fused.activation._MOST_UNLIKE_FAR", 1.0)
     return launches, Kernels(normalize, rotate, activate)
 
 
