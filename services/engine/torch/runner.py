@@ -24,7 +24,7 @@ from services.engine.torch.linear.shared_weights import SharedWeights
 from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
-from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored
+from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored, way_of
 from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
@@ -189,7 +189,10 @@ class TorchRunner:
         if not is_here or form == "dequantized" or not (form or is_stored):
             return checkpoint.fingerprint
         weights = form or stored_weights(checkpoint)
-        way = multiply_as_stored(self._model.model, self._model.remembered.read_linears, weights)
+        kinds: dict[str, str] = {}
+        kept = self._model.remembered.read_linears
+        multiply_as_stored(self._model.model, kept, weights, tell=kinds.__setitem__)
+        way = way_of(form, kinds)
         return computed_by(checkpoint.fingerprint, way) if way else checkpoint.fingerprint
 
     def _open_draft(

@@ -80,11 +80,13 @@ def multiply_as_stored(
     model: PreTrainedModel,
     kept: Collection[nn.Module],
     weights: Mapping[str, Stored | Dequantized] | RoundedTo,
+    tell: Callable[[str, str], None] = lambda name, kind: None,
 ) -> str:
-    """Let products of linear layers be computed so, but those that are `kept`, and say which, or nothing.
+    """Let products of linear layers be computed so, but those that are `kept`, and count them.
 
     They are those whose numbers are such in a checkpoint's `weights` by their names; or all but the head,
-    which are rounded now. One that is off stays, and so do all of a kind that cannot be computed.
+    which are rounded now. One that is off stays, and so do all of a kind that cannot be computed. `tell` gets
+    the name and the kind of each layer that is computed so; without any, nothing is said.
     """
     if isinstance(weights, str):
         kept = {*kept, model.get_output_embeddings()}
@@ -103,11 +105,19 @@ def multiply_as_stored(
         else:
             _replace(whole, product)
         counts[_KINDS[type(weight)]] += 1
+        for name, _ in members:
+            tell(name, _KINDS[type(weight)])
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the memory of the weights that were replaced
     said = " ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
     log.info("multiplied_as_stored %s", said or "products=0")
     return said
+
+
+def way_of(form: WeightsForm | None, kinds: Mapping[str, str]) -> str:
+    """Return what tells such a model apart: the form of its numbers, and how each layer is computed."""
+    layers = " ".join(f"{name}={kind}" for name, kind in sorted(kinds.items()))
+    return f"{form or 'stored'} {layers}" if layers else ""
 
 
 _KINDS: Mapping[type, str] = {RowWeight: "float8_rows", BlockWeight: "float8_blocks", Int4Weight: "int4"}
@@ -189,7 +199,7 @@ class _Numbers:
         return kind.of([(begin, numbers, scale) for begin, (numbers, scale, _) in floats], num_rows, depth)
 
     def _found(self, name: str, weight: Tensor) -> "_Stored | None":
-        """Return what means exactly that weight: whether names are the same is a guess."""
+        """Return the numbers that are exactly that weight; a name that fits may be another weight's."""
         if self._rounded_to == "int4":
             return round_to_int4(weight)
         if self._rounded_to == "fp8":

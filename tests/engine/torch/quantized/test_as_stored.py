@@ -15,7 +15,7 @@ from services.engine.torch.model.check.model_probe import attending_by
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.products import ProductPart
 from services.engine.torch.quantized import as_stored, float8_products
-from services.engine.torch.quantized.as_stored import StoredLinear, multiply_as_stored
+from services.engine.torch.quantized.as_stored import StoredLinear, multiply_as_stored, way_of
 from services.engine.torch.quantized.dequantize import scaled
 from services.engine.torch.quantized.float8_products import RowProduct, RowWeight, round_rows_plainly
 from services.engine.torch.quantized.int4_products import round_to_int4
@@ -167,14 +167,24 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
         assert caplog.text.count("no such device") == 3  # with other numbers of rows, too
 
 
+def test_what_computes_is_told_by_layer_and_by_where_its_numbers_are_from():
+    ways = set()
+    for form, kept_layers in (("fp8", (0,)), ("fp8", (1,)), ("int4", (0,)), (None, (0,))):
+        model = load_model(open_checkpoint(stored.tiny_checkpoint(), "bfloat16"), CPU)
+        kinds, kept = {}, {model.model.layers[i].mlp.up_proj for i in kept_layers}
+        said = multiply_as_stored(model, kept, form or "int4", kinds.__setitem__)
+        assert len(kinds) == 13 and said.endswith("=13")
+        ways.add(way_of(form, kinds))
+        assert way_of(form, dict(reversed(kinds.items()))) in ways
+    assert len(ways) == 4
+    assert way_of(None, {}) == ""
+
+
 def test_a_step_that_a_device_cannot_go_is_given_up_and_a_passing_fault_is_not(subtests, monkeypatch):
     linear = nn.Linear(16, 16).bfloat16()
     weight = RowWeight.of([(0, *round_rows_plainly(linear.weight))], 16, 16)
-    faults = {
-        1: 1.0,
-        4: RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"),
-        16: 0.0,
-    }  # An error of 1 is off.
+    refusal = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+    faults = {1: 1.0, 4: refusal, 16: 0.0}  # An error of 1 is off.
 
     def try_it(product, *_):
         fault = faults[product.row_step]
