@@ -83,15 +83,15 @@ def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> 
         return _Found(_directory(name, flag, weights, tell), name.repository)
     if (model := known_model(text)) is not None:
         return _Found(cached_directory(model, flag), model.name)
-    if text and (file := gguf_of(Path(text))) is not None:
+    try:
+        if not text or (file := gguf_of(Path(text))) is None:
+            return None
         # Its tokenizer's library is not needed for anything else here.
         from services.settings.gguf_directory import gguf_directory
 
-        try:
-            return _Found(gguf_directory(file), file.stem)
-        except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from error
-    return None
+        return _Found(gguf_directory(file), file.stem)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], None]) -> Path:

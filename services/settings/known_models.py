@@ -106,11 +106,20 @@ def gguf_weights_of(directory: Path) -> Path | None:
 
 
 def gguf_of(path: Path) -> Path | None:
-    """Return `path` where it is a GGUF file, or the only one of a directory that is no checkpoint."""
+    """Return `path` where it is a GGUF file, or the only one of a directory that is no checkpoint.
+
+    Raises ConfigError where a directory has several, or a file of that suffix is none.
+    """
     found = [path] if path.is_file() else sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if path.is_dir() and (path / "config.json").is_file():
+    if not found or (path.is_dir() and (path / "config.json").is_file()):
         return None
-    return found[0] if len(found) == 1 and _is_gguf(found[0]) else None
+    if len(found) > 1:
+        raise ConfigError(f"{path} has {len(found)} GGUF files; name one of them")
+    if _is_gguf(found[0]):
+        return found[0]
+    if found[0].suffix == ".gguf":
+        raise ConfigError(f"{found[0]} is no GGUF file: it does not begin with GGUF, or cannot be read")
+    return None
 
 
 def _is_gguf(file: Path) -> bool:

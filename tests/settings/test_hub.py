@@ -134,8 +134,12 @@ def test_a_gguf_file_is_served_from_a_directory_under_its_name(tmp_path, monkeyp
         assert {path.name for path in Path(found.model).iterdir()} >= {"config.json", "model.gguf"}
     assert resolved(Config(str(file), "mine"), weights=False).model_name == "mine"
     (own / "other.gguf").write_bytes(b"GGUF")
-    config = Config(str(own))  # Which one of two is not told.
-    assert resolved(config, weights=True) is config
+    config = Config(str(own))
+    with pytest.raises(ConfigError, match=r"--model: .*own has 2 GGUF files; name one"):
+        resolved(config, weights=True)
+    (tmp_path / "no.gguf").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match=r"no\.gguf is no GGUF file: it does not begin with GGUF"):
+        resolved(Config(str(tmp_path / "no.gguf")), weights=True)
     with pytest.raises(ConfigError, match=r"--model: .*other\.gguf: the GGUF file is cut short"):
         resolved(Config(str(own / "other.gguf")), weights=True)
     (own / "config.json").write_text("{}")
