@@ -45,7 +45,8 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     stated = _stated(config)
     if stated is None:
         return None
-    method = stated.get("quant_method")
+    loads = stated.get("load_in_8bit") or stated.get("load_in_4bit")
+    method = stated.get("quant_method", "bitsandbytes" if loads else None)
     if not isinstance(method, str) or method not in _READ:
         known = ", ".join(_READ)
         raise ConfigError(f"weights quantized by {method!r} are not served; read are {known}")

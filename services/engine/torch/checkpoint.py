@@ -98,12 +98,12 @@ def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
 def _open(directory: Path, dtype: str | None) -> Checkpoint:
     raw = _read_config(directory)
     _require_supported(directory, raw)
+    quantization = _quantization(directory, raw)  # transformers refuses some with other words.
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers' checks of a config share no other class
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_causal(directory, config)
-    quantization = _quantization(directory, raw)
     is_quantized = quantization is not None or _is_stored_otherwise(directory)
     name = dtype or _own_dtype(directory, raw, is_quantized)
     if name not in DTYPES:

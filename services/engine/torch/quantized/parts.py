@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from services.engine.start_fault import start_fault
 from services.engine.torch.quantized.dequantize import Grouped, four_bits, packed, packed_columns, scaled
 from services.model.quantization import Quantization
 from services.values.errors import ConfigError
@@ -67,6 +68,7 @@ class Stored(Protocol):
 class Dequantized:
     """It is made anew each time it is asked for, as safetensors' own slices are read."""
 
+    name: str
     parts: Mapping[str, Stored]
     make: Callable[..., Tensor]
     dtype: torch.dtype
@@ -80,10 +82,16 @@ class Dequantized:
         return self.take_apart(**{name: part[...].to(device) for name, part in self.parts.items()})
 
     def __getitem__(self, index: Any) -> Tensor:
+        try:
+            return self._whole()[index]
+        except Exception as error:  # torch raises any class where parts do not fit
+            raise start_fault(f"{self.name} cannot be made of its parts: {error}", error) from error
+
+    def _whole(self) -> Tensor:
         read = {name: part[...] for name, part in self.parts.items()}
         first = next(iter(read.values()))
         if first.dim() == self.num_dims:
-            return self.make(**read).to(self.dtype)[index]
+            return self.make(**read).to(self.dtype)
         made: Tensor | None = None
         for i in range(len(first)):  # An expert at a time: in float32 all are a lot of memory.
             own = {name: _of_expert(part, i, len(first)) for name, part in read.items()}
@@ -92,7 +100,7 @@ class Dequantized:
                 made = torch.empty((len(first), *matrix.shape), dtype=self.dtype)
             made[i] = matrix
         assert made is not None
-        return made[index]
+        return made
 
 
 def _of_expert(part: Tensor, i: int, count: int) -> Tensor:
@@ -168,7 +176,7 @@ class _Found:
         numbers, scale, more, zero = parts
         if kind == "U8":
             self._require_factor(f"{name}_scale_2", scale, more)
-            return name, self._made(_four_bits, pairs=numbers, scale=scale, factor=more)
+            return name, self._made(name, _four_bits, pairs=numbers, scale=scale, factor=more)
         if kind == "I8":
             self._require_zero(f"{name}_zero_point", zero)
         block = self._block
@@ -176,7 +184,7 @@ class _Found:
         def make(numbers: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
             return scaled(numbers, scale, zero, block)
 
-        return name, self._made(make, numbers=numbers, scale=scale, zero=zero)
+        return name, self._made(name, make, numbers=numbers, scale=scale, zero=zero)
 
     def _packed(self, name: str) -> tuple[str, Dequantized] | None:
         base = name.removesuffix("_packed")
@@ -190,11 +198,12 @@ class _Found:
         assert words is not None
         if words.get_dtype() == "U8":
             self._require_factor(f"{base}_global_scale", scale, common)
-            return base, self._made(_four_bits, pairs=words, scale=scale, divisor=common)
+            return base, self._made(base, _four_bits, pairs=words, scale=scale, divisor=common)
         if shape is None:
             raise ConfigError(f"{name} has no {base}_shape")
         self._require_zero(f"{base}_zero_point", zero)
-        return base, self._of_groups(_packed, words=words, scale=scale, zero=zero, groups=groups, shape=shape)
+        own = {"words": words, "scale": scale, "zero": zero, "groups": groups, "shape": shape}
+        return base, self._of_groups(base, _packed, **own)
 
     def _packed_columns(self, name: str) -> tuple[str, Dequantized] | None:
         base = name.removesuffix(".qweight")
@@ -209,14 +218,15 @@ class _Found:
         def take_apart(words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None = None) -> Grouped:
             return packed_columns(words, zeros, scale, groups, less_one)
 
-        made = self._of_groups(take_apart, words=words, zeros=zeros, scale=scale, groups=groups)
-        return f"{base}.weight", made
+        name = f"{base}.weight"
+        made = self._of_groups(name, take_apart, words=words, zeros=zeros, scale=scale, groups=groups)
+        return name, made
 
     def _blocks(self, name: str) -> tuple[str, Dequantized] | None:
         base = name.removesuffix("_blocks")
         if base == name or (parts := self._parts(base, ("_blocks", "_scales"), (), has_own=False)) is None:
             return None
-        return base, self._made(_of_blocks, num_dims=3, blocks=parts[0], scale=parts[1])
+        return base, self._made(base, _of_blocks, num_dims=3, blocks=parts[0], scale=parts[1])
 
     def _require_zero(self, name: str, zero: Stored | None) -> None:
         if self._has_zeros and zero is None:
@@ -227,12 +237,16 @@ class _Found:
         if scale is not None and scale.get_dtype() == "F8_E4M3" and factor is None:
             raise ConfigError(f"scales of 8 bits need one of all blocks more, and there is no {name}")
 
-    def _made(self, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None) -> Dequantized:
-        some = {name: part for name, part in parts.items() if part is not None}
-        return Dequantized(some, make, self._dtype, num_dims)
+    def _made(
+        self, name: str, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None
+    ) -> Dequantized:
+        some = {part: stored for part, stored in parts.items() if stored is not None}
+        return Dequantized(name, some, make, self._dtype, num_dims)
 
-    def _of_groups(self, take_apart: Callable[..., Grouped], **parts: Stored | None) -> Dequantized:
-        made = self._made(lambda **own: take_apart(**own).floats(), 2, **parts)
+    def _of_groups(
+        self, name: str, take_apart: Callable[..., Grouped], **parts: Stored | None
+    ) -> Dequantized:
+        made = self._made(name, lambda **own: take_apart(**own).floats(), 2, **parts)
         return replace(made, take_apart=take_apart)
 
     def _parts(
