@@ -139,17 +139,20 @@ def _moved(groups: LayerGroups, dtype: str, page_size: int) -> str:
 def _served(engine: str, config: CheckpointConfig, checkpoint: Mapping[str, Any]) -> str:
     if engine == "torch":
         return "serves it, if at start the model in chunks and token by token is the model in one pass"
-    groups = layer_groups(checkpoint)
+    groups, serves = layer_groups(checkpoint), "serves it"
+    if is_quantized(checkpoint):
+        serves = "may serve it: SGLang decides about quantized weights"
     if groups.recurrent:
-        return "serves it; its decode finds a prefix only where it kept a state (docs/models.md)"
+        return f"{serves}; its decode finds a prefix only where it kept a state (docs/models.md)"
     if groups.windows:
         token = format_bytes(groups.whole_token_bytes(config.dtype or kv_dtype(checkpoint)))
-        return f"serves it, windows kept whole: {token} a token (docs/models.md)"
-    return "serves it"
+        return f"{serves}, windows kept whole: {token} a token (docs/models.md)"
+    return serves
 
 
 def _refusal(engine: str, directory: Path, checkpoint: Mapping[str, Any]) -> str | None:
     try:
+        is_quantized(checkpoint)  # It raises for what is stated as no object.
         check_checkpoint(engine, directory)
     except (ConfigError, Unavailable) as error:
         return str(error)

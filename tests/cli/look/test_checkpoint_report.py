@@ -128,9 +128,18 @@ def test_who_serves_it(subtests, capsys, tmp_path_factory):
             }
             (tmp_path / "config.json").write_text(json.dumps(quantized))
             check.run([str(tmp_path)])
-            first, *_, torch, _ = capsys.readouterr().out.splitlines()
+            first, *_, torch, sglang = capsys.readouterr().out.splitlines()
             assert title in first
+            assert sglang == "sglang  may serve it: SGLang decides about quantized weights"
             assert re.search(torch_says, torch)
+    with subtests.test("a quantization_config that is no object is refused"):
+        (tmp_path / "config.json").write_text(
+            json.dumps({**LLAMA_3_1_8B, "model_type": "llama", "quantization_config": "fp8"})
+        )
+        assert check.run([str(tmp_path)]) == 1
+        *_, torch, sglang = capsys.readouterr().out.splitlines()
+        assert "refuses it: " in torch
+        assert sglang == "sglang  refuses it: config.json's quantization_config is no object: 'fp8'"
     for architecture, said in [
         ("gpt_oss", "windows kept whole: 1.0 KiB a token"),
         ("qwen3_next", "finds a prefix only where it kept a state"),
