@@ -1,4 +1,4 @@
-"""A config.json says how its weights are quantized, and this says what of that is served, and how it is held.
+"""config.json says how weights are quantized; this module says which of that is served, and how it is held.
 
 This module is pure. What a tensor is, engines tell by the names of its parts; only what those do not tell is
 taken from here.
@@ -22,8 +22,10 @@ _COMPRESSED = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
+MODELOPT_FILE = "hf_quant_config.json"  # It lies beside config.json, which older ModelOpt left as it was.
 _BITS = (2, 4, 8)
 _MODELOPT = ("FP8", "NVFP4")
+_GEMM = ("gemm", "awq")
 _SCALE_BITS = 16
 
 
@@ -56,6 +58,13 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError(f"the quantization_config of {method!r} is not understood: {error!r}") from error
 
 
+def with_modelopt(config: Mapping[str, Any], stated: object) -> dict[str, Any]:
+    """Return the config with what ModelOpt states in a file of its own, where config.json states nothing."""
+    if not isinstance(stated, Mapping) or not stated or is_quantized(config):
+        return dict(config)
+    return {**config, "quantization_config": {**stated, "quant_method": "modelopt"}}
+
+
 def is_quantized(config: Mapping[str, Any]) -> bool:
     return _stated(config) is not None
 
@@ -79,14 +88,15 @@ def _fp8(stated: Mapping[str, Any]) -> Quantization:
 
 
 def _awq(stated: Mapping[str, Any]) -> Quantization:
-    version = str(stated.get("version", "gemm")).lower()
+    named = [stated.get(key) for key in ("version", "format", "checkpoint_format")]
+    version = next((str(each).lower() for each in named if each and str(each).lower() not in _GEMM), "gemm")
     if version != "gemm":
         raise ConfigError(f"AWQ weights of version {version!r} are not served; read is gemm")
     return Quantization("awq", _grouped_bits(_known_bits(stated), stated.get("group_size")))
 
 
 def _gptq(stated: Mapping[str, Any]) -> Quantization:
-    version = stated.get("checkpoint_format") or "gptq"
+    version = stated.get("checkpoint_format") or stated.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2") or stated.get("is_marlin_format"):
         raise ConfigError(f"GPTQ weights of format {version!r} are not served; read are gptq and gptq_v2")
     bits = _grouped_bits(_known_bits(stated), stated.get("group_size"))
@@ -95,7 +105,7 @@ def _gptq(stated: Mapping[str, Any]) -> Quantization:
 
 def _known_bits(stated: Mapping[str, Any]) -> int:
     bits = stated.get("bits", stated.get("w_bit", 4))
-    if bits not in _BITS:
+    if str(bits) not in map(str, _BITS):
         raise ConfigError(f"weights of {bits!r} bits are not served; read are those of {_BITS}")
     return int(bits)
 

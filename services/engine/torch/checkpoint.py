@@ -31,7 +31,7 @@ from services.engine.torch.quantized.gguf_weights import gguf_weights, sampled_g
 from services.engine.torch.quantized.parts import PARTS, named_weights, open_tensors
 from services.model.architectures import disagreement
 from services.model.context_length import context_tokens
-from services.model.quantization import Quantization, quantization_of
+from services.model.quantization import MODELOPT_FILE, Quantization, quantization_of, with_modelopt
 from services.settings.known_models import INDEX, WEIGHTS, gguf_weights_of
 from services.values.errors import ConfigError
 
@@ -125,8 +125,9 @@ def computed_by(fingerprint: int, way: str) -> int:
 
 
 def _quantization(directory: Path, raw: dict[str, Any]) -> Quantization | None:
+    beside = directory / MODELOPT_FILE
     try:
-        return quantization_of(raw)
+        return quantization_of(with_modelopt(raw, _read_json(beside)) if beside.is_file() else raw)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from error
 

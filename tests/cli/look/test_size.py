@@ -130,6 +130,11 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(subtests, tmp_path_factor
         assert at_start.endswith("4.2 GiB missing")
         assert "of 12.0 GiB" in "".join(lines) and not any("would fit" in line for line in lines)
         assert run([*flags, "--engine=sglang"]) == run([*flags[:-1], "--gpu-gib=24"]) == 0
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+        stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+        assert run(flags) == 1  # That, too, is quantized.
+        assert "engine torch holds dequantized weights" in capsys.readouterr().out
     with subtests.test("the drafts weights take memory too"):
         capsys.readouterr()
         model, sizes = tiny_checkpoint(), []

@@ -118,7 +118,10 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
         ({"quant_method": "quark"}, "quark"),
         ({"quant_method": ["fp8"]}, "not served"),
         ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "checkpoint_format": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "format": "gemv_fast"}, "gemv_fast"),
         ({"quant_method": "awq", "bits": 3}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "not understood"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
@@ -131,6 +134,8 @@ def test_what_is_not_read_is_refused_by_name(subtests, tmp_path):
             quantization_of({"quantization_config": config})
         with subtests.test(said), pytest.raises(ConfigError, match=said):
             quantization_of({"text_config": {"quantization_config": config}})
+
+    assert quantization_of({"quantization_config": {"quant_method": "gptq", "bits": "4"}}).linear_bits == 4
 
     def damage(damaged, kind="fp8_rows"):
         config, make = FORMATS[kind]
