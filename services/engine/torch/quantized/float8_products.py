@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 BLOCK = 128
-STEP = 16  # Widths are multiples of that.
+STEP = 16  # Widths are multiples of it.
 _SCALES_STEP = 4  # cuBLAS wants so many blocks along a row, and reads none of what is filled up.
 _LARGEST, _SMALLEST = 448.0, 1e-12
 
@@ -47,7 +47,7 @@ class RowProduct:
     weight: RowWeight
     bias: Tensor | None
     round_rows: Round
-    row_step: int = 1  # Rows are filled up to a multiple of that.
+    row_step: int = 1  # Rows are filled up to a multiple of it.
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight = self.weight
@@ -103,7 +103,7 @@ class BlockProduct:
     weight: BlockWeight
     bias: Tensor | None
     round_groups: Round
-    row_step: int = 1  # Rows are filled up to a multiple of that.
+    row_step: int = 1  # Rows are filled up to a multiple of it.
 
     def __call__(self, rows: Tensor) -> Tensor:
         flat, num_rows = _filled_up(rows, self.row_step)

@@ -133,9 +133,9 @@ def open_tensors(files: list[Path]) -> dict[str, Stored]:
 def named_weights(
     tensors: Mapping[str, Stored], quantization: Quantization | None, dtype: torch.dtype
 ) -> dict[str, Stored | Dequantized]:
-    """Return each weight by its name, those that are made of parts in `dtype`.
+    """Return each weight by its name. One that is made of parts is in `dtype`; others stay as they are.
 
-    Raises ConfigError for numbers that no known part tells the meaning of.
+    Raises ConfigError where a part is missing, or numbers have none that says what they mean.
     """
     found = _Found(tensors, quantization, dtype)
     weights: dict[str, Stored | Dequantized] = {}
