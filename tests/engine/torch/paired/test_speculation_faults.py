@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
 
 def wrong_kv_stays(patch):
     """A chosen token's K and V are not written where a draft's lie: the tree gets the draft's."""
-    stored, drafted = step_view._stored, set()
+    stored, drafted = step_view.stored_slots, set()
 
     def mutated(pool, chunks, kv):
         slots = stored(pool, chunks, kv)
@@ -44,7 +44,7 @@ def wrong_kv_stays(patch):
                 kept.append(row)
         return Slots(*(ids[np.array(kept, np.int64)] for ids in slots))
 
-    patch.setattr(step_view, "_stored", mutated)
+    patch.setattr(step_view, "stored_slots", mutated)
 
 
 def publishes_drafts(patch):
