@@ -16,11 +16,13 @@ definition that waits for the device, or that keeps a tensor, whose place a grap
 import gc
 import logging
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -146,25 +148,40 @@ class _Step:
 
     singles: list[Chunk]
     prompts: list[Chunk]
-    rows: dict[int, int]  # by a row's place in the step, its place here, prompts behind the single tokens
+    starts: list[int]  # of each chunk in the step
+    places: list[int]  # of each chunk's first row here: prompts come behind the single tokens
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "_Step":
         singles, prompts = list[Chunk](), list[Chunk]()
-        own, others, end = list[int](), list[int](), 0
+        starts = list(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))[:-1]
         for chunk in chunks:
-            are_singles = len(chunk.token_ids) == 1 + chunk.num_drafts
-            (own if are_singles else others).extend(range(end, end + len(chunk.token_ids)))
-            end += len(chunk.token_ids)
-            if are_singles:
+            if _are_singles(chunk):
                 singles.extend(single_tokens(chunk))
             else:
                 prompts.append(chunk)
-        return cls(singles, prompts, {row: nth for nth, row in enumerate([*own, *others])})
+        places, next_single, next_other = list[int](), 0, len(singles)
+        for chunk in chunks:
+            if _are_singles(chunk):
+                places.append(next_single)
+                next_single += len(chunk.token_ids)
+            else:
+                places.append(next_other)
+                next_other += len(chunk.token_ids)
+        return cls(singles, prompts, starts, places)
+
+    def place_of(self, row: int) -> int:
+        """Return where a row of the step is here."""
+        nth = bisect_right(self.starts, row) - 1
+        return self.places[nth] + row - self.starts[nth]
 
     @property
     def size(self) -> tuple[int, int]:
         return sum(len(chunk.token_ids) for chunk in self.prompts), len(self.singles)
+
+
+def _are_singles(chunk: Chunk) -> bool:
+    return len(chunk.token_ids) == 1 + chunk.num_drafts
 
 
 class StepGraphs:
@@ -253,7 +270,7 @@ class StepGraphs:
         if self._pools.slots is not None:
             require_slots([chunk.slot for chunk in step.singles], self._pools.slots.num_slots)
         shift = bucket.buffers.num_singles - len(step.singles)
-        kept = [row if row < len(step.singles) else row + shift for row in (step.rows[row] for row in rows)]
+        kept = [row if row < len(step.singles) else row + shift for row in map(step.place_of, rows)]
         if not bucket.buffers.fill(step.singles, step.prompts, kept):
             return None
         if self._pools.slots is not None:
