@@ -90,7 +90,7 @@ class _IdleEngine:
 
 
 class _EngineCollector(Collector):
-    """What an engine adds is of engine torch here."""
+    """This adds the metrics of engine torch to a rank's page."""
 
     def collect(self) -> Iterator[Metric]:
         return steps_metric({})

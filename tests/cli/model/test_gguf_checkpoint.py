@@ -79,7 +79,7 @@ def llama(tied, **changes):
 
 
 def factors_of(model):
-    """What a plain rotation's frequencies are divided by; llama.cpp keeps that of a stretched one."""
+    """A plain rotation's frequencies are divided by these; llama.cpp keeps those of a stretched one."""
     plain = 1 / 100_000.0 ** (torch.arange(0, 8, 2) / 8)
     factors = (plain / model.model.rotary_emb.inv_freq).float()
     return {"rope_freqs.weight": ((4,), F32_TENSOR, factors.numpy().tobytes())}
@@ -133,7 +133,7 @@ def test_other_families_are_read(subtests, tmp_path_factory):
 
 
 def test_a_file_is_served_from_a_directory_of_ours(tmp_path, monkeypatch):
-    """With no copy of its weights, which are rounded once."""
+    """It is served without a copy of its weights, which are rounded once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = llama(True)
     file = tmp_path / "some.gguf"

@@ -1,4 +1,4 @@
-"""What packed prompts need of a GPU, without one: varlen_attn chunk by chunk, and pages copied one by one."""
+"""Packed prompts need no GPU with these: varlen_attn goes chunk by chunk, and pages are copied one by one."""
 
 import math
 

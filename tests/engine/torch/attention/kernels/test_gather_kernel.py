@@ -1,4 +1,4 @@
-"""What gathers for prompts: in Triton's interpreter; compiled, not run, for GPUs (make test-triton)."""
+"""The kernel that gathers for prompts runs in Triton's interpreter, and is compiled for GPUs."""
 
 import json
 import os

@@ -109,7 +109,7 @@ def test_scores_far_apart_join_without_overflow(attend_parts):
 
 @pytest.fixture
 def views(attend_parts, store_kv, monkeypatch):
-    """Those of the steps; all runners store and attend by the kernels."""
+    """These are the views of the steps; all runners store and attend by the kernels."""
     recorded = []
 
     def recording(*args):
