@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.cli.client import ClientConfig
 from services.cli.commands import COMMANDS, config_of
 from services.cli.look.checkpoint_report import CheckpointConfig
 from services.engine.sglang.service.launch.sglang_settings import (
@@ -100,7 +101,7 @@ def sections() -> list[Section]:
     chart = {**{name: "flags" for name in SHARED}, **CHART_VALUES}
     router_chart = {**chart, **ROUTER_CHART_VALUES}
     found = [
-        Section("Every service", "Of routers and of workers.", tuple(common), chart),
+        Section("Every service", "Routers and workers have these flags.", tuple(common), chart),
         Section("Router", "`python -m services.router`", router, router_chart),
         Section(
             "Prefill and decode workers",
@@ -109,12 +110,18 @@ def sections() -> list[Section]:
             chart,
         ),
     ]
+    asking = describe(ClientConfig)
+    names = ", ".join(f"`{command}`" for command in COMMANDS if issubclass(config_of(command), ClientConfig))
+    intro = f"The commands {names} have these flags beside their own."
+    found.append(Section("Commands that ask a router", intro, tuple(asking), None))
     for command in COMMANDS:
         cls = config_of(command)
         flags = describe(cls)
         text = inspect.cleandoc(str(cls.__doc__))
         if issubclass(cls, ClusterConfig):
             flags, text = list(_without(flags, common)), f"{text} It has those of every service, too."
+        if issubclass(cls, ClientConfig):
+            flags = list(_without(flags, asking))
         found.append(Section(f"`isthmus {command}`", text, tuple(flags), None))
         if command == "check":
             found.append(_of_checkpoint())
