@@ -169,8 +169,30 @@ class RankAddress(_message.Message):
     endpoint: str
     def __init__(self, id: _Optional[_Union[RankId, _Mapping]] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
+class PullSource(_message.Message):
+    __slots__ = ("rank", "tokens")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    rank: RankAddress
+    tokens: int
+    def __init__(self, rank: _Optional[_Union[RankAddress, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Pulled(_message.Message):
+    __slots__ = ("tokens", "bytes", "seconds", "refused", "held_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    bytes: int
+    seconds: float
+    refused: str
+    held_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., refused: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step", "granted_pages")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +209,7 @@ class RankLoad(_message.Message):
     STALLED_FIELD_NUMBER: _ClassVar[int]
     KV_PATHS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_PAGES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -203,7 +226,8 @@ class RankLoad(_message.Message):
     stalled: bool
     kv_paths: _containers.RepeatedCompositeFieldContainer[KvPath]
     tokens_per_step: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
+    granted_pages: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., granted_pages: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kind", "reach", "lanes")

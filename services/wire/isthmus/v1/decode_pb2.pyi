@@ -24,7 +24,7 @@ class AbortCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number")
+    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number", "pull_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_SO_FAR_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Start(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PULL_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids_so_far: _containers.RepeatedScalarFieldContainer[int]
@@ -51,7 +52,8 @@ class Start(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
     number: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    pull_from: _common_pb2.PullSource
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "load", "numbers", "token_ids", "takes_further")
@@ -90,7 +92,7 @@ class RequestOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "kv_bytes_prompt", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "plan", "first_decode_step_s", "carried_bytes", "constraint_s")
+    __slots__ = ("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "kv_bytes_prompt", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "plan", "first_decode_step_s", "carried_bytes", "constraint_s", "pulled")
     class CarriedBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,7 @@ class Admitted(_message.Message):
     FIRST_DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     CARRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_S_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     decode_prefix_len: int
     prefill_prefix_len: int
@@ -126,7 +129,8 @@ class Admitted(_message.Message):
     first_decode_step_s: float
     carried_bytes: _containers.ScalarMap[str, int]
     constraint_s: float
-    def __init__(self, prompt_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_prompt: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., first_decode_step_s: _Optional[float] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., constraint_s: _Optional[float] = ...) -> None: ...
+    pulled: _common_pb2.Pulled
+    def __init__(self, prompt_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_prompt: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., first_decode_step_s: _Optional[float] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., constraint_s: _Optional[float] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("code", "message", "peer_failed")

@@ -46,20 +46,24 @@ class EngineRank(_message.Message):
     def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., tp_rank: _Optional[int] = ..., cp_rank: _Optional[int] = ..., pp_rank: _Optional[int] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
 class HandshakeMessage(_message.Message):
-    __slots__ = ("hello", "ticket", "status", "abort", "abort_ack", "renew")
+    __slots__ = ("hello", "ticket", "status", "abort", "abort_ack", "renew", "pull_request", "pull_grant")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    PULL_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PULL_GRANT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ticket: KvTicket
     status: Status
     abort: Abort
     abort_ack: AbortAck
     renew: RenewLease
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ...) -> None: ...
+    pull_request: PullRequest
+    pull_grant: PullGrant
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ticket: _Optional[_Union[KvTicket, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., pull_grant: _Optional[_Union[PullGrant, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "rank", "layout", "agent_metadata", "memory", "transport", "monotonic_s", "tp_rank", "engine_memory", "writer_rank", "carried_memory", "draft_memory")
@@ -240,6 +244,32 @@ class GroupTarget(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[PageRun]
     def __init__(self, group: _Optional[int] = ..., start_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ...) -> None: ...
 
+class PullRequest(_message.Message):
+    __slots__ = ("room", "holder_generation", "cache_salt", "token_ids", "have", "least_end", "keep_until_s")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    LEAST_END_FIELD_NUMBER: _ClassVar[int]
+    KEEP_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    holder_generation: int
+    cache_salt: str
+    token_ids: bytes
+    have: int
+    least_end: int
+    keep_until_s: float
+    def __init__(self, room: _Optional[int] = ..., holder_generation: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., have: _Optional[int] = ..., least_end: _Optional[int] = ..., keep_until_s: _Optional[float] = ...) -> None: ...
+
+class PullGrant(_message.Message):
+    __slots__ = ("room", "end")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    end: int
+    def __init__(self, room: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
 class RenewLease(_message.Message):
     __slots__ = ("room", "write_until_s")
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -249,7 +279,7 @@ class RenewLease(_message.Message):
     def __init__(self, room: _Optional[int] = ..., write_until_s: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests", "unsettled", "group_bytes")
+    __slots__ = ("room", "state", "reason", "start", "bytes_moved", "hit", "descriptors", "page_digests", "unsettled", "group_bytes", "held_tokens")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Status.State]
@@ -274,6 +304,7 @@ class Status(_message.Message):
     PAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     room: int
     state: Status.State
     reason: str
@@ -284,7 +315,8 @@ class Status(_message.Message):
     page_digests: _containers.RepeatedScalarFieldContainer[int]
     unsettled: bool
     group_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ..., unsettled: _Optional[bool] = ..., group_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, room: _Optional[int] = ..., state: _Optional[_Union[Status.State, str]] = ..., reason: _Optional[str] = ..., start: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., hit: _Optional[_Union[HitKind, str]] = ..., descriptors: _Optional[int] = ..., page_digests: _Optional[_Iterable[int]] = ..., unsettled: _Optional[bool] = ..., group_bytes: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("room", "generation")

@@ -30,7 +30,7 @@ class Rendezvous(_message.Message):
     def __init__(self, room: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "num_output_ids", "sampling", "cache_salt", "priority", "rendezvous", "eos_token_ids", "traceparent")
+    __slots__ = ("request_id", "prompt_ids", "num_output_ids", "sampling", "cache_salt", "priority", "rendezvous", "eos_token_ids", "traceparent", "pull_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class PrefillRequest(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PULL_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_output_ids: int
@@ -49,10 +50,11 @@ class PrefillRequest(_message.Message):
     rendezvous: Rendezvous
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_output_ids: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    pull_from: _common_pb2.PullSource
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_output_ids: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("first_token_id", "first_token_logprobs", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s", "prompt_logprobs")
+    __slots__ = ("first_token_id", "first_token_logprobs", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s", "prompt_logprobs", "pulled")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +63,7 @@ class PrefillResponse(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     first_token_logprobs: _common_pb2.TokenLogprobs
     prefill_prefix_len: int
@@ -69,4 +72,5 @@ class PrefillResponse(_message.Message):
     queue_s: float
     compute_s: float
     prompt_logprobs: _common_pb2.PackedLogprobs
-    def __init__(self, first_token_id: _Optional[int] = ..., first_token_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ...) -> None: ...
+    pulled: _common_pb2.Pulled
+    def __init__(self, first_token_id: _Optional[int] = ..., first_token_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ...) -> None: ...
