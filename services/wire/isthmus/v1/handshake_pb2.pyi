@@ -263,12 +263,14 @@ class PullRequest(_message.Message):
     def __init__(self, room: _Optional[int] = ..., holder_generation: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., have: _Optional[int] = ..., least_end: _Optional[int] = ..., keep_until_s: _Optional[float] = ...) -> None: ...
 
 class PullGrant(_message.Message):
-    __slots__ = ("room", "end")
+    __slots__ = ("room", "end", "with_draft")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    WITH_DRAFT_FIELD_NUMBER: _ClassVar[int]
     room: int
     end: int
-    def __init__(self, room: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    with_draft: bool
+    def __init__(self, room: _Optional[int] = ..., end: _Optional[int] = ..., with_draft: _Optional[bool] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("room", "write_until_s")
