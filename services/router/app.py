@@ -31,9 +31,12 @@ from services.net.bytes_in_flight import BytesInFlight
 from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, metrics_page, traces
 from services.process.events import first_of
+from services.router import callers
+from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals
 from services.router.cluster import Cluster, ClusterSettings
+from services.router.cluster_messages import ranks_of
 from services.router.connections.suspects import SuspectChecks
-from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, defaults_of
+from services.router.dialects.sampling import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
     GENERATE,
     SERVICE_NAME,
@@ -42,11 +45,8 @@ from services.router.generation_service import (
     generate_handler,
 )
 from services.router.http.bounded_connection import BoundedConnection, HttpBounds, HttpMetrics, HttpTls
+from services.router.http.page import Page
 from services.router.http.routes import http_app
-from services.router.keys import callers
-from services.router.keys.api_keys import ApiKeys, GrpcDoor
-from services.router.keys.refusals import KeyRefusals
-from services.router.page.serving import Page
 from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
@@ -54,7 +54,6 @@ from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
 from services.router.router_config import RouterConfig
-from services.router.shown.ranks import ranks_of
 from services.router.text.end_of_sequence import EndOfSequence
 from services.router.text.prompt import most_message_bytes
 from services.router.text.tokenizer import Tokenizer

@@ -7,12 +7,11 @@ import grpc
 
 from services.net import servers
 from services.observe import traces
+from services.router import callers
 from services.router.cluster import Cluster
-from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults, fill_in
-from services.router.keys import callers
+from services.router.cluster_messages import all_candidates, ranks_of
+from services.router.dialects.sampling import OPENAI, SamplingDefaults, fill_in
 from services.router.request.generation import Explanation, Generator
-from services.router.shown.candidates import all_candidates
-from services.router.shown.ranks import ranks_of
 from services.router.watch.cluster_watch import Watch
 from services.values.errors import Forbidden, InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc

@@ -9,7 +9,7 @@ import pytest
 import isthmus
 from isthmus import AsyncClient, Client, Retries
 from router.scripted_router import FOR_EVER, Pauses, ScriptedRouter, finished, said, serving
-from services.router.keys.api_keys import ApiKeys
+from services.router.api_keys import ApiKeys
 from services.values import errors
 from services.wire.isthmus.v1 import generation_pb2
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from services.net import servers
-from services.router.keys.api_keys import GrpcDoor
+from services.router.api_keys import GrpcDoor
 from services.values.errors import IsthmusError
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 

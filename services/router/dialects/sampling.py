@@ -1,22 +1,76 @@
-"""A body says here how to choose tokens. Their ranges are SamplingParams' business."""
+"""A body says here how to choose tokens, and a request samples by the defaults where it does not say. The
+ranges are SamplingParams' business."""
 
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from services.router.dialects.json_body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
-from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.values.request import MAX_BAD_WORDS, MAX_STOP_STRINGS
-from services.wire.isthmus.v1.common_pb2 import SamplingParams
+from services.values.errors import ConfigError, InvalidRequest
+from services.values.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
+from services.wire.isthmus.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """A default that is None is OpenAI's, which is no constraint."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+OPENAI = SamplingDefaults()
+
+
+def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    """Return a model's own defaults, which its generation_config.json states. do_sample is not heeded, as it
+    is not by vLLM and SGLang.
+
+    Raises:
+        ConfigError: one of them is no number, or out of its range.
+    """
+    stated = {field.name: generation_config.get(field.name) for field in fields(SamplingDefaults)}
+    values = {name: value for name, value in stated.items() if value is not None}
+    for name, value in values.items():
+        allowed = int if name == "top_k" else int | float
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            raise _unusable(f"{name} is {value!r}")
+    if values.get("top_k") == -1:
+        values["top_k"] = 0  # It is other servers' way to say "all".
+    try:
+        SamplingParams(**values)
+    except InvalidRequest as error:
+        raise _unusable(str(error)) from error
+    return SamplingDefaults(**values)
+
+
+def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> None:
+    """Put what is stated into the fields that a caller over gRPC has left unset."""
+    for field in fields(SamplingDefaults):
+        value = getattr(defaults, field.name)
+        if value is not None and not sampling.HasField(field.name):
+            setattr(sampling, field.name, value)
+
+
+def _unusable(problem: str) -> ConfigError:
+    return ConfigError(
+        f"generation_config.json cannot be sampled by: {problem}; --sampling-defaults=openai leaves it aside"
+    )
+
 
 _Number = TypeVar("_Number", int, float)
 
 
 def read_sampling(
     body: Body, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
-) -> SamplingParams:
+) -> common_pb2.SamplingParams:
     temperature = _either(body.number("temperature"), defaults.temperature)
     top_k = _either(body.integer("top_k", -1, UINT32_MAX), defaults.top_k)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
-    return SamplingParams(
+    return common_pb2.SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_p=_either(body.number("top_p"), defaults.top_p),
         top_k=0 if top_k == -1 else top_k,  # It is other servers' way to say "all".

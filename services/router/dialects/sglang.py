@@ -5,10 +5,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from services.router.dialects.answer_counts import check_number, one_for_each, read_n
-from services.router.dialects.dialect import Envelope
-from services.router.dialects.dialect_answer import Event, Json
-from services.router.dialects.dialect_call import Call, read_addressee, traceparent_of
+from services.router.dialects.body_params import (
+    NamedConstraint,
+    check_number,
+    one_for_each,
+    read_constraint,
+    read_n,
+)
+from services.router.dialects.choice_formats import finite
+from services.router.dialects.dialect import Call, Envelope, Event, Json, read_addressee, traceparent_of
+from services.router.dialects.http_errors import error_json
 from services.router.dialects.json_body import (
     INT32_MAX,
     UINT32_MAX,
@@ -18,12 +24,8 @@ from services.router.dialects.json_body import (
     check_ids,
     check_text,
 )
-from services.router.dialects.openai.answer_choice import finite
-from services.router.dialects.openai.constraint_params import NamedConstraint, read_constraint
-from services.router.dialects.openai.openai_errors import error_json
-from services.router.dialects.openai.usage_json import isthmus_json
-from services.router.dialects.sampling import read_sampling
-from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.sampling import SamplingDefaults, read_sampling
+from services.router.dialects.usage_json import isthmus_json
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams, TokenLogprob, TokenLogprobs

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.router.dialects.dialect_answer import Event, json_text
+from services.router.dialects.dialect import Event, json_text
 from services.values.errors import Aborted, DeadlineExceeded, IsthmusError
 
 _T = TypeVar("_T")

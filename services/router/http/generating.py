@@ -19,13 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.observe import log_lines
-from services.router.dialects.dialect import CallT, Dialect, Envelope
-from services.router.dialects.dialect_answer import Answer, Json
-from services.router.dialects.dialect_call import Call
+from services.router import callers
+from services.router.dialects.dialect import Answer, Call, CallT, Dialect, Envelope, Json
 from services.router.dialects.json_body import InvalidParameter
 from services.router.http.body_reader import BodyReader, read_timeout_s
 from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
-from services.router.keys import callers
 from services.router.request.generation import Generator
 from services.router.request.held_logprobs import HeldLogprobs
 from services.router.request.merged import merged

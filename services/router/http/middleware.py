@@ -1,19 +1,86 @@
-"""The framing of bodies, keys, and the ids of requests are seen to before the routes."""
+"""The framing of bodies, keys, and the ids of requests are seen to before the routes; errors are answered
+behind them, in the words of the API that was asked, which its path tells."""
 
+import math
 import secrets
 from collections.abc import Callable
 from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.router.dialects.dialect_call import REQUEST_ID, TENANT
-from services.router.http.error_answer import answer_error
-from services.router.keys.api_keys import ApiKeys
-from services.router.keys.callers import ANYBODY, calling
-from services.values.errors import Forbidden, InvalidRequest, Unauthenticated
+from services.router.api_keys import ApiKeys
+from services.router.callers import ANYBODY, calling
+from services.router.dialects import http_errors
+from services.router.dialects import messages_answer as anthropic
+from services.router.dialects.dialect import REQUEST_ID, TENANT
+from services.router.dialects.http_errors import UnknownEncoding, status_of
+from services.router.http.body_reader import ENCODINGS
+from services.values.errors import (
+    Forbidden,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    Unauthenticated,
+    let_frames_go,
+)
 from services.values.request import MAX_ID_CHARS, is_id
+
+CHATS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+GENERATE = "/generate"
+HEALTH = "/health"
+
+
+# Bodies call the prompt so.
+_PROMPTS = {
+    CHATS: "messages",
+    COMPLETIONS: "prompt",
+    RESPONSES: http_errors.RESPONSES_PROMPT,
+    GENERATE: "text",
+}
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer an error. A bug keeps its frames, which Starlette has yet to log."""
+    if isinstance(error, IsthmusError):
+        let_frames_go(error)
+    path = request.url.path
+    body = (
+        anthropic.error_json(error)
+        if _is_anthropics(path)
+        else http_errors.error_json(error, _PROMPTS.get(path, "prompt"))
+    )
+    return JSONResponse(body, status_code=status_of(error), headers=headers_of(error))
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    body = (
+        anthropic.error_object(error.detail, status)
+        if _is_anthropics(request.url.path)
+        else http_errors.error_object(error.detail, status, None, status)
+    )
+    return JSONResponse(body, status_code=status, headers=error.headers)
+
+
+def _is_anthropics(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def headers_of(error: Exception) -> dict[str, str]:
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer"}  # Every 401 has it (RFC 9110, 11.6.1).
+    if isinstance(error, UnknownEncoding):
+        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16 asks for it.
+    wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
+    return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
 
 
 class OneLength:

@@ -13,26 +13,33 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.net.bytes_in_flight import BytesInFlight
 from services.observe.metrics_page import MetricsPage
-from services.router.dialects.anthropic.messages_answer import AnthropicDialect
-from services.router.dialects.dialect import Dialect
-from services.router.dialects.dialect_call import REQUEST_ID
-from services.router.dialects.openai.chat_call import read_chat_call
-from services.router.dialects.openai.choice_formats import ChatFormat, CompletionFormat
-from services.router.dialects.openai.completion_call import read_completion_call
-from services.router.dialects.openai.openai_answer import OpenAiDialect
-from services.router.dialects.responses.response_store import ResponseStore
-from services.router.dialects.responses.responses_answer import ResponsesDialect
-from services.router.dialects.sampling_defaults import OPENAI, SamplingDefaults
+from services.router.api_keys import ApiKeys
+from services.router.dialects.choice_formats import ChatFormat, CompletionFormat
+from services.router.dialects.dialect import REQUEST_ID, Dialect
+from services.router.dialects.messages_answer import AnthropicDialect
+from services.router.dialects.openai_answer import OpenAiDialect
+from services.router.dialects.openai_call import read_chat_call, read_completion_call
+from services.router.dialects.responses_answer import ResponsesDialect, ResponseStore
+from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.dialects.sglang import SglangDialect
 from services.router.http.body_reader import BodyReader, CountedBodies
-from services.router.http.endpoints import About, Metrics, Models, StoredResponses, Tokenizing
-from services.router.http.error_answer import answer_error, answer_http_error
+from services.router.http.endpoints import About, Metrics, Models, StoredResponses, Tokenizing, Watching
 from services.router.http.generating import Generating
-from services.router.http.middleware import HttpDoor, OneLength, RequestIds, tenant_of
-from services.router.http.paths import CHATS, COMPLETIONS, GENERATE, HEALTH, MESSAGES, RESPONSES
-from services.router.http.watching import Watching
-from services.router.keys.api_keys import ApiKeys
-from services.router.page.serving import Page
+from services.router.http.middleware import (
+    CHATS,
+    COMPLETIONS,
+    GENERATE,
+    HEALTH,
+    MESSAGES,
+    RESPONSES,
+    HttpDoor,
+    OneLength,
+    RequestIds,
+    answer_error,
+    answer_http_error,
+    tenant_of,
+)
+from services.router.http.page import Page
 from services.router.request.generation import Generator
 from services.router.watch.cluster_watch import Watch
 from services.values.errors import IsthmusError

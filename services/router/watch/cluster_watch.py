@@ -18,8 +18,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.router.keys import callers
-from services.router.keys.refusals import WRONG_KEY
+from services.router import callers
+from services.router.api_keys import WRONG_KEY
 from services.router.request.generation import Generator
 from services.router.request.progress import Progress
 from services.router.watch.pace import Pace

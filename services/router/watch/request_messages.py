@@ -1,8 +1,8 @@
 """A watcher gets what a request cost and where it ran, and nothing of what was said."""
 
 from services.net.grpc_errors import status_named
+from services.router.cluster_messages import few_candidates
 from services.router.request.progress import Progress
-from services.router.shown.candidates import few_candidates
 from services.values.request import FinishReason
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2

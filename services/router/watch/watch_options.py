@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.router.keys.callers import Caller
+from services.router.callers import Caller
 from services.values.errors import Forbidden, InvalidRequest
 from services.values.request import MAX_ID_CHARS, is_id
 from services.wire.isthmus.v1 import generation_pb2

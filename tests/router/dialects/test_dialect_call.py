@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from services.router.dialects.dialect_call import SESSION_HEADERS, read_addressee
+from services.router.dialects.dialect import SESSION_HEADERS, read_addressee
 from services.router.dialects.json_body import Body, InvalidParameter
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 

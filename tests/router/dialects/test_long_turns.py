@@ -6,9 +6,9 @@ import sys
 PIECES, PIECE = 4_000, "x" * 400
 SCRIPT = f"""
 import resource
-from services.router.dialects.anthropic.messages_call import read_messages_call
-from services.router.dialects.responses.responses_call import read_responses_call
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.messages_call import read_messages_call
+from services.router.dialects.responses_call import read_responses_call
+from services.router.dialects.sampling import OPENAI
 
 def responses(kind):
     pieces = {{

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from services.router.dialects.json_body import Body, InvalidParameter
-from services.router.dialects.sampling import read_sampling
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.sampling import OPENAI, read_sampling
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from services.router.dialects.sampling_defaults import SamplingDefaults, defaults_of
+from services.router.dialects.sampling import SamplingDefaults, defaults_of
 from services.values.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from router.dialects.prompts_told import not_told, scored, told_in_pieces
 from router.http.backend import FakeBackend, client, finished, post, response
 from services.router.dialects.json_body import InvalidParameter
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.sampling import OPENAI
 from services.router.dialects.sglang import read_generate_call
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2

@@ -7,7 +7,7 @@ import pytest
 
 from router.dialects.prompts_told import scored
 from router.http.backend import FakeBackend, chat, complete, finished
-from services.router.dialects.dialect_answer import Json
+from services.router.dialects.dialect import Json
 from services.router.http.generating import whole
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 

@@ -12,22 +12,21 @@ import zstandard
 
 from router.http.backend import FakeBackend, client, complete
 from services.net.bytes_in_flight import BytesInFlight
-from services.router.dialects.http_statuses import BodyTooLong
-from services.router.http import body_reader as http_body
-from services.router.http import encodings
+from services.router.dialects.http_errors import BodyTooLong
+from services.router.http import body_reader
 from services.router.http.routes import http_app
 from services.values.errors import InvalidRequest
 
 
 async def test_a_long_body_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     readers = []
-    read = http_body._fields_of
+    read = body_reader._fields_of
 
     def noted(body: bytearray) -> Any:
         readers.append(threading.current_thread())
         return read(body)
 
-    monkeypatch.setattr(http_body, "_fields_of", noted)
+    monkeypatch.setattr(body_reader, "_fields_of", noted)
     for length in (1_000, 70_000):
         assert (await complete(FakeBackend(), prompt="a" * length)).status_code == 200
     assert [reader is not threading.main_thread() for reader in readers] == [False, True]
@@ -124,13 +123,13 @@ async def test_a_body_that_cannot_be_unpacked_is_refused(subtests: pytest.Subtes
 
 def test_gzip_may_have_a_few_members_and_no_more() -> None:
     members = gzip.compress(b"Hi") + bytes(9) + gzip.compress(b"") + gzip.compress(b" you")
-    assert encodings.decoded(bytearray(members), "gzip", 100) == b"Hi you"
-    assert encodings.decoded(bytearray(members), "gzip", 6) == b"Hi you"
+    assert body_reader.decoded(bytearray(members), "gzip", 100) == b"Hi you"
+    assert body_reader.decoded(bytearray(members), "gzip", 6) == b"Hi you"
     with pytest.raises(BodyTooLong):
-        encodings.decoded(bytearray(members), "gzip", 5)
+        body_reader.decoded(bytearray(members), "gzip", 5)
     for wrong in (members[:-1], members + b"a", gzip.compress(b"") * 1000):
         with pytest.raises(InvalidRequest, match="as gzip"):
-            encodings.decoded(bytearray(wrong), "gzip", 100)
+            body_reader.decoded(bytearray(wrong), "gzip", 100)
 
 
 async def test_the_time_that_a_client_gives_is_a_header(subtests: pytest.Subtests) -> None:
@@ -212,7 +211,7 @@ async def test_what_nobody_keeps_of_a_body_is_not_counted() -> None:
 
 
 async def test_long_bodies_are_read_one_at_a_time_with_a_pause_between_them(monkeypatch) -> None:
-    read, began_and_ended = http_body._fields_of, []
+    read, began_and_ended = body_reader._fields_of, []
 
     def slow(body: bytearray) -> Any:
         began_s = time.monotonic()
@@ -220,7 +219,7 @@ async def test_long_bodies_are_read_one_at_a_time_with_a_pause_between_them(monk
         began_and_ended.append((began_s, time.monotonic()))
         return read(body)
 
-    monkeypatch.setattr(http_body, "_fields_of", slow)
+    monkeypatch.setattr(body_reader, "_fields_of", slow)
     async with client(FakeBackend()) as http:
         body = json.dumps({"prompt": "a" * 70_000})
         posts = [http.post("/v1/completions", content=body) for _ in range(3)]

@@ -1,7 +1,7 @@
 """Web pages of other origins: none may call the API unless it is allowed."""
 
 from router.http.backend import FakeBackend, client
-from services.router.keys.api_keys import ApiKeys
+from services.router.api_keys import ApiKeys
 
 PAGE = "https://chat.example"
 ASKS = {

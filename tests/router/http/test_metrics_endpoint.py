@@ -6,8 +6,8 @@ import pytest
 
 from router.http.backend import FakeBackend
 from services.observe.metrics_page import MetricsPage
+from services.router.api_keys import ApiKeys
 from services.router.http.routes import http_app
-from services.router.keys.api_keys import ApiKeys
 
 
 @pytest.fixture

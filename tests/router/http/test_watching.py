@@ -5,9 +5,9 @@ import json
 import time
 
 from router.http.backend import DEADLINE_S, FakeBackend, client
-from services.router.http import watching
+from services.router.http import endpoints
+from services.router.http.endpoints import _events
 from services.router.http.routes import http_app
-from services.router.http.watching import _events
 from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
@@ -134,11 +134,11 @@ async def test_who_only_looks_or_leaves_does_not_watch(subtests):
 async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monkeypatch):
     """However many read them: together they have a tenth of it."""
 
-    def slow(event, sse=watching.sse):
+    def slow(event, sse=endpoints.sse):
         time.sleep(0.005)
         return sse(event)
 
-    monkeypatch.setattr(watching, "sse", slow)
+    monkeypatch.setattr(endpoints, "sse", slow)
     pace, began_s = Pace(), time.perf_counter()
 
     async def read():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.router.keys.api_keys import ApiKeys
-from services.router.keys.refusals import KeyRefusals
+from services.router.api_keys import ApiKeys, KeyRefusals
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 
-from services.router.keys.api_keys import digest, read_keys
-from services.router.keys.callers import ANYBODY, Caller, calling, current
+from services.router.api_keys import digest, read_keys
+from services.router.callers import ANYBODY, Caller, calling, current
 from services.values.errors import ConfigError, Forbidden
 
 

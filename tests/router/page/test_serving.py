@@ -5,8 +5,8 @@ import re
 import pytest
 
 from router.http.backend import FakeBackend, client
-from services.router.keys.api_keys import ApiKeys
-from services.router.page.serving import STATIC, Page, page_files
+from services.router.api_keys import ApiKeys
+from services.router.http.page import STATIC, Page, page_files
 
 PAGE = Page()
 

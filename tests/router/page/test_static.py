@@ -8,7 +8,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import services
-from services.router.page.serving import STATIC, page_files
+from services.router.http.page import STATIC, page_files
 
 ROOT = Path(services.__file__).parents[1]
 VENDOR = STATIC / "vendor"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.router.cluster import HashedPrompt
 from services.router.connections.decode_client import DecodeRankLost
 from services.router.connections.output_stream import OutputStream
-from services.router.dialects.openai.usage_json import isthmus_json
+from services.router.dialects.usage_json import isthmus_json
 from services.router.request.generation import Generator
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import Admitted, FinishReason, Output

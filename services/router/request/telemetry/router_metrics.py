@@ -11,8 +11,8 @@ from services.index.read.mirror import Mirror
 from services.observe import traces
 from services.observe.children import Children
 from services.observe.repeated_histogram import RepeatedHistogram
+from services.router.api_keys import FRONTS, REASONS
 from services.router.cluster import Cluster, Placed
-from services.router.keys.refusals import FRONTS, REASONS
 from services.router.request.progress import Progress
 from services.router.request.telemetry.gen_ai import GenAiMetrics
 from services.router.request.telemetry.stages import STAGES

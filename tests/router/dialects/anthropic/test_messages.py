@@ -8,7 +8,7 @@ import pytest
 
 from router.dialects.answers import LENGTH, TOOL_CALLS, agents_answer, called, ended, said
 from router.http.backend import HI, FakeBackend, client, post
-from services.router.keys.api_keys import ApiKeys
+from services.router.api_keys import ApiKeys
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from router.http.backend import HI
-from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
 from services.router.dialects.json_body import InvalidParameter
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.messages_call import MessagesCall, read_messages_call
+from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 

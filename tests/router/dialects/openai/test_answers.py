@@ -14,7 +14,7 @@ from router.http.backend import (
     post,
     response,
 )
-from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.sampling import SamplingDefaults
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse

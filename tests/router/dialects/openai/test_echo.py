@@ -6,8 +6,8 @@ import pytest
 
 from router.dialects.prompts_told import not_told, told_in_pieces
 from router.http.backend import FakeBackend, chat, complete, events
-from services.router.dialects.openai.completion_call import read_completion_call
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.openai_call import read_completion_call
+from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 
 TOKENS = ["H", "i", "!", "a", "b"]

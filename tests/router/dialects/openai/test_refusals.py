@@ -5,10 +5,9 @@ import pytest
 
 from router.http.backend import HI, FakeBackend, chat, client, complete, events, finished, response
 from services.router.dialects import json_body as bodies
-from services.router.dialects.openai import refused
-from services.router.dialects.openai.chat_call import read_chat_call
-from services.router.dialects.openai.completion_call import read_completion_call
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects import refused
+from services.router.dialects.openai_call import read_chat_call, read_completion_call
+from services.router.dialects.sampling import OPENAI
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from router.http.backend import FakeBackend, chat, complete, events, finished, response
+from services.router.callers import Caller, calling
 from services.router.dialects.json_body import InvalidParameter
-from services.router.dialects.openai.completion_call import read_completion_call
-from services.router.dialects.sampling_defaults import OPENAI
-from services.router.keys.callers import Caller, calling
+from services.router.dialects.openai_call import read_completion_call
+from services.router.dialects.sampling import OPENAI
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.backend import FakeBackend, chat, complete, events, finished, response
-from services.router.dialects.dialect_answer import json_text
-from services.router.dialects.openai.choice_formats import ChatFormat, CompletionFormat
-from services.router.dialects.openai.openai_answer import TextChunk
+from services.router.dialects.choice_formats import ChatFormat, CompletionFormat
+from services.router.dialects.dialect import json_text
+from services.router.dialects.openai_answer import TextChunk
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -1,12 +1,12 @@
 import pytest
 
-from services.router.dialects.responses.response_store import ResponseStore, Stored
+from services.router.dialects.responses_answer import KeptResponse, ResponseStore
 from services.values.errors import NotFound
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage
 
 
-def stored(size_bytes: int, previous_id: str = "") -> Stored:
-    return Stored(b"x" * size_bytes, (), previous_id, "c")
+def stored(size_bytes: int, previous_id: str = "") -> KeptResponse:
+    return KeptResponse(b"x" * size_bytes, (), previous_id, "c")
 
 
 def test_turns_of_a_chain_come_oldest_first() -> None:
@@ -14,7 +14,7 @@ def test_turns_of_a_chain_come_oldest_first() -> None:
     previous = ""
     for text in ("a", "b", "c"):
         turns = tuple(ChatMessage(role="user", content=text + end).SerializeToString() for end in "12")
-        store.put("t", text, Stored(b"{}", turns, previous, "a"))
+        store.put("t", text, KeptResponse(b"{}", turns, previous, "a"))
         previous = text
     assert [turn.content for turn in store.turns("t", "b")] == ["a1", "a2", "b1", "b2"]
     assert store.turns("t", "") == []

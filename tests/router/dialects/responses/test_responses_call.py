@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from services.router.dialects.json_body import InvalidParameter
-from services.router.dialects.responses.input_items import with_instructions
-from services.router.dialects.responses.responses_call import ResponsesCall, read_responses_call
-from services.router.dialects.sampling_defaults import OPENAI
+from services.router.dialects.responses_call import ResponsesCall, read_responses_call, with_instructions
+from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 

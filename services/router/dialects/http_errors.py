@@ -1,11 +1,73 @@
-"""OpenAI's clients read errors by a type, a code, and the parameter that is wrong."""
+"""Each error has one HTTP status, whichever API it is reported in.
+
+OpenAI's clients read it by a type, a code, and the parameter that is wrong; all APIs but Anthropic's
+report it so.
+"""
 
 from collections.abc import Mapping
 
-from services.router.dialects.dialect_answer import Json
-from services.router.dialects.http_statuses import status_of
+from services.router.dialects.dialect import Json
 from services.router.dialects.json_body import InvalidParameter
-from services.values.errors import ContextExceeded, InvalidRequest, IsthmusError, Unauthenticated
+from services.values.errors import (
+    Aborted,
+    AlreadyRunning,
+    ContextExceeded,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    IsthmusError,
+    NoCapacity,
+    NotFound,
+    PeerFailed,
+    StaleGeneration,
+    Unauthenticated,
+    Unavailable,
+)
+
+_CLIENT_CLOSED_REQUEST = 499  # It is nginx's; no RFC has one.
+
+
+class BodyTooLong(InvalidRequest):
+    """The body is too long, and nothing of it is read any more."""
+
+
+class UnknownEncoding(InvalidRequest):
+    """The body's Content-Encoding is none that is read here."""
+
+
+class TooSlow(InvalidRequest):
+    """The request did not come in time."""
+
+
+class ConnectionsFull(NoCapacity):
+    """There are too many connections, whatever is requested on this one."""
+
+
+_STATUSES: Mapping[type[Exception], int] = {
+    BodyTooLong: 413,
+    UnknownEncoding: 415,
+    TooSlow: 408,
+    ConnectionsFull: 503,
+    InvalidRequest: 400,
+    Unauthenticated: 401,
+    Forbidden: 403,
+    NotFound: 404,
+    AlreadyRunning: 409,
+    NoCapacity: 429,
+    Aborted: _CLIENT_CLOSED_REQUEST,
+    Unavailable: 503,
+    PeerFailed: 503,
+    StaleGeneration: 503,
+    DeadlineExceeded: 504,
+}
+
+
+def status_of(error: Exception) -> int:
+    for error_class in type(error).__mro__:
+        if error_class in _STATUSES:
+            return _STATUSES[error_class]
+    return 500
+
 
 # What is below 500 and not here is the request's fault.
 _TYPES: Mapping[int, str] = {

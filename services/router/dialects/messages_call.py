@@ -1,4 +1,7 @@
-"""Bodies of Anthropic's messages are read into GenerateRequest.
+"""Bodies of Anthropic's messages are read into GenerateRequest, and their messages as the turns of a chat.
+
+a user's      tool_result, tool_result, text, text  ->  tool, tool, user
+a model's     thinking, text, tool_use              ->  assistant, with its reasoning and calls
 
 What only says how to cache (cache_control, betas, metadata) changes no answer and is left aside: the router
 caches whatever comes twice.
@@ -6,20 +9,32 @@ caches whatever comes twice.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
-from services.router.dialects.anthropic.message_turns import read_turns
-from services.router.dialects.dialect_call import Call, read_addressee, traceparent_of
-from services.router.dialects.flat_tools import check_chosen, read_function
-from services.router.dialects.json_body import INT32_MAX, Body, InvalidParameter, Refused, check_text
-from services.router.dialects.openai import refused
-from services.router.dialects.openai.constraint_params import NamedConstraint, read_constraint, read_schema
-from services.router.dialects.sampling import read_sampling, read_stop
-from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.router.dialects.template_variables import read_variables
+from services.router.dialects import refused
+from services.router.dialects.body_params import (
+    NamedConstraint,
+    check_chosen,
+    read_constraint,
+    read_function,
+    read_schema,
+    read_variables,
+)
+from services.router.dialects.dialect import Call, read_addressee, traceparent_of
+from services.router.dialects.json_body import (
+    INT32_MAX,
+    Body,
+    InvalidParameter,
+    Refused,
+    check_text,
+    json_text,
+)
+from services.router.dialects.sampling import SamplingDefaults, read_sampling, read_stop
+from services.values.request import is_id
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
-from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, ToolChoice
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall, ToolChoice
 
 _READ_HERE = (
     *("system", "thinking", "tools", "tool_choice", "stop_sequences", "output_config", "output_format"),
@@ -158,3 +173,108 @@ def _session(user_id: str) -> str:
         return check_text(json.loads(user_id)["session_id"], "session_id")
     except (ValueError, RecursionError, LookupError, TypeError, InvalidParameter):
         return ""
+
+
+_TURN_ROLES = ("user", "assistant", "system")
+# Claude Code's first line of a system has a hash that changes with each call, and no prefix would ever come
+# twice.
+_BILLING = "x-anthropic-billing-header:"
+_ERROR = "Error: "  # It stands before a result that is one: no template has a place for that.
+
+
+def read_turns(body: Body) -> list[ChatMessage]:
+    messages = body.objects("messages")
+    if not messages:
+        raise body.wrong("messages", "must be a list of at least one message")
+    turns = [*_system(body), *(turn for message in messages for turn in _read_message(message))]
+    if turns[-1].role == "assistant" and turns[-1].tool_calls:
+        raise messages[-1].wrong("content", "must not have tool_use where the answer goes on with it")
+    return turns
+
+
+def _system(body: Body) -> list[ChatMessage]:
+    parts = [part for part in map(_without_billing, _texts(body, "system")) if part]
+    return [ChatMessage(role="system", parts=parts)] if parts else []
+
+
+def _without_billing(part: str) -> str:
+    return part.partition("\n")[2] if part.startswith(_BILLING) else part
+
+
+def _read_message(message: Body) -> Iterator[ChatMessage]:
+    role = message.required_text("role")
+    if role not in _TURN_ROLES:
+        raise message.wrong("role", f"must be one of {', '.join(_TURN_ROLES)}")
+    if isinstance(message.get("content"), str):
+        return iter([ChatMessage(role=role, content=message.text("content"))])
+    blocks = message.objects("content")
+    if not blocks and role != "assistant":
+        raise message.wrong("content", "must be a string or at least one block")
+    return iter([_model_turn(blocks)]) if role == "assistant" else _other_turns(role, blocks)
+
+
+def _other_turns(role: str, blocks: list[Body]) -> Iterator[ChatMessage]:
+    for kind, group in groupby(blocks, key=lambda block: block.required_text("type")):
+        if kind == "tool_result" and role == "user":
+            yield from map(_result, group)
+        else:
+            yield ChatMessage(role=role, parts=[_text(block) for block in group])
+
+
+def _result(block: Body) -> ChatMessage:
+    parts = _texts(block, "content")
+    if block.flag("is_error"):
+        parts = [_ERROR + "".join(parts[:1]), *parts[1:]]
+    content = parts[0] if len(parts) == 1 else ""
+    return ChatMessage(
+        role="tool",
+        tool_call_id=block.required_text("tool_use_id"),
+        content=content,
+        parts=parts if len(parts) > 1 else [],
+    )
+
+
+def _model_turn(blocks: list[Body]) -> ChatMessage:
+    turn, texts, thoughts = ChatMessage(role="assistant"), [], []
+    for block in blocks:
+        kind = block.required_text("type")
+        if kind == "thinking":
+            thoughts.append(block.text("thinking"))
+            turn.answer_id = _handle(block.text("signature")) or turn.answer_id
+        elif kind == "tool_use":
+            turn.tool_calls.append(_call(block))
+        else:
+            texts.append(_text(block))
+    turn.content, turn.reasoning = "".join(texts), "".join(thoughts)
+    return turn
+
+
+def _handle(signature: str) -> str:
+    """Return the handle of an answer. One that cannot be ours names nothing here: a conversation may have
+    begun elsewhere."""
+    return signature if is_id(signature) else ""
+
+
+def _call(block: Body) -> ToolCall:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise block.wrong("input", "must be an object")
+    return ToolCall(
+        id=block.required_text("id"),
+        name=block.required_text("name"),
+        arguments=json_text(arguments, block.name_of("input")),
+    )
+
+
+def _texts(holder: Body, name: str) -> list[str]:
+    value = holder.get(name)
+    if isinstance(value, str):
+        return [check_text(value, holder.name_of(name))]
+    return [_text(block) for block in holder.objects(name)]
+
+
+def _text(block: Body) -> str:
+    kind = block.required_text("type")
+    if kind != "text":
+        raise block.wrong("type", f"is {kind!r}, which this server does not read here; it reads text")
+    return block.required_text("text")

@@ -1,16 +1,121 @@
-"""A body constrains the answer's text in the words of several servers.
+"""The bodies of several APIs say alike how many answers they want, which functions may be called, what chat
+templates read, and what constrains an answer's text.
 
-response_format                      OpenAI's: text, json_object, json_schema
-guided_json, _regex, _choice, _grammar; structured_outputs       vLLM's
-json_schema, regex, ebnf             SGLang's
-grammar                              llama.cpp's
+The last is said in the words of several servers:
+
+    response_format                      OpenAI's: text, json_object, json_schema
+    guided_json, _regex, _choice, _grammar; structured_outputs       vLLM's
+    json_schema, regex, ebnf             SGLang's
+    grammar                              llama.cpp's
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.router.dialects.json_body import Body, InvalidParameter, check_text, json_text
+from services.values.request import MAX_ID_CHARS
 from services.wire.isthmus.v1.common_pb2 import Choice, Constraint
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, Tool
+
+MAX_EACH = 128  # It is the bound of GenerateRequest.n.
+MAX_PROMPTS = 256
+MAX_ANSWERS = 1024  # A call gets no more.
+_MOST_BYTES = 64 << 20  # This is what all of a call's prompts together may repeat.
+
+
+def read_n(body: Body, request: GenerateRequest) -> None:
+    n = body.integer("n", 1, MAX_EACH)
+    if n is not None:
+        request.n = n
+
+
+def read_best_of(body: Body, request: GenerateRequest, stream: bool) -> None:
+    best_of = body.integer("best_of", 1, MAX_EACH)
+    if best_of is None:
+        return
+    answered = request.n or 1
+    if best_of < answered:
+        raise body.wrong("best_of", f"must be at least n, which is {answered}")
+    if stream and best_of > answered:
+        raise body.wrong("best_of", "cannot be streamed where it is more than n: set stream to false")
+    request.best_of = best_of
+
+
+def check_number(num_prompts: int, param: str) -> None:
+    if not 1 <= num_prompts <= MAX_PROMPTS:
+        raise InvalidParameter(param, f"must be at most {MAX_PROMPTS} prompts, got {num_prompts}")
+
+
+def one_for_each(num_prompts: int, request: GenerateRequest, param: str) -> list[GenerateRequest]:
+    """Return requests for so many prompts, of which `request` itself is the first.
+
+    `param` is what the body calls the prompts. Raises InvalidParameter where there are too many prompts, or
+    none, or too much is asked of each.
+    """
+    check_number(num_prompts, param)
+    num_answers = num_prompts * max(request.n or 1, request.best_of)
+    if num_answers > MAX_ANSWERS:
+        problem = f"with n or best_of asks for {num_answers} answers; a call gets {MAX_ANSWERS} at most"
+        raise InvalidParameter(param, problem)
+    if num_prompts * request.ByteSize() > _MOST_BYTES:  # A body of megabytes would be held for each.
+        problem = f"is {num_prompts} prompts, too many beside so long a body: send fewer at a time"
+        raise InvalidParameter(param, problem)
+    return [request, *(_another(request, place) for place in range(1, num_prompts))]
+
+
+def _another(request: GenerateRequest, place: int) -> GenerateRequest:
+    other = GenerateRequest()
+    other.CopyFrom(request)
+    if request.request_id:
+        suffix = f"/{place}"
+        other.request_id = request.request_id[: MAX_ID_CHARS - len(suffix)] + suffix
+    return other
+
+
+def read_function(function: Body, schema: str = "parameters") -> Tool:
+    """Return the tool. `schema` is what this API calls the schema of its arguments."""
+    parameters = function.get(schema)
+    if not isinstance(parameters, dict | None):
+        raise function.wrong(schema, "must be an object: a JSON schema")
+    return Tool(
+        name=_read_name(function),
+        description=function.text("description"),
+        parameters=json_text(parameters, function.name_of(schema)) if parameters else "",
+        strict=function.flag("strict"),
+    )
+
+
+def _read_name(function: Body) -> str:
+    name = function.required_text("name")
+    if not name:
+        raise function.wrong("name", "must not be empty")
+    return name
+
+
+def check_chosen(name: str, tools: Iterable[Tool], param: str) -> str:
+    """Return the name of the one tool that is to be called. Raises InvalidParameter where there is no such
+    tool."""
+    if name not in {tool.name for tool in tools}:
+        raise InvalidParameter(param, f"names {name!r}, which is none of the request's functions")
+    return name
+
+
+_GIVEN = "chat_template_kwargs"
+
+
+def read_variables(body: Body, thinks: bool | None, effort: str) -> str:
+    """Return Chat's chat_template_kwargs. None and "" leave the template's own.
+
+    What the body says of a variable by its name goes before what it says otherwise. Raises InvalidParameter.
+    """
+    variables: dict[str, object] = {}
+    if thinks is not None:
+        # The first name is Qwen's and GLM's, the second DeepSeek's.
+        variables = {"enable_thinking": thinks, "thinking": thinks}
+    if effort:
+        variables["reasoning_effort"] = effort
+    variables |= body.object(_GIVEN)
+    return json_text(variables, body.name_of(_GIVEN)) if variables else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The page is served over HTTP: nothing but its own files may run in it, and nobody else may frame it.
+"""The page is a browser's files (static/), which ask the HTTP API for what they show. It is served over HTTP:
+nothing but its own files may run in it, and nobody else may frame it.
 
     /                     index.html, which names the files by the digest of them all
     /page/DIGEST/NAME     never changes: kept by browsers for a year

@@ -2,7 +2,7 @@
 http/middleware.py.
 
     Authorization: Bearer KEY    in the file  -> let in, as what the key is good for (callers.py)
-                                 otherwise    -> Unauthenticated, counted and logged (refusals.py)
+                                 otherwise    -> Unauthenticated, counted and logged (KeyRefusals)
 
 A line of the file is a key, and behind it what it is good for:
 
@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,51 @@ import grpc.aio
 from grpc_health.v1 import health
 
 from services.observe import log_lines
-from services.router.keys.callers import Caller, calling, enter
-from services.router.keys.refusals import NO_KEY, WRONG_KEY, KeyRefusals
+from services.router.callers import Caller, calling, enter
 from services.values.errors import ConfigError, Unauthenticated
 from services.values.request import MAX_ID_CHARS, is_id
+
+log = logging.getLogger(__name__)
+
+NO_KEY = "no API key was given; send it as `Authorization: Bearer KEY`"
+WRONG_KEY = "the API key is not one of this server's"
+REASONS = {NO_KEY: "no_key", WRONG_KEY: "wrong_key"}
+FRONTS = ("http", "grpc")
+_LOG_EVERY_S = 10.0  # Who guesses keys must not fill the log.
+
+
+class KeyRefusals:
+    """Counts and logs one router's refusals. No key is reported, neither a right nor a wrong one."""
+
+    def __init__(
+        self,
+        count: Callable[[str, str], None] = lambda front, reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count = count
+        self._clock = clock
+        self._logged_s: float | None = None  # It is when one was logged last.
+        self._unlogged = 0
+
+    def note(self, front: str, peer: str, error: Unauthenticated) -> None:
+        """Count a refusal. `peer` is the address that asked; behind a proxy it is the proxy's."""
+        reason = REASONS[str(error)]
+        self._count(front, reason)
+        now = self._clock()
+        if self._logged_s is not None and now - self._logged_s < _LOG_EVERY_S:
+            self._unlogged += 1
+            return
+        log_lines.event(
+            log,
+            "unauthenticated",
+            level=logging.WARNING,
+            front=front,
+            peer=peer,
+            reason=reason,
+            unlogged=self._unlogged,
+        )
+        self._logged_s, self._unlogged = now, 0
+
 
 _TENANT = "tenant="
 _OPERATOR = "operator"
@@ -73,8 +115,6 @@ def _caller(words: list[str], where: str) -> Caller:
         raise ConfigError(f"{where}: a tenant's name has 1 to {MAX_ID_CHARS} printable characters")
     return Caller(tenant, is_operator=bool(others))
 
-
-log = logging.getLogger(__name__)
 
 _Stamp = tuple[int, int, int]
 _OPEN = f"/{health.SERVICE_NAME}/"

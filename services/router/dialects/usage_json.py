@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.router.dialects.dialect_answer import Json
+from services.router.dialects.dialect import Json
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}

@@ -5,20 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from json import JSONEncoder
 
-from services.router.dialects.dialect import Envelope
-from services.router.dialects.dialect_answer import Event, Json, json_text
-from services.router.dialects.openai.answer_choice import (
+from services.router.dialects.choice_formats import (
     AnswerFormat,
     ChoicePiece,
     TokenBytes,
     TokenText,
+    cut,
     finish_reason,
+    prompt_text,
+    vllm_prompt_logprobs,
 )
-from services.router.dialects.openai.echo import cut, prompt_text, vllm_prompt_logprobs
-from services.router.dialects.openai.openai_call import OpenAiCall
-from services.router.dialects.openai.openai_errors import error_json
-from services.router.dialects.openai.usage_json import answers_json, isthmus_json, usage_json
-from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.dialect import Envelope, Event, Json, json_text
+from services.router.dialects.http_errors import error_json
+from services.router.dialects.openai_call import OpenAiCall
+from services.router.dialects.sampling import SamplingDefaults
+from services.router.dialects.usage_json import answers_json, isthmus_json, usage_json
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
 _json_of = JSONEncoder(ensure_ascii=False).encode

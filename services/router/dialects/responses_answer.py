@@ -1,31 +1,168 @@
-"""OpenAI's response is one object, or the events that make it.
+"""OpenAI's response is one object, or the events that make it; parts of an answer are items of its output.
 
-The events are response.created, response.in_progress, those of each item (output_items.py), and one of
+The events are response.created, response.in_progress, those of each item (ItemEvents), and one of
 response.completed, response.incomplete, response.failed.
+
+Responses that clients go on from, or look at again, are kept in this router's memory alone, and bounded. Each
+has its own turns and the id of the one before it; those of a chain together are the conversation. The least
+recently used of the tenant that has the most goes first, and a chain that is used is used as a whole.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from services.router.dialects.answer_parts import Closed, Part, Parts, parts_of
-from services.router.dialects.dialect import Envelope
-from services.router.dialects.dialect_answer import Event, Json
-from services.router.dialects.openai.openai_errors import RESPONSES_PROMPT, error_json
-from services.router.dialects.openai.usage_json import isthmus_json
-from services.router.dialects.responses.input_items import turn_of, with_instructions
-from services.router.dialects.responses.output_items import (
-    COMPLETED,
-    IN_PROGRESS,
-    INCOMPLETE,
-    ItemEvents,
-    item,
+from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
+from services.router.dialects.dialect import Envelope, Event, Json
+from services.router.dialects.http_errors import RESPONSES_PROMPT, error_json
+from services.router.dialects.responses_call import (
+    ResponsesCall,
+    read_responses_call,
+    turn_of,
+    turns_of,
+    with_instructions,
 )
-from services.router.dialects.responses.response_store import ResponseStore, Stored
-from services.router.dialects.responses.responses_call import ResponsesCall, read_responses_call, turns_of
-from services.router.dialects.sampling_defaults import SamplingDefaults
-from services.values.errors import Aborted
+from services.router.dialects.sampling import SamplingDefaults
+from services.router.dialects.usage_json import isthmus_json
+from services.router.tenant_lru import TenantLru
+from services.values.errors import Aborted, NotFound
 from services.wire.isthmus.v1 import common_pb2
-from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateRequest, GenerateResponse, Usage
+from services.wire.isthmus.v1.generation_pb2 import (
+    ChatMessage,
+    Finish,
+    GenerateRequest,
+    GenerateResponse,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """`turns` are its input's and its output's, serialized."""
+
+    response: bytes  # It is the object as JSON.
+    turns: tuple[bytes, ...]
+    previous_id: str  # The first of a chain has none: it is empty.
+    conversation_id: str
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.response) + sum(map(len, self.turns))
+
+
+class ResponseStore:
+    """A tenant finds its own responses alone, as if there were no others, and has its share of the memory."""
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._stored: TenantLru[str, KeptResponse] = TenantLru(max_bytes, max_responses)
+
+    def __repr__(self) -> str:
+        return f"ResponseStore({len(self._stored)} responses, {self._stored.size} bytes)"
+
+    def put(self, tenant: str, response_id: str, stored: KeptResponse) -> None:
+        """Keep the response, but not one that is larger than all the memory that there is."""
+        self._stored.put(tenant, response_id, stored, stored.size_bytes)
+
+    def get(self, tenant: str, response_id: str) -> KeptResponse:
+        """Return the response. Raises NotFound."""
+        stored = self._stored.get(tenant, response_id)
+        if stored is None:
+            raise NotFound(
+                f"response {response_id!r} is not known here: it was not stored or was deleted, another "
+                "router has it, this one was started again, or it had to make room"
+            )
+        return stored
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        self.get(tenant, response_id)
+        self._stored.pop(tenant, response_id)
+
+    def turns(self, tenant: str, response_id: str) -> list[ChatMessage]:
+        """Return the turns of the whole chain that ends with this response, the oldest first. Raises
+        NotFound."""
+        chain = []
+        while response_id:
+            stored = self.get(tenant, response_id)
+            chain.append(stored)
+            response_id = stored.previous_id
+        return [ChatMessage.FromString(turn) for stored in reversed(chain) for turn in stored.turns]
+
+
+_PREFIXES = {Kind.THINKING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+COMPLETED, IN_PROGRESS, INCOMPLETE = "completed", "in_progress", "incomplete"
+
+
+def item_id(part: Part, stem: str) -> str:
+    return f"{_PREFIXES[part.kind]}_{stem}{part.index}"
+
+
+def item(part: Part, stem: str, status: str, answer_id: str = "") -> Json:
+    """Return the item. One in progress is empty yet. `answer_id` is what a client hands on with thinking:
+    only the router reads it."""
+    head = {"id": item_id(part, stem), "status": status}
+    has_content = status != IN_PROGRESS
+    match part.kind:
+        case Kind.THINKING:
+            content = [content_part(part)] if has_content else []
+            handle = {"encrypted_content": answer_id} if answer_id else {}
+            return {**head, "type": "reasoning", "summary": [], "content": content, **handle}
+        case Kind.TEXT:
+            content = [content_part(part)] if has_content else []
+            return {**head, "type": "message", "role": "assistant", "content": content}
+        case Kind.CALL:
+            called = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+            return {**head, "type": "function_call", **called}
+
+
+def content_part(part: Part) -> Json:
+    if part.kind is Kind.THINKING:
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+
+
+_TEXTS = {
+    Kind.THINKING: "response.reasoning_text",
+    Kind.TEXT: "response.output_text",
+    Kind.CALL: "response.function_call_arguments",
+}
+
+
+class ItemEvents:
+    def __init__(self, stem: str) -> None:
+        self._stem = stem
+
+    def of(self, step: Step, status: str, answer_id: str) -> list[Json]:
+        """Return a step's events in order, without their numbers. `status` is the item's, if it is done."""
+        match step:
+            case Opened(part):
+                opened = self._item("added", part, IN_PROGRESS, "")
+                return [opened, *self._content("added", part)]
+            case Grown(part, delta):
+                return [self._text("delta", part, delta=delta)]
+            case Closed(part):
+                whole = "arguments" if part.kind is Kind.CALL else "text"
+                named = {"name": part.name} if part.kind is Kind.CALL else {}
+                done = self._text("done", part, **{whole: part.text}, **named)
+                return [done, *self._content("done", part), self._item("done", part, status, answer_id)]
+
+    def _item(self, verb: str, part: Part, status: str, answer_id: str) -> Json:
+        whole = item(part, self._stem, status, answer_id)
+        return {"type": f"response.output_item.{verb}", "output_index": part.index, "item": whole}
+
+    def _content(self, verb: str, part: Part) -> list[Json]:
+        if part.kind is Kind.CALL:
+            return []
+        place = {**self._place(part), "content_index": 0}
+        return [{"type": f"response.content_part.{verb}", **place, "part": content_part(part)}]
+
+    def _text(self, verb: str, part: Part, **members: str) -> Json:
+        index = {} if part.kind is Kind.CALL else {"content_index": 0}
+        logprobs: Json = {"logprobs": []} if part.kind is Kind.TEXT else {}
+        return {"type": f"{_TEXTS[part.kind]}.{verb}", **self._place(part), **index, **members, **logprobs}
+
+    def _place(self, part: Part) -> Json:
+        return {"item_id": item_id(part, self._stem), "output_index": part.index}
+
 
 _STATUSES = {
     common_pb2.FINISH_REASON_STOP: COMPLETED,
@@ -148,7 +285,7 @@ class ResponseAnswer:
 
     def _keep(self, ended: Json) -> None:
         turns = [*turns_of(self._call), turn_of(self._closed, self._answer_id)]
-        stored = Stored(
+        stored = KeptResponse(
             json.dumps(ended, ensure_ascii=False).encode(),
             tuple(turn.SerializeToString() for turn in turns),
             self._call.previous_id,

@@ -1,4 +1,4 @@
-"""Anthropic's message is one object, or the events that make it.
+"""Anthropic's message is one object, or the events that make it; its clients read errors in their own words.
 
 message_start, ping, (content_block_start, content_block_delta*, content_block_stop)*, message_delta,
 message_stop
@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
-from services.router.dialects.anthropic.anthropic_errors import error_json
-from services.router.dialects.anthropic.messages_call import MessagesCall, read_messages_call
-from services.router.dialects.dialect import Envelope
-from services.router.dialects.dialect_answer import Event, Json
-from services.router.dialects.openai.usage_json import isthmus_json
-from services.router.dialects.sampling_defaults import SamplingDefaults
+from services.router.dialects.dialect import Envelope, Event, Json
+from services.router.dialects.http_errors import status_of
+from services.router.dialects.messages_call import MessagesCall, read_messages_call
+from services.router.dialects.sampling import SamplingDefaults
+from services.router.dialects.usage_json import isthmus_json
 from services.router.text.chats.answer_message import with_whole_characters
-from services.values.errors import Aborted
+from services.values.errors import Aborted, InvalidRequest, IsthmusError
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage
 
@@ -195,3 +194,29 @@ def model_json(name: str, created: int) -> Json:
 def models_json(models: Sequence[Json]) -> Json:
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
     return {"data": list(models), "has_more": False, "first_id": None, "last_id": None, **ends}
+
+
+# Their SDKs raise by the status; what is below 500 and not here is the request's fault.
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_json(error: Exception) -> Json:
+    # What we did not raise on purpose is for the log, not for the client.
+    message = str(error) if isinstance(error, IsthmusError) else "internal error"
+    if isinstance(error, InvalidRequest) and error.field:  # These are members of the body itself.
+        message = message.removeprefix("sampling.").removeprefix("chat.")
+    return error_object(message, status_of(error))
+
+
+def error_object(message: str, status: int) -> Json:
+    fallback = "invalid_request_error" if status < 500 else "api_error"
+    return {"type": "error", "error": {"type": _TYPES.get(status, fallback), "message": message}}

@@ -1,0 +1,353 @@
+"""Bodies of OpenAI's chat completions and completions are read into GenerateRequest.
+
+Parameters that we do not know are ignored, but for those of refused.py.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.router.dialects import refused
+from services.router.dialects.body_params import (
+    check_number,
+    one_for_each,
+    read_best_of,
+    read_constraint,
+    read_n,
+)
+from services.router.dialects.choice_formats import NO_ECHO, Echo, read_prompt_logprobs
+from services.router.dialects.dialect import Call, read_addressee, traceparent_of
+from services.router.dialects.json_body import (
+    UINT32_MAX,
+    Body,
+    InvalidParameter,
+    check_ids,
+    check_list,
+    check_text,
+)
+from services.router.dialects.sampling import SamplingDefaults, read_sampling
+from services.wire.isthmus.v1.generation_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiCall(Call):
+    include_usage: bool
+    usage_in_chunks: bool  # They report what has been used so far, as vLLM's do.
+    return_token_ids: bool  # Those of prompts are returned, too.
+    echo: Echo = NO_ECHO
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.request.sampling.HasField("logprobs"))
+
+    @property
+    def tells_text_alone(self) -> bool:
+        """Return whether a chunk of text needs nothing beside it: no ids, log-probabilities or usage."""
+        has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
+        return not (has_more or self.echo != NO_ECHO)
+
+
+def make_call(
+    body: Body, headers: Mapping[str, str], request: GenerateRequest, *, echoes: bool = False
+) -> OpenAiCall:
+    read_addressee(body, headers, request, body.text("prompt_cache_key"))
+    stream, return_token_ids = body.flag("stream"), body.flag("return_token_ids")
+    options = _read_stream_options(body.get("stream_options"), stream)
+    include_usage = options.flag("include_usage")
+    usage_in_chunks = options.flag("continuous_usage_stats") and include_usage
+    named = read_constraint(body)
+    if named is not None:
+        request.sampling.constraint.CopyFrom(named.constraint)
+    return OpenAiCall(
+        request=request,
+        stream=stream,
+        traceparent=traceparent_of(headers),
+        include_usage=include_usage,
+        usage_in_chunks=usage_in_chunks,
+        constraint_param=named.param if named is not None else "",
+        return_token_ids=return_token_ids,
+        tells_prompt=return_token_ids or usage_in_chunks,
+        echo=read_prompt_logprobs(body, request, echoes=echoes),
+    )
+
+
+def _read_stream_options(stream_options: object, stream: bool) -> Body:
+    if stream_options is None:
+        return Body({})
+    if not stream:
+        raise InvalidParameter("stream_options", "needs stream to be true")
+    if not isinstance(stream_options, dict):
+        raise InvalidParameter("stream_options", "must be an object")
+    return Body(stream_options, "stream_options.")
+
+
+_MODES = {
+    "auto": ToolChoice.MODE_AUTO,
+    "none": ToolChoice.MODE_NONE,
+    "required": ToolChoice.MODE_REQUIRED,
+}
+
+
+def read_tools(body: Body, chat: Chat) -> None:
+    chat.tools.extend(_read_tool(item, f"tools[{index}]") for index, item in enumerate(body.items("tools")))
+    _read_choice(body.get("tool_choice"), chat)
+    if body.get("parallel_tool_calls") is not None:
+        chat.parallel_tool_calls = body.flag("parallel_tool_calls")
+
+
+def read_calls(value: object, name: str) -> list[ToolCall]:
+    return [_read_call(item, f"{name}[{index}]") for index, item in enumerate(check_list(value, name))]
+
+
+def _read_tool(value: object, name: str) -> Tool:
+    function = _function(value, name)
+    name = f"{name}.function"
+    description, strict = function.get("description"), function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise InvalidParameter(f"{name}.strict", "must be true or false")
+    return Tool(
+        name=check_text(function.get("name"), f"{name}.name"),
+        description="" if description is None else check_text(description, f"{name}.description"),
+        parameters=_json_text(function.get("parameters"), f"{name}.parameters"),
+        strict=bool(strict),
+    )
+
+
+def _read_choice(value: object, chat: Chat) -> None:
+    if value is None:
+        return
+    if isinstance(value, str) and value in _MODES:
+        chat.tool_choice.mode = _MODES[value]
+        return
+    if not isinstance(value, dict):
+        raise InvalidParameter("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
+    chosen = _function(value, "tool_choice")
+    chat.tool_choice.name = check_text(chosen.get("name"), "tool_choice.function.name")
+
+
+def _read_call(value: object, name: str) -> ToolCall:
+    function = _function(value, name)
+    assert isinstance(value, dict)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):  # Some clients send them so.
+        arguments = _json_text(arguments, f"{name}.function.arguments")
+    id_ = value.get("id")
+    return ToolCall(
+        id="" if id_ is None else check_text(id_, f"{name}.id"),
+        name=check_text(function.get("name"), f"{name}.function.name"),
+        arguments="" if arguments is None else check_text(arguments, f"{name}.function.arguments"),
+    )
+
+
+def _function(value: object, name: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    if value.get("type", "function") != "function":
+        raise InvalidParameter(f"{name}.type", 'must be "function"; this server knows no other')
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise InvalidParameter(f"{name}.function", "must be an object")
+    return function
+
+
+def _json_text(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    try:
+        return check_text(json.dumps(value, ensure_ascii=False), name)
+    except RecursionError as error:
+        raise InvalidParameter(name, "is nested too deeply") from error
+
+
+def read_chat_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> OpenAiCall:
+    body = Body(fields)
+    body.refuse(refused.IN_CHATS, refused.INSTEAD)
+    max_tokens = body.max_tokens("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.max_tokens("max_tokens")
+    sampling = read_sampling(body, max_tokens, _read_chat_logprobs(body), defaults)
+    chat = Chat(
+        messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
+    )
+    read_tools(body, chat)
+    chat.continue_final_message = read_continuing(body)
+    request = GenerateRequest(chat=chat, sampling=sampling)
+    read_n(body, request)
+    return make_call(body, headers, request)
+
+
+def _read_chat_logprobs(body: Body) -> int | None:
+    top_logprobs = body.integer("top_logprobs", 0, UINT32_MAX)
+    if body.flag("logprobs"):
+        return top_logprobs or 0
+    if top_logprobs:  # A 0 requests none.
+        raise InvalidParameter("top_logprobs", "needs logprobs to be true")
+    return None
+
+
+def _read_template_kwargs(body: Body) -> str:
+    """Return the template's variables as JSON. A reasoning_effort is one of them, as it is with vLLM and
+    SGLang; "none" switches thinking off."""
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    if not isinstance(given, dict | None):
+        raise InvalidParameter(name, "must be an object")
+    effort = body.text("reasoning_effort")
+    variables: dict[str, object] = {"reasoning_effort": effort} if effort else {}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    variables |= given or {}
+    try:
+        return check_text(json.dumps(variables, ensure_ascii=False), name) if variables else ""
+    except RecursionError as error:
+        raise InvalidParameter(name, "is nested too deeply") from error
+
+
+def _read_messages(value: object) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("messages", "must be a list of at least one message")
+    items = check_list(value, "messages")
+    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(items)]
+
+
+def _read_message(value: object, name: str) -> ChatMessage:
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, "must be an object")
+    if value.get("function_call"):
+        raise InvalidParameter(f"{name}.function_call", "is not supported by this server; use tool_calls")
+    token_ids = value.get("token_ids")
+    content = _read_content(value.get("content"), f"{name}.content")
+    return ChatMessage(
+        role=check_text(value.get("role"), f"{name}.role"),
+        content=content if isinstance(content, str) else "",
+        parts=content if isinstance(content, list) else [],
+        token_ids=[] if token_ids is None else check_ids(token_ids, f"{name}.token_ids"),
+        reasoning=_read_optional(value, "reasoning_content", name)
+        or _read_optional(value, "reasoning", name),
+        tool_calls=read_calls(value.get("tool_calls"), f"{name}.tool_calls"),
+        tool_call_id=_read_optional(value, "tool_call_id", name),
+        name=_read_optional(value, "name", name),
+    )
+
+
+def _read_optional(message: Mapping[str, object], key: str, name: str) -> str:
+    value = message.get(key)
+    return "" if value is None else check_text(value, f"{name}.{key}")
+
+
+def _read_content(value: object, name: str) -> str | list[str]:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        parts = check_list(value, name)
+        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(parts)]
+    if isinstance(value, str):
+        return check_text(value, name)
+    raise InvalidParameter(name, "must be a string or a list of text parts")
+
+
+def _read_text_part(part: object, name: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidParameter(name, 'must be a part of type "text"; this server reads no other')
+    return check_text(part.get("text"), f"{name}.text")
+
+
+_OF_MESSAGES = ("prefix", "partial")
+
+
+def read_continuing(body: Body) -> bool:
+    """Return whether an answer goes on with the last message of a chat. Raises InvalidParameter.
+
+    continue_final_message    of the body, with add_generation_prompt: false (vLLM, SGLang)
+    prefix, partial           of the last message (DeepSeek and Mistral; Moonshot and Qwen)
+    """
+    continues = body.flag("continue_final_message")
+    begins = body.flag("add_generation_prompt")
+    if begins and continues:
+        raise body.wrong("add_generation_prompt", "must be false beside continue_final_message")
+    continues = continues or _is_asked_by_messages(body)
+    if body.get("add_generation_prompt") is False and not continues:
+        raise body.wrong("add_generation_prompt", "must be true without continue_final_message")
+    return continues
+
+
+def _is_asked_by_messages(body: Body) -> bool:
+    items = body.items("messages")
+    if not any(isinstance(item, dict) and not item.keys().isdisjoint(_OF_MESSAGES) for item in items):
+        return False
+    messages = body.objects("messages")
+    asking = [(message, name) for message in messages for name in _OF_MESSAGES if message.flag(name)]
+    for message, name in asking:
+        if message is not messages[-1]:
+            raise message.wrong(name, "must be of the last message: an answer goes on with no other")
+    return bool(asking)
+
+
+_DEFAULT_MAX_TOKENS = 16  # This is OpenAI's own; chats run until they end.
+
+
+def read_completion_call(
+    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
+) -> OpenAiCall:
+    body = Body(fields)
+    body.refuse(refused.IN_COMPLETIONS, refused.INSTEAD)
+    max_tokens = body.max_tokens("max_tokens")
+    if max_tokens is None:
+        max_tokens = _DEFAULT_MAX_TOKENS
+    echoes = body.flag("echo")
+    only_prompt = echoes and max_tokens == 0
+    max_tokens = 1 if only_prompt else max_tokens
+    sampling = read_sampling(body, max_tokens, body.integer("logprobs", 0, UINT32_MAX), defaults)
+    request = GenerateRequest(sampling=sampling)
+    if body.get("add_special_tokens") is not None:
+        request.add_special_tokens = body.flag("add_special_tokens")
+    read_n(body, request)
+    read_best_of(body, request, body.flag("stream"))
+    call = make_call(body, headers, request, echoes=echoes)
+    first, *others = _read_prompts(fields.get("prompt"), call.request)
+    return replace(call, request=first, more=tuple(others), echo=replace(call.echo, only=only_prompt))
+
+
+def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateRequest]:
+    prompts = {"prompt": value}
+    if isinstance(value, list) and _is_of_prompts(value):
+        check_number(len(value), "prompt")
+        prompts = {f"prompt[{place}]": each for place, each in enumerate(value)}
+    requests = one_for_each(len(prompts), request, "prompt")
+    for each, (name, prompt) in zip(requests, prompts.items(), strict=True):
+        _put_prompt(prompt, name, each)
+    return requests
+
+
+def _is_of_prompts(values: list[object]) -> bool:
+    """Return whether these are prompts. There may be very many ids: the first tells that they are none."""
+    return isinstance(next(iter(values), None), str | list) and set(map(type, values)) in ({str}, {list})
+
+
+def _put_prompt(value: object, name: str, request: GenerateRequest) -> None:
+    if isinstance(value, str):
+        request.text = check_text(value, name)
+        return
+    request.token_ids.SetInParent()  # An empty one is set, too.
+    request.token_ids.ids.extend(_ids_of(value, name))
+
+
+def _ids_of(value: object, name: str) -> list[int]:
+    try:
+        return check_ids(value, name)
+    except InvalidParameter:
+        if isinstance(value, list) and {str, list}.isdisjoint(map(type, value)):
+            raise
+        problem = "must be a string, a list of token ids, or a list of either"
+        raise InvalidParameter(name, problem) from None

@@ -1,1 +1,0 @@
-"""OpenAI's responses are read, answered and stored."""

@@ -1,1 +1,0 @@
-"""Keys say who may use a router, and as whom."""

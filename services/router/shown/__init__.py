@@ -1,1 +1,0 @@
-"""These are messages of the API that say what a router knows of ranks and of prices."""
