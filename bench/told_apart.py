@@ -13,8 +13,8 @@ from pathlib import Path
 
 from services.cli.model.make_model import make_model
 from services.router.parsing.parser_choice import ParserChoice, choose
+from services.router.request.client_request import ChatTools
 from services.router.request.parsers import Parsers
-from services.router.request.tools import ChatTools
 from services.router.text.tokenizer import Tokenizer
 from services.values.request import SamplingParams
 

@@ -22,7 +22,7 @@ from cluster.tool_loops import Script, Step, play
 from router.templates.agents import CLIENTS
 from router.templates.formats import FORMATS
 from services.etcd.embedded import EmbeddedEtcd
-from services.router.text.chats.answer_memory import AnswerMemory
+from services.router.text.chat_memory import AnswerMemory
 
 _PAGES = 16_384
 

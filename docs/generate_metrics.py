@@ -32,9 +32,9 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info
 from services.prefill.prefill_metrics import PrefillMetrics
 from services.router.cluster import Cluster
+from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
-from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
-from services.router.watch.cluster_watch import WatchMetrics
+from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.values.kv import KvLayout
 from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId, Role

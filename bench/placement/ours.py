@@ -16,7 +16,7 @@ from services.router.placement.decision import Decision, place
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.registration import NO_RESUME_POINTS, Registration

@@ -21,7 +21,7 @@ from bench.placement.ranks import DecodeRank, Job, PrefillRank, Rank
 from bench.placement.settings import Setting
 from bench.placement.workload import TraceRequest
 from bench.report import Row
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, Plan, RankId
 

@@ -35,7 +35,8 @@ from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals
 from services.router.cluster import Cluster, ClusterSettings
 from services.router.cluster_messages import ranks_of
-from services.router.connections.suspects import SuspectChecks
+from services.router.cluster_watch import Watch, WatchMetrics
+from services.router.connections.rank_health import SuspectChecks
 from services.router.dialects.sampling import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
     GENERATE,
@@ -52,12 +53,11 @@ from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
-from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
+from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.router_config import RouterConfig
-from services.router.text.end_of_sequence import EndOfSequence
+from services.router.text.answer_ends import EndOfSequence
 from services.router.text.prompt import most_message_bytes
 from services.router.text.tokenizer import Tokenizer
-from services.router.watch.cluster_watch import Watch, WatchMetrics
 from services.values.errors import ConfigError, root_cause
 
 _RANKS_LATE_S = 10.0

@@ -15,16 +15,15 @@ from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.net.tls import TlsConfig
-from services.router.connections.coalescing import Coalescing
-from services.router.connections.decode_client import DecodeClient
-from services.router.connections.prefill_watch import PrefillWatch
-from services.router.connections.rank_connections import Connections
+from services.router.connections.output_stream import Coalescing
+from services.router.connections.rank_connections import Connections, DecodeClient
+from services.router.connections.rank_health import PrefillWatch
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.pool_ends import length_means
 from services.router.ranks.balance import Balance, Liveness, RankNow
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
 from services.values.load import RankLoad

@@ -10,9 +10,9 @@ from services.observe import traces
 from services.router import callers
 from services.router.cluster import Cluster
 from services.router.cluster_messages import all_candidates, ranks_of
+from services.router.cluster_watch import Watch
 from services.router.dialects.sampling import OPENAI, SamplingDefaults, fill_in
 from services.router.request.generation import Explanation, Generator
-from services.router.watch.cluster_watch import Watch
 from services.values.errors import Forbidden, InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.packed_ids import PackedIds

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from observe import alert_rules
-from services.router.request.telemetry.router_metrics import RouterMetrics
+from services.router.request.router_metrics import RouterMetrics
 
 REPOSITORY = Path(__file__).parents[2]
 CASES = sorted(Path(__file__).parent.glob("*.yaml"))

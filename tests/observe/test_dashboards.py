@@ -3,7 +3,7 @@
 import re
 
 from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, RULES, metrics_in
-from services.router.request.telemetry.stages import STAGES
+from services.router.request.stages import STAGES
 
 GRAPHS = [panel for panel in PANELS if panel.json["type"] == "timeseries"]
 RUNBOOKS = (REPOSITORY / "docs/runbooks.md").read_text()

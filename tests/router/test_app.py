@@ -7,7 +7,7 @@ import pytest
 from services.router.app import _page, _sampling_defaults, _tell_ends
 from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.router_config import RouterConfig
-from services.router.text.end_of_sequence import EndOfSequence
+from services.router.text.answer_ends import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
 
 

@@ -14,7 +14,7 @@ from services.router.dialects.http_errors import status_of
 from services.router.dialects.messages_call import MessagesCall, read_messages_call
 from services.router.dialects.sampling import SamplingDefaults
 from services.router.dialects.usage_json import isthmus_json
-from services.router.text.chats.answer_message import with_whole_characters
+from services.router.text.answer_message import with_whole_characters
 from services.values.errors import Aborted, InvalidRequest, IsthmusError
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage

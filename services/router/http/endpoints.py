@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from services.observe import build_info
 from services.observe.metrics_page import MetricsPage
 from services.router import callers
+from services.router.cluster_watch import Pace, Watch
 from services.router.dialects import messages_answer as anthropic
 from services.router.dialects.dialect import TENANT, Event, Json
 from services.router.dialects.http_errors import error_object
@@ -25,8 +26,6 @@ from services.router.http.body_reader import BodyReader
 from services.router.http.event_stream import EventStream, sse
 from services.router.http.generating import only_model
 from services.router.request.generation import Generator
-from services.router.watch.cluster_watch import Watch
-from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import (
     GenerateRequest,

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.net.bytes_in_flight import BytesInFlight
 from services.observe.metrics_page import MetricsPage
 from services.router.api_keys import ApiKeys
+from services.router.cluster_watch import Watch
 from services.router.dialects.choice_formats import ChatFormat, CompletionFormat
 from services.router.dialects.dialect import REQUEST_ID, Dialect
 from services.router.dialects.messages_answer import AnthropicDialect
@@ -41,7 +42,6 @@ from services.router.http.middleware import (
 )
 from services.router.http.page import Page
 from services.router.request.generation import Generator
-from services.router.watch.cluster_watch import Watch
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000

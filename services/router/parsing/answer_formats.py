@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from services.router.parsing import calls, harmony, literals, tagged
-from services.router.parsing.json_text import text_of
-from services.router.parsing.listed import ReadCall, gemma_call, json_call, keyed_call, listed, python_call
+from services.router.parsing import calls, harmony, tagged
+from services.router.parsing.arguments import text_of
+from services.router.parsing.listed import (
+    FUNCTION_GEMMA,
+    GEMMA,
+    Literals,
+    ReadCall,
+    gemma_call,
+    json_call,
+    keyed_call,
+    listed,
+    python_call,
+)
 from services.router.parsing.marked import NO_WRAPPING, CallMarkers, Thinking, Wrapping
 
 HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
@@ -57,7 +67,7 @@ def _listed(
     return CallFormat(name, tells, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
 
 
-def _gemma(name: str, opens: str, closes: str, spoken: literals.Literals) -> CallFormat:
+def _gemma(name: str, opens: str, closes: str, spoken: Literals) -> CallFormat:
     read = partial(gemma_call, literals=spoken, closes=(closes,))
     return CallFormat(name, (opens,), CallMarkers((opens,), read), (opens, closes, *spoken.quotes))
 
@@ -111,8 +121,8 @@ CALL_FORMATS = _by_name(
         ),
         _dsml("deepseek_v32", "function_calls>"),
         _dsml("deepseek_v4", "tool_calls>"),
-        _gemma("gemma4", "<|tool_call>", "<tool_call|>", literals.GEMMA),
-        _gemma("functiongemma", "<start_function_call>", "<end_function_call>", literals.FUNCTION_GEMMA),
+        _gemma("gemma4", "<|tool_call>", "<tool_call|>", GEMMA),
+        _gemma("functiongemma", "<start_function_call>", "<end_function_call>", FUNCTION_GEMMA),
         CallFormat("hy3", (tagged.HY_OPENS,), CallMarkers((tagged.HY_OPENS,), tagged.hy), tagged.HY_MARKERS),
         _tagged("minicpm5", ("<function name=",), (tagged.MINICPM.call,), tagged.MINICPM),
         CallFormat(

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.router.parsing.arguments import TypedText
-from services.router.parsing.blanks import Unlined
-from services.router.parsing.json_text import arguments_of, is_text, members_of, text_of, value_of
-from services.router.parsing.piece import CallPiece, ParsedCall, Sink
+from services.router.parsing.arguments import TypedText, arguments_of, is_text, members_of, text_of, value_of
+from services.router.parsing.piece import CallPiece, ParsedCall, Sink, Unlined
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
 _Result = TypeVar("_Result")

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from services.router.parsing.blanks import Led, Trailed
 from services.router.parsing.calls import Calls, ReadCalls
-from services.router.parsing.piece import CallPiece, Sink
+from services.router.parsing.piece import CallPiece, Led, Sink, Trailed
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
 # Behind so much text that was read as calls within thinking, and was none, no more is looked for.

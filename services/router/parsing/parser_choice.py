@@ -1,9 +1,12 @@
-"""Flags, the tokenizer or the chat template say which parsers read a model's answers."""
+"""Flags, the tokenizer or the chat template say which parsers read a model's answers.
+
+Their answers are split into parts while they come.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from services.router.parsing import harmony
 from services.router.parsing.answer_formats import (
@@ -16,15 +19,56 @@ from services.router.parsing.answer_formats import (
     told_calls,
     told_thinking,
 )
-from services.router.parsing.answer_parser import AnswerParser, ReadingParser
+from services.router.parsing.answer_grammars import AnswerWriting, HarmonyWriting, MarkedWriting
+from services.router.parsing.call_grammars import WRITINGS
 from services.router.parsing.calls import Calls, Schemas
-from services.router.parsing.grammars.tool_constraint import AnswerWriting, HarmonyWriting, MarkedWriting
-from services.router.parsing.grammars.writing import WRITINGS
 from services.router.parsing.harmony import HarmonyAnswer
 from services.router.parsing.marked import NO_WRAPPING, MarkedAnswer, Thinking, Wrapping
-from services.router.parsing.piece import CallPiece, ParsedCall
+from services.router.parsing.piece import CallPiece, ParsedCall, Piece, Sink
+from services.router.parsing.reader import Reader, Reading
 from services.router.parsing.response_template import ResponseTemplate
 from services.values.errors import ConfigError
+
+
+class AnswerParser(Protocol):
+    """It reads one answer, whose pieces together do not depend on where its text is cut. Nothing is lost:
+    what cannot be read is content."""
+
+    @property
+    def thinks(self) -> bool:
+        """It is true while what has been fed ends within thinking."""
+
+    def feed(self, text: str) -> Piece: ...
+
+    def finish(self) -> Piece:
+        """Return the rest. Nothing can be fed after."""
+
+
+class ReadingParser:
+    """`answer` is a reading of one of our formats, given where it puts what it reads."""
+
+    def __init__(self, schemas: Schemas, answer: Callable[[Calls], Reading[None]]) -> None:
+        self._reader, self._sink = Reader(), Sink()
+        self._steps = answer(Calls(self._reader, self._sink, schemas))
+        self._go_on()
+
+    @property
+    def thinks(self) -> bool:
+        return self._sink.thinks
+
+    def feed(self, text: str) -> Piece:
+        self._reader.put(text)
+        self._go_on()
+        return self._sink.take()
+
+    def finish(self) -> Piece:
+        self._reader.end()
+        self._go_on()
+        return self._sink.take()
+
+    def _go_on(self) -> None:
+        next(self._steps, None)  # it goes as far as the text does
+
 
 # A chat template is given this call to write, and the tool's schema.
 PROBE = ParsedCall("look_up", '{"count": 7}')

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.router.parsing.blanks import Trailed
+from services.router.parsing.arguments import text_of
 from services.router.parsing.calls import Schemas, call_of
-from services.router.parsing.json_text import text_of
-from services.router.parsing.piece import CallPiece, ParsedCall, Piece, Sink
+from services.router.parsing.piece import CallPiece, ParsedCall, Piece, Sink, Trailed
 from services.router.parsing.reader import Unreadable
 from services.values.errors import ConfigError
 

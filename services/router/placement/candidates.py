@@ -47,7 +47,7 @@ class DecodeCandidate(NamedTuple):
     queued: int = 0  # requests whose prompts wait to be computed there
     matched_tokens: int = 0  # what the index says, before trust and predictions
     waiting_tokens: int = 0  # of requests that wait for pages before this one
-    own: bool = True  # of this router's share; see shares.py
+    own: bool = True  # of this router's share; see rank_order.py
     queue_wait_s: float = 0.0  # until it has room for the next request
     compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
     holds_tokens: float = inf  # of one request, prompt and output together

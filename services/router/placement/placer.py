@@ -27,8 +27,7 @@ from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import Queue, RankSnapshot
 from services.router.ranks.balance import Balance
-from services.router.ranks.load_order import Load, LoadOrder
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Plan, RankKey, Role

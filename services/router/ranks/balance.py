@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from services.router.ranks.learned import Speeds, Trust
 from services.router.ranks.predictions import Predictions
-from services.router.ranks.speeds import Speeds
-from services.router.ranks.trust import Trust
 from services.values.kv import BlockHash
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey

@@ -13,11 +13,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.router.parsing.answer_parser import AnswerParser
+from services.router.parsing.parser_choice import AnswerParser
 from services.router.parsing.piece import CallPiece, Piece
-from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
+from services.router.text.answer_ends import StopStrings
+from services.router.text.answer_message import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import TokenDecoder, detokenizer_of
-from services.router.text.stop_strings import StopStrings
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
 _CONTEXT = 12  # after so many ids a decoder is in step

@@ -1,13 +1,136 @@
-"""A ClientRequest is what one client requested, checked at the door."""
+"""A ClientRequest is what one client requested, checked at the door.
 
+ChatTools are the tools of a chat, checked: what a request may call, and whether its answer is parsed.
+"""
+
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from math import inf
-from typing import Self
+from typing import Any, Self
 
-from services.router.request.tools import ChatTools
-from services.router.text.chats.past_answers import PastAnswers
+from services.router.text.chat_turns import said_in
+from services.router.text.prompt import PastAnswers
+from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
 from services.wire.packed_ids import PackedIds
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class CallMode(Enum):
+    AUTO = "the model decides"
+    NONE = "none is called"
+    REQUIRED = "at least one is called"
+
+
+_MODES = {
+    ToolChoice.MODE_UNSPECIFIED: CallMode.AUTO,
+    ToolChoice.MODE_AUTO: CallMode.AUTO,
+    ToolChoice.MODE_NONE: CallMode.NONE,
+    ToolChoice.MODE_REQUIRED: CallMode.REQUIRED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedTurn:
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """`schemas` has the schema of each tool's arguments, by its name. `named` is the one that must be called.
+    `past_ids` are the ids of calls in the chat."""
+
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    mode: CallMode = CallMode.AUTO
+    named: str = ""
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+    parsed: bool = False  # the answer is parsed: it is a chat's, whose client does not want it raw
+    continued: ContinuedTurn | None = None
+    past_ids: frozenset[str] = frozenset()
+
+    @property
+    def callable(self) -> Mapping[str, Any] | None:
+        """This is None where no call is looked for."""
+        return self.schemas if self.schemas and self.mode is not CallMode.NONE else None
+
+    @property
+    def must_call(self) -> bool:
+        return self.mode is CallMode.REQUIRED
+
+
+def read_tools(request: GenerateRequest) -> ChatTools:
+    """Read the tools of a request. Raises InvalidRequest, naming the field."""
+    if request.WhichOneof("prompt") != "chat":
+        return ChatTools()
+    chat = request.chat
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest("chat.tools", f"must be at most {MAX_TOOLS}, got {len(chat.tools)}")
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(chat.tools):
+        name = f"chat.tools[{index}]"
+        if tool.name in schemas:
+            raise InvalidRequest(f"{name}.name", f"is another tool's already: {tool.name!r}")
+        schemas[tool.name] = _schema(tool, name)
+    mode, named = _choice(chat, schemas)
+    return ChatTools(
+        schemas,
+        mode,
+        named,
+        parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        strict=frozenset(tool.name for tool in chat.tools if tool.strict),
+        parsed=not chat.raw_answer,
+        continued=_continued(chat),
+        past_ids=frozenset(call.id for message in chat.messages for call in message.tool_calls),
+    )
+
+
+def _continued(chat: Chat) -> ContinuedTurn | None:
+    if not (chat.continue_final_message and chat.messages):
+        return None
+    last = chat.messages[-1]
+    return ContinuedTurn(said_in(last), tuple(last.token_ids))
+
+
+def _schema(tool: Tool, name: str) -> Any:
+    if not _NAME.fullmatch(tool.name):
+        raise InvalidRequest(
+            f"{name}.name", f"must be 1 to 128 letters, digits or any of _.:/-; got {tool.name[:200]!r}"
+        )
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    try:
+        schema = json.loads(tool.parameters)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}.parameters", f"must be a JSON schema: {error}") from error
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{name}.parameters", "must be the JSON schema of an object")
+    return schema
+
+
+def _choice(chat: Chat, schemas: Mapping[str, Any]) -> tuple[CallMode, str]:
+    """A tool that is named is required."""
+    choice, name = chat.tool_choice, "chat.tool_choice"
+    if choice.mode not in _MODES:
+        raise InvalidRequest(f"{name}.mode", f"is not known: {choice.mode}")
+    if choice.name and choice.mode != ToolChoice.MODE_UNSPECIFIED:
+        raise InvalidRequest(f"{name}.mode", "and its name must not both be set")
+    if choice.name:
+        if choice.name not in schemas:
+            raise InvalidRequest(f"{name}.name", f"is none of chat.tools: {choice.name[:200]!r}")
+        return CallMode.REQUIRED, choice.name
+    mode = _MODES[choice.mode]
+    if mode is CallMode.REQUIRED and not schemas:
+        raise InvalidRequest(name, "asks for a call, and there are no chat.tools")
+    return mode, ""
+
 
 _NO_IDS = PackedIds.of(())
 _64_BITS = 2**64 - 1

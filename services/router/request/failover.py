@@ -8,24 +8,29 @@ placed -> started on a decode rank -> outputs
 
 A request with penalties or a constraint ends instead where its engine would not heed that output. What has
 outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
+
+An AnswerContext is what a router makes all its answers with.
 """
 
 import asyncio
 import logging
 import math
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.observe import log_lines, traces
-from services.router.cluster import HashedPrompt, Placed
-from services.router.connections.decode_client import DecodeRankLost
+from services.router.cluster import Cluster, HashedPrompt, Placed
 from services.router.connections.output_stream import OutputStream
-from services.router.request.answer_context import AnswerContext
-from services.router.request.progress import Progress
-from services.router.request.prompt_turns import PromptTurns
+from services.router.connections.rank_connections import DecodeRankLost
+from services.router.request.client_request import ClientRequest
+from services.router.request.parsers import Parsers
+from services.router.request.progress import Progress, PromptTurns
+from services.router.request.router_metrics import RouterMetrics
+from services.router.text.chat_memory import ConversationMemory
+from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (
     DeadlineExceeded,
     IsthmusError,
@@ -37,6 +42,22 @@ from services.values.errors import (
 from services.values.request import FinishReason, Output, SamplingParams, reusable_of
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """`allowed_wait_s` says how long a request may wait for its turn, of the seconds that it has left.
+    Deadlines are on `clock`."""
+
+    cluster: Cluster
+    tokenizer: Tokenizer
+    memory: ConversationMemory
+    metrics: RouterMetrics
+    parsers: Parsers
+    max_attempts: int
+    allowed_wait_s: Callable[[ClientRequest, float], float]
+    clock: Callable[[], float]
+
 
 log = logging.getLogger(__name__)
 

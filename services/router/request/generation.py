@@ -23,20 +23,18 @@ from services.observe import traces
 from services.router.cluster import Cluster, Explained
 from services.router.parsing.parser_choice import ParserChoice
 from services.router.placement.admission import allowed_wait_s
-from services.router.request.answer_context import AnswerContext
+from services.router.request import story
 from services.router.request.client_request import ClientRequest
+from services.router.request.failover import AnswerContext
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Progress
+from services.router.request.router_metrics import RouterMetrics
 from services.router.request.several_answers import answers_to, counts_of
-from services.router.request.telemetry import gen_ai
-from services.router.request.telemetry.router_metrics import RouterMetrics
-from services.router.request.telemetry.story import attributes_of, tell
-from services.router.text.bad_words import banned_ids
-from services.router.text.chats.answer_memory import AnswerMemory
-from services.router.text.chats.chat_turns import ToolSpellings
-from services.router.text.chats.conversations import ConversationMemory
-from services.router.text.chats.past_answers import PastAnswers
-from services.router.text.prompt import PromptEncoder
+from services.router.request.story import attributes_of, tell
+from services.router.text.answer_ends import banned_ids
+from services.router.text.chat_memory import AnswerMemory, ConversationMemory
+from services.router.text.chat_turns import ToolSpellings
+from services.router.text.prompt import PastAnswers, PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import (
     AlreadyRunning,
@@ -225,7 +223,7 @@ class Generator:
         self._metrics.received()
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
-                span.set_attributes(gen_ai.asked(request, self._model_name))
+                span.set_attributes(story.asked(request, self._model_name))
             asked = await self._admit(request, timeout_s, deadline)
             with self._track(asked, span) as progress:
                 past = self._past(request)
@@ -338,7 +336,7 @@ class Generator:
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             priority=request.priority,
-            operation=gen_ai.operation_of(request),
+            operation=story.operation_of(request),
             constraint=constraint,
             tools=tools,
             answers=answers,
@@ -422,7 +420,7 @@ class Generator:
     def _tell_story(self, progress: Progress, outcome: str) -> None:
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
         if progress.span.is_recording():
-            told = gen_ai.answered(progress, self._model_name)
+            told = story.answered(progress, self._model_name)
             progress.span.set_attributes(attributes_of(progress) | told)
         tell(progress, outcome)
         for ended in self._listeners:

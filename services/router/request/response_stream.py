@@ -1,23 +1,105 @@
-"""A ResponseStream makes responses of one answer's tokens."""
+"""A ResponseStream makes responses of one answer's tokens.
+
+A request's last response says why it ended, what it cost, where it ran and where the time went.
+"""
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from services.router.request.answer_context import AnswerContext
+from services.router.cluster import Placed
 from services.router.request.answer_text import Said
-from services.router.request.failover import FailoverStream
-from services.router.request.finish import finish_of
-from services.router.request.progress import Progress
-from services.router.text.chats.conversations import drift_tokens
-from services.router.text.chats.own_ids import until_stop_string, without_stop_token
+from services.router.request.failover import AnswerContext, FailoverStream
+from services.router.request.progress import Progress, Served
+from services.router.text.answer_ends import until_stop_string, without_stop_token
+from services.router.text.chat_memory import drift_tokens
 from services.values.prompt_logprobs import PromptLogprobs, ScoredToken
 from services.values.request import Admitted, FinishReason, Output
-from services.wire import convert_request
+from services.wire import convert, convert_request
+from services.wire.fields import message_of
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
+
+_TOTALS = tuple(field.name for field in generation_pb2.Totals.DESCRIPTOR.fields)
+
+
+def finish_of(
+    progress: Progress, reason: FinishReason, matched_stop: str, drift_tokens: int | None
+) -> generation_pb2.Finish:
+    """Write the end of an answer. `drift_tokens` is None where this router has not seen the conversation's
+    last turn."""
+    placements = list(_placements(progress))
+    placement = placements[0] if placements else None
+    if placement is None and progress.placed is not None:  # else it was aborted before that
+        placement = _placement(progress.placed)
+    usage = generation_pb2.Usage(drift_tokens=drift_tokens)
+    if placements:
+        usage.MergeFrom(placements[0].usage)
+    usage.completion_tokens = len(progress.output_ids)
+    usage.reasoning_tokens = progress.reasoning_tokens
+    return generation_pb2.Finish(
+        reason=convert_request.finish_reason_to_proto(reason),
+        matched_stop=matched_stop,
+        usage=usage,
+        placement=placement,
+        placements=placements,
+        totals=_totals(placements),
+        stages=_stages(progress),
+    )
+
+
+def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
+    bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
+    for each, end in zip(progress.served, bounds[1:], strict=True):
+        yield _placement(each.placed, _usage(each, end - each.first_output))
+
+
+def _placement(placed: Placed, usage: generation_pb2.Usage | None = None) -> generation_pb2.Placement:
+    chosen = placed.decision.chosen
+    return generation_pb2.Placement(
+        decode=convert.rank_id_to_proto(chosen.decode.id),
+        prefill=None if chosen.prefill is None else convert.rank_id_to_proto(chosen.prefill.id),
+        plan=convert.plan_to_proto(placed.plan),
+        predicted_prefix_len=chosen.decode.hit_tokens,
+        predicted_reused_tokens=(chosen.prefill or chosen.decode).reused_tokens,
+        reason=placed.decision.reason,
+        usage=usage,
+    )
+
+
+def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
+    admitted = served.admitted
+    return message_of(
+        generation_pb2.Usage,
+        admitted,
+        completion_tokens=completion_tokens,
+        reused_tokens=admitted.reused_tokens,
+        delta_tokens=admitted.delta_tokens,
+        kv_bytes_saved=admitted.kv_bytes_saved,
+        carried_bytes=admitted.carried_bytes,
+        drafted_tokens=served.drafted_tokens,
+        accepted_draft_tokens=served.accepted_draft_tokens,
+    )
+
+
+def _totals(placements: Sequence[generation_pb2.Placement]) -> generation_pb2.Totals:
+    usages = [placement.usage for placement in placements]
+    if len(usages) == 1:
+        [usage] = usages
+        return generation_pb2.Totals(**{name: getattr(usage, name) for name in _TOTALS})
+    return generation_pb2.Totals(**{name: sum(getattr(each, name) for each in usages) for name in _TOTALS})
+
+
+def _stages(progress: Progress) -> generation_pb2.StageTimes:
+    first_token_s = progress.first_token_s or 0.0
+    if progress.stages is not None:
+        return generation_pb2.StageTimes(**progress.stages._asdict(), first_token_s=first_token_s)
+    return generation_pb2.StageTimes(
+        tokenize_s=progress.tokenize_s, route_s=progress.route_s, first_token_s=first_token_s
+    )
+
 
 # So many TokenLogprobs take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
 _PIECE = 8_192

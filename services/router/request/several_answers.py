@@ -2,22 +2,102 @@
 
 An error of one is the request's: the others are given up. For a call has one status, and an answer that were
 missing without a word would be lost.
+
+HeldLogprobs bounds the log-probabilities that are held for a client that gets all of them at once.
+
+Streams are merged: one has the items of several, each as it comes.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from services.router.request.answer_context import AnswerContext
 from services.router.request.client_request import ClientRequest
-from services.router.request.held_logprobs import HeldLogprobs
-from services.router.request.merged import merged
+from services.router.request.failover import AnswerContext
 from services.router.request.progress import Progress
 from services.router.request.response_stream import ResponseStream
-from services.router.request.telemetry.story import tell_answer
+from services.router.request.story import tell_answer
 from services.values.errors import InvalidRequest
+from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, Totals
 from services.wire.joined_responses import JoinedResponses
+
+MOST_HELD = 1 << 20  # some hundred bytes each, and as much again as JSON
+
+
+class HeldLogprobs:
+    """A call's answers are counted as they come: each token, and the others that are reported beside it."""
+
+    def __init__(self, times_prompt: int = 1, most: int | None = None) -> None:
+        """A prompt's log-probabilities are sent `times_prompt` times."""
+        self._times_prompt = times_prompt
+        self._most = MOST_HELD if most is None else most
+        self.count = 0
+
+    def add(self, response: GenerateResponse) -> None:
+        """Count a response. Raises InvalidRequest where they are too many."""
+        self.count += _count(response.prompt_logprobs) * self._times_prompt + _count(response.logprobs)
+        if self.count > self._most:
+            raise InvalidRequest(
+                "sampling.logprobs",
+                "must be asked for of fewer tokens, or of fewer others, or streamed: a "
+                f"call that is answered as a whole tells {self._most} of them, those of prompts among them",
+            )
+
+
+def _count(logprobs: Sequence[TokenLogprobs]) -> int:
+    """All tokens have as many others as the first."""
+    return len(logprobs) * (1 + len(logprobs[0].top)) if logprobs else 0
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One stream has ended, and with what."""
+
+    error: Exception | None = None
+
+
+async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+    """Yield each item with its source's place among them, and close them all.
+
+    A reader that is behind holds them up: each has at most one item that was not taken. The first error of
+    any is raised, behind what came before it.
+    """
+    items = asyncio.Queue[tuple[int, _T | _End]](maxsize=1)
+    pumps = [asyncio.create_task(_pump(place, source, items)) for place, source in enumerate(sources)]
+    try:
+        running = len(pumps)
+        while running:
+            place, item = await items.get()
+            if not isinstance(item, _End):
+                yield place, item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    place: int, source: AsyncGenerator[_T, None], items: "asyncio.Queue[tuple[int, _T | _End]]"
+) -> None:
+    end = _End()
+    try:
+        async with aclosing(source):
+            async for item in source:
+                await items.put((place, item))
+    except Exception as error:
+        end = _End(error)
+    await items.put((place, end))
+
 
 MAX_ANSWERS = 128
 

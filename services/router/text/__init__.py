@@ -1,1 +1,1 @@
-"""Text becomes tokens and tokens become text here: templates, tokenizers, stop strings."""
+"""Chats and texts become tokens, and tokens text: templates, tokenizers, stop strings, past answers."""

@@ -25,8 +25,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import ChatTurns, Turn
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import ChatTurns, Turn
 from services.values.errors import InvalidRequest
 
 

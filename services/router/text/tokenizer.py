@@ -16,13 +16,13 @@ from jinja2 import TemplateSyntaxError
 
 from services.model.byte_tokens import bytes_of_piece
 from services.model.context_length import context_tokens
-from services.router.text.byte_pieces import Pieces, pieces_of
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import ChatTurns, Turn, with_text
-from services.router.text.chats.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
-from services.router.text.chats.turn_order import arrange
+from services.router.text.answer_ends import EndOfSequence, find_end_of_sequence
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import ChatTurns, Turn, with_text
 from services.router.text.control_tokens import ControlTokens
-from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
+from services.router.text.detokenizer import Pieces, pieces_of
+from services.router.text.template_turns import EXAMPLE_TOOL, Message, TemplateTurns
+from services.router.text.turn_order import arrange
 from services.settings.tokenizer_file import tokenizer_of_file
 from services.values.errors import ConfigError, InvalidRequest
 

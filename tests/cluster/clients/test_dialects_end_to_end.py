@@ -7,7 +7,7 @@ import pytest
 
 from cluster.harness import BLOCK, FakeCluster
 from services.engine.fake import continuation
-from services.router.text.chats.rendered_chat import render_chat
+from services.router.text.rendered_chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage

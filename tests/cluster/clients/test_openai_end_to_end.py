@@ -14,7 +14,7 @@ from services.cli.look import explain
 from services.cli.ranks import RanksConfig, ask_router
 from services.engine.fake import continuation
 from services.router.ranks.balance import Balance, Liveness
-from services.router.text.chats.rendered_chat import render_chat
+from services.router.text.rendered_chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import Unauthenticated
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage

@@ -28,7 +28,7 @@ SHAPE = {"decode": (1, 1), "fake_step_s": 0.005}
 async def test_a_prompt_is_computed_once_and_its_pages_are_held_once(
     etcd_endpoint, model_dir, cluster_name, plans, caplog
 ):
-    caplog.set_level(logging.INFO, "services.router.request.telemetry.story")
+    caplog.set_level(logging.INFO, "services.router.request.story")
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, plans=plans, **SHAPE) as cluster:
         asked = asyncio.create_task(answers_of(cluster, ids_request(PROMPT, 40, n=8, request_id="r")))
         books = await (await running_at(cluster, 8)).engine.books()

@@ -14,8 +14,8 @@ from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
 from services.decode.decode_metrics import DecodeMetrics
 from services.prefill.prefill_metrics import PrefillMetrics
-from services.router.request.telemetry.router_metrics import RouterMetrics
-from services.router.request.telemetry.stages import STAGES
+from services.router.request.router_metrics import RouterMetrics
+from services.router.request.stages import STAGES
 from services.router.router_config import RouterConfig
 from services.values.load import RankLoad
 from services.wire.isthmus.v1 import generation_pb2

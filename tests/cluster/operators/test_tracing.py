@@ -62,7 +62,7 @@ async def test_one_trace_with_the_prices_of_the_log_line(
     etcd_endpoint, model_dir, cluster_name, spans, caplog, subtests
 ):
     with subtests.test("the log line has the prices of the trace"):
-        caplog.set_level(logging.INFO, "services.router.request.telemetry.story")
+        caplog.set_level(logging.INFO, "services.router.request.story")
         async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:
             await cluster.generate(PROMPT)
             router, *_ = await one_of_each(spans)

@@ -177,7 +177,7 @@ async def test_conversations_of_the_same_name_with_two_models_keep_their_pins_ap
 
 
 async def test_a_certificate_that_could_not_be_read_is_read_again(mirror, tmp_path, monkeypatch):
-    monkeypatch.setattr(connections, "_RETRY_S", 0.01)
+    monkeypatch.setattr(connections, "_REOPEN_S", 0.01)
     opened = cluster_of(mirror, Balance(lambda: 0.0), tls=TlsConfig(ca=tmp_path / "ca.pem"))
     mirror.set(D0, P0)
     await opened.start()

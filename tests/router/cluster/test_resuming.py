@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from router.cluster.fake_mirror import D0_KEY, LAYOUT, connect, view
 from services.router.generation_service import GenerationService
 from services.router.request.generation import Explanation
-from services.router.request.telemetry.router_metrics import RankCollector, RouterMetrics
+from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.values.kv import GroupKind, KvGroup
 from services.values.rank import Plan, Role
 from services.values.request import Admitted

@@ -6,8 +6,7 @@ from unittest.mock import MagicMock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.connections.coalescing import Coalescing, Window, busy_s
-from services.router.connections.output_stream import OutputStream
+from services.router.connections.output_stream import Coalescing, OutputStream, Window, busy_s
 from services.values.errors import PeerFailed
 from services.values.rank import Plan
 from services.values.request import Admitted, FinishReason, Output

@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.connections import commands
-from services.router.connections.commands import Commands
+from services.router.connections import rank_connections
+from services.router.connections.rank_connections import Commands
 from services.wire.isthmus.v1 import decode_pb2
 
 NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=200)
@@ -46,12 +46,12 @@ def test_those_of_a_moment_go_in_one_in_their_order_to_a_rank_that_reads_that(ro
 
 @given(st.lists(NAMES, min_size=1, max_size=30), st.integers(1, 400), st.integers(1, 9))
 def test_no_more_are_joined_than_a_message_is_to_hold(names, most_bytes, most):
-    bounds = commands._MOST_BYTES, commands._MOST
-    commands._MOST_BYTES, commands._MOST = most_bytes, most
+    bounds = rank_connections._MOST_JOINED_BYTES, rank_connections._MOST_JOINED
+    rank_connections._MOST_JOINED_BYTES, rank_connections._MOST_JOINED = most_bytes, most
     try:
         messages = asyncio.run(written([names], joins=True))
     finally:
-        commands._MOST_BYTES, commands._MOST = bounds
+        rank_connections._MOST_JOINED_BYTES, rank_connections._MOST_JOINED = bounds
     assert [name for message in messages for name in message] == names
     for message, following in pairwise(messages):
         size = sum(len(command(name)) for name in message)

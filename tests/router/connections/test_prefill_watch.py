@@ -10,8 +10,8 @@ import pytest
 from services.net import servers
 from services.prefill import prefill_service as prefill_server
 from services.prefill.prefill_service import PrefillService
-from services.router.connections import prefill_watch, silence
-from services.router.connections.prefill_watch import PrefillWatch
+from services.router.connections import rank_health
+from services.router.connections.rank_health import PrefillWatch
 from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId
 from services.wire.isthmus.v1 import prefill_pb2_grpc
@@ -94,7 +94,7 @@ async def test_another_life_is_not_listened_to():
 
 
 async def test_a_rank_that_comes_back_is_heard_again(monkeypatch):
-    monkeypatch.setattr(prefill_watch, "_LONGEST_RETRY_S", 0.2)
+    monkeypatch.setattr(rank_health, "_LONGEST_RETRY_S", 0.2)
     service = PrefillService(Engine(), RANK, None)
     async with watched(service) as (heard, server):
         await heard.until(lambda: heard.loads)
@@ -129,11 +129,11 @@ SILENCE_S = 0.4  # 20 ticks
 
 @pytest.fixture
 def soon_silent(monkeypatch):
-    monkeypatch.setattr(silence, "_TICK_S", 0.02)
-    monkeypatch.setattr(prefill_watch, "_SILENCE_S", SILENCE_S)
-    monkeypatch.setattr(prefill_watch, "_FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(prefill_watch, "_SILENT_RETRY_S", 0.02)
-    monkeypatch.setattr(prefill_watch, "_LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(rank_health, "_TICK_S", 0.02)
+    monkeypatch.setattr(rank_health, "_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(rank_health, "_FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(rank_health, "_SILENT_RETRY_S", 0.02)
+    monkeypatch.setattr(rank_health, "_LONGEST_RETRY_S", 0.02)
     monkeypatch.setattr(prefill_server, "_TICK_S", 0.02)
 
 

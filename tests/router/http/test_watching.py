@@ -5,10 +5,10 @@ import json
 import time
 
 from router.http.backend import DEADLINE_S, FakeBackend, client
+from services.router.cluster_watch import Pace
 from services.router.http import endpoints
 from services.router.http.endpoints import _events
 from services.router.http.routes import http_app
-from services.router.watch.pace import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import (

@@ -1,7 +1,6 @@
 import json
 
-from services.router.parsing.arguments import TypedText
-from services.router.parsing.json_text import text_of
+from services.router.parsing.arguments import TypedText, text_of
 
 
 def typed_arguments(texts, schema):

@@ -2,7 +2,7 @@
 
 from router.placement.known_cluster import BLOCK, Router, chains
 from services.router.placement.price import PriceWeights
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 from services.values.rank import Plan, RankKey
 
 

@@ -13,7 +13,7 @@ from services.router.placement.decision import Nowhere
 from services.router.placement.exclusion import TOO_SMALL
 from services.router.placement.placer import Placer
 from services.router.placement.price import PriceWeights
-from services.router.ranks.load_order import LoadOrder
+from services.router.ranks.rank_order import LoadOrder
 from services.values.errors import NoCapacity, Unavailable
 from services.values.rank import Plan
 

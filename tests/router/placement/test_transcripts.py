@@ -27,7 +27,7 @@ from services.router.placement.decision import Nowhere
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 from services.values.kv import BlockHash, KvLayout, PageBooks
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, Role

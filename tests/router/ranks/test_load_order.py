@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.ranks.load_order import LoadOrder
+from services.router.ranks.rank_order import LoadOrder
 from services.values.rank import RankKey
 
 ranks = st.builds(RankKey, st.just("d"), st.integers(0, 9))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.ranks.shares import Share
+from services.router.ranks.rank_order import Share
 
 
 @given(st.integers(0, 40), st.integers(1, 12))

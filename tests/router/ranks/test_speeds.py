@@ -10,7 +10,7 @@ from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RA
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
-from services.router.ranks import speeds as speeds_module
+from services.router.ranks import learned as speeds_module
 from services.router.ranks.balance import Balance
 from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey

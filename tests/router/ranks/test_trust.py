@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.ranks.trust import Trust
+from services.router.ranks.learned import Trust
 from services.values.rank import RankKey
 
 RANK, OTHER = RankKey("decode", 0), RankKey("decode", 1)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.cluster import HashedPrompt
-from services.router.connections.decode_client import DecodeRankLost
 from services.router.connections.output_stream import OutputStream
+from services.router.connections.rank_connections import DecodeRankLost
 from services.router.dialects.usage_json import isthmus_json
 from services.router.request.generation import Generator
 from services.values.rank import Generation, Plan, RankId

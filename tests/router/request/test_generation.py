@@ -8,8 +8,8 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from services.router.cluster import HashedPrompt
-from services.router.connections.decode_client import DecodeRankLost
 from services.router.connections.output_stream import OutputStream
+from services.router.connections.rank_connections import DecodeRankLost
 from services.router.request.client_request import ClientRequest
 from services.router.request.generation import Generator
 from services.values.errors import (

@@ -10,9 +10,9 @@ from router.conftest import character_backend, save_tokenizer
 from router.request.test_generation import LosingCluster
 from services.router.connections.output_stream import OutputStream
 from services.router.parsing.parser_choice import choose
+from services.router.request import story
 from services.router.request.generation import Generator
-from services.router.request.telemetry import gen_ai
-from services.router.request.telemetry.router_metrics import RouterMetrics
+from services.router.request.router_metrics import RouterMetrics
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan
@@ -176,5 +176,5 @@ async def test_what_was_parsed_is_counted_and_traced(tokenizer):
     assert value("isthmus_reasoning_tokens_total") == thought
     assert value("isthmus_tool_calls_total", {"outcome": "read"}) == 1
     assert value("isthmus_tool_calls_total", {"outcome": "broken"}) == 1
-    assert gen_ai.answered(progress, "m")["gen_ai.usage.reasoning.output_tokens"] == thought
-    assert gen_ai.answered(progress, "m")["gen_ai.response.finish_reasons"] == ("tool_calls",)
+    assert story.answered(progress, "m")["gen_ai.usage.reasoning.output_tokens"] == thought
+    assert story.answered(progress, "m")["gen_ai.response.finish_reasons"] == ("tool_calls",)

@@ -9,8 +9,8 @@ import pytest
 from router.parsing.written import WRITERS, Answer
 from router.templates.formats import FORMATS, Call, Said
 from services.router.parsing.parser_choice import ParserChoice, choose
+from services.router.request.client_request import CallMode, ChatTools
 from services.router.request.parsers import Parsers
-from services.router.request.tools import CallMode, ChatTools
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams

@@ -1,6 +1,6 @@
 import asyncio
 
-from services.router.request.prompt_turns import PromptTurns
+from services.router.request.progress import PromptTurns
 from services.values.rank import Generation, RankId
 
 D0, D1 = (RankId("d", index, Generation(1)) for index in range(2))

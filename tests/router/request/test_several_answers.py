@@ -9,8 +9,8 @@ import pytest
 from router.conftest import character_backend, save_tokenizer
 from router.request.test_generation import LosingCluster
 from router.request.test_parsed_answers import CALL, TEMPLATE, F, TalkingCluster, generator_of
-from services.router.connections.decode_client import DecodeRankLost
 from services.router.connections.output_stream import OutputStream
+from services.router.connections.rank_connections import DecodeRankLost
 from services.router.request.client_request import seed_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import NoCapacity, PeerFailed, Unavailable

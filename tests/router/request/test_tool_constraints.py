@@ -11,8 +11,8 @@ from router.templates.formats import FORMATS, Call, Said
 from services.grammar.grammars import Grammars
 from services.grammar.masks import MaskMaker, MaskRequest
 from services.router.parsing.parser_choice import ParserChoice, choose
+from services.router.request.client_request import CallMode, ChatTools
 from services.router.request.parsers import Parsers
-from services.router.request.tools import CallMode, ChatTools
 from services.router.text.tokenizer import Tokenizer
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest

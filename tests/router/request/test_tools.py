@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from services.router.request.tools import MAX_TOOLS, CallMode, ChatTools, read_tools
+from services.router.request.client_request import MAX_TOOLS, CallMode, ChatTools, read_tools
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import (
     Chat,

@@ -6,10 +6,10 @@ import pytest
 
 from router.parsing.written import Answer, deepseek_v3, deepseek_v31
 from router.templates.formats import FORMATS, Call, Format, Said
+from services.router import text
 from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, choose
-from services.router.text import chats
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import Turn
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import Turn
 from services.router.text.tokenizer import Tokenizer
 
 TOOL = {
@@ -91,7 +91,7 @@ def test_our_templates_show_tools_and_what_a_model_wrote(tmp_path, subtests: pyt
         with subtests.test(name):
             write, parser, thinks = OURS[name]
             directory = FORMATS["deepseek"].save(tmp_path / name)
-            path = Path(chats.__file__).parent / "templates" / f"{name}.jinja"
+            path = Path(text.__file__).parent / "templates" / f"{name}.jinja"
             (directory / "chat_template.jinja").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
             tokenizer = Tokenizer(str(directory))
             assert chosen(tokenizer) == (parser, "think")

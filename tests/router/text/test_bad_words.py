@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.bad_words import banned_ids
+from services.router.text.answer_ends import banned_ids
 
 
 class PieceTokenizer:

@@ -10,8 +10,14 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from router.conftest import byte_backend, character_backend
 from router.text.test_detokenizer import id_streams, utf8_ids
-from services.router.text.byte_pieces import Pieces, pieces_of
-from services.router.text.detokenizer import ByteDetokenizer, Detokenizer, MarkerDecoder, detokenizer_of
+from services.router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    MarkerDecoder,
+    Pieces,
+    detokenizer_of,
+    pieces_of,
+)
 from services.router.text.tokenizer import Tokenizer
 
 BEYOND = 1_000_000  # no tokenizer has it

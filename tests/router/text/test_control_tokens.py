@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from router.conftest import byte_backend, character_backend, save_tokenizer, sentencepiece_backend
 from router.templates.formats import FORMATS
-from services.router.text.chats.chat_turns import ChatTurns, Turn
-from services.router.text.chats.rendered_chat import PastAnswer, render_chat
+from services.router.text.chat_turns import ChatTurns, Turn
+from services.router.text.rendered_chat import PastAnswer, render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall

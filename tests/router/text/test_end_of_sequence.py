@@ -1,6 +1,6 @@
 import pytest
 
-from services.router.text.end_of_sequence import EndOfSequence, find_end_of_sequence
+from services.router.text.answer_ends import EndOfSequence, find_end_of_sequence
 from services.values.errors import ConfigError
 
 # eos_token_id of generation_config.json and of config.json, the tokenizer's own; which end a generation

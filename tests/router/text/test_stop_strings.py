@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.router.text.stop_strings import StopStrings
+from services.router.text.answer_ends import StopStrings
 
 
 def oracle(stop: tuple[str, ...], text: str) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from router.conftest import byte_backend, save_tokenizer
-from services.router.text.chats.chat_turns import ChatTurns, Turn
+from services.router.text.chat_turns import ChatTurns, Turn
 from services.router.text.detokenizer import detokenizer_of
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, InvalidRequest

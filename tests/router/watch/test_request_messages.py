@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from services.router.request.finish import finish_of
-from services.router.watch.request_messages import finished_request, running_request
+from services.router.cluster_watch import finished_request, running_request
+from services.router.request.response_stream import finish_of
 from services.values.rank import Plan
 from services.values.request import FinishReason
 from services.wire.packed_ids import PackedIds

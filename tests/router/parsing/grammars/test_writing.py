@@ -3,9 +3,8 @@
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from router.parsing.written import WRITERS, Answer, read
-from services.router.parsing.grammars.lark import Lark
-from services.router.parsing.grammars.tool_constraint import HarmonyWriting, MarkedWriting, ToolConstraint
-from services.router.parsing.grammars.writing import WRITINGS
+from services.router.parsing.answer_grammars import HarmonyWriting, MarkedWriting, ToolConstraint
+from services.router.parsing.call_grammars import WRITINGS, Lark
 from services.router.parsing.parser_choice import choose
 
 SPECIAL = {"<x>": 7, "<tool_call>": 8, "[TOOL_CALLS]": 9}

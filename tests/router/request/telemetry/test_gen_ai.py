@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry
 
+from services.router.request import story
 from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
-from services.router.request.telemetry import gen_ai
 from services.values.request import FinishReason, SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -22,7 +22,7 @@ def test_what_was_asked_without_what_was_said():
             max_tokens=7, top_k=3, presence_penalty=0.5, stop=["secret"], seed=2**63
         ),
     )
-    assert gen_ai.asked(request, "m") == {
+    assert story.asked(request, "m") == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "isthmus",
         "gen_ai.request.model": "m",
@@ -42,19 +42,19 @@ def test_json_and_completions_are_said_to_be_that_and_long_names_are_cut(subtest
     ]:
         with subtests.test(constraint=constraint, output_type=output_type):
             sampling = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**constraint))
-            told = gen_ai.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
+            told = story.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
             assert told.get("gen_ai.output.type") == output_type
     for prompt in [{"text": "t"}, {"token_ids": generation_pb2.TokenIds(ids=[1])}, {}]:
         with subtests.test(prompt=prompt):
             request = generation_pb2.GenerateRequest(**prompt, model="x" * 9999, conversation_id="y" * 9999)
-            told = gen_ai.asked(request, "m")
+            told = story.asked(request, "m")
             assert told["gen_ai.operation.name"] == "text_completion"
             assert len(told["gen_ai.request.model"]) == len(told["gen_ai.conversation.id"]) == 128
 
 
 def test_of_a_request_that_no_rank_took_nothing_is_made_up():
     progress = Progress(ClientRequest("r", SamplingParams()), 0.0, trace.INVALID_SPAN)
-    assert gen_ai.answered(progress, "m") == {
+    assert story.answered(progress, "m") == {
         "gen_ai.response.id": "r",
         "gen_ai.response.model": "m",
         "gen_ai.usage.output_tokens": 0,
@@ -74,7 +74,7 @@ class Observed:
 
 def test_durations_by_error_and_tokens_of_those_that_finished_only():
     observed = Observed(CollectorRegistry())
-    metrics = gen_ai.GenAiMetrics(observed.registry, "m")
+    metrics = story.GenAiMetrics(observed.registry, "m")
     asked = ClientRequest("r", SamplingParams(), operation="chat")
     progress = Progress(asked, 0.0, trace.INVALID_SPAN, finish_reason=FinishReason.LENGTH)
     metrics.ended(progress, "Unavailable", 4.0)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.request.telemetry.stages import STAGES, Stages, stages_of
+from services.router.request.stages import STAGES, Stages, stages_of
 from services.values.rank import Plan
 from services.values.request import Admitted
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from router.templates.agents import LOOK_UP, RESULT, Client
 from router.templates.formats import Format, Said, own_id
-from services.router.text.chats.answer_memory import AnswerMemory
-from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
-from services.router.text.chats.past_answers import PastAnswers
-from services.router.text.prompt import PromptEncoder
+from services.router.text.answer_message import AnswerCall, AnswerMessage
+from services.router.text.chat_memory import AnswerMemory
+from services.router.text.prompt import PastAnswers, PromptEncoder
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 

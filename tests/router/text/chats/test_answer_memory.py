@@ -3,7 +3,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.answer_memory import AnswerMemory, RememberedAnswer
+from services.router.text.chat_memory import AnswerMemory, RememberedAnswer
 
 KEYS = [bytes([number]) for number in range(6)]
 

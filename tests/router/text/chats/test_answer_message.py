@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.answer_message import AnswerCall, canonical_json, digest, said
+from services.router.text.answer_message import AnswerCall, canonical_json, digest, said
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=5),

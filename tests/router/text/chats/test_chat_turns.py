@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import ToolSpellings, Turn, read_chat
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import ToolSpellings, Turn, read_chat
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from router.templates.formats import FORMATS
-from services.router.text.chats.rendered_chat import PastAnswer, render_chat
+from services.router.text.rendered_chat import PastAnswer, render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.conversations import ConversationMemory, drift_tokens
+from services.router.text.chat_memory import ConversationMemory, drift_tokens
 
 ids = st.lists(st.integers(0, 3), max_size=20)
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.chats.own_ids import until_stop_string, without_stop_token
+from services.router.text.answer_ends import until_stop_string, without_stop_token
 
 PIECES = ["a", "b", "ab", "bc", "c", "bcbc", "<end>"]
 

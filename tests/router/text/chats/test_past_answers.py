@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.templates.formats import FORMATS
-from services.router.text.chats import past_answers
-from services.router.text.chats.answer_memory import AnswerMemory
-from services.router.text.chats.answer_message import AnswerCall, AnswerMessage
-from services.router.text.chats.past_answers import PastAnswers
-from services.router.text.chats.rendered_chat import render_chat
+from services.router.text import prompt as prompts
+from services.router.text.answer_message import AnswerCall, AnswerMessage
+from services.router.text.chat_memory import AnswerMemory
+from services.router.text.prompt import PastAnswers
+from services.router.text.rendered_chat import render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall
 
@@ -117,7 +117,7 @@ def test_a_wrong_fingerprint_never_changes_what_was_said(
         for content in remembered:
             asked = past(memory, QUESTION)
             asked._chain = [b"shared"]
-            with patch.object(past_answers, "digest", lambda *parts: b"shared"):
+            with patch.object(prompts, "digest", lambda *parts: b"shared"):
                 said = AnswerMessage(content)
                 asked.remember(array("I"), array("I", coder.encode(content + "<|im_end|>")), said, "")
         turns = [ChatMessage(role="assistant", content=content) for content in sent]

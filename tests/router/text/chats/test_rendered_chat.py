@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from router.templates.formats import FORMATS
 from services.router.parsing.answer_formats import CALL_TEXTS
-from services.router.text.chats import splices
-from services.router.text.chats.chat_turns import ChatTurns, Turn
-from services.router.text.chats.conversations import drift_tokens
-from services.router.text.chats.rendered_chat import PastAnswer, render_chat
+from services.router.text import splices
+from services.router.text.chat_memory import drift_tokens
+from services.router.text.chat_turns import ChatTurns, Turn
+from services.router.text.rendered_chat import PastAnswer, render_chat
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, ToolCall

@@ -2,7 +2,7 @@
 
 import jinja2
 
-from services.router.text.chats.template_content import TemplateContent
+from services.router.text.template_turns import TemplateContent
 
 HEAD = "{% for m in messages %}<{{ m.role }}>"
 LISTS = "{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text | trim }}]{% endif %}{% endfor %}"

@@ -8,9 +8,9 @@ import jinja2
 import pytest
 
 from router.templates.formats import FORMATS
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import ChatTurns, Turn
-from services.router.text.chats.template_turns import TemplateTurns
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import ChatTurns, Turn
+from services.router.text.template_turns import TemplateTurns
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 

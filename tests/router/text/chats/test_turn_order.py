@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.chats.test_template_turns import raises
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import Turn
-from services.router.text.chats.template_turns import TemplateTurns
-from services.router.text.chats.turn_order import SystemPlace, TurnOrder, arrange
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import Turn
+from services.router.text.template_turns import TemplateTurns
+from services.router.text.turn_order import SystemPlace, TurnOrder, arrange
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
 EACH += "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"

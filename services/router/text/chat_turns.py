@@ -7,12 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.router.tenant_lru import TenantLru
-from services.router.text.chats.answer_message import (
-    AnswerCall,
-    canonical_json,
-    digest,
-    with_whole_characters,
-)
+from services.router.text.answer_message import AnswerCall, canonical_json, digest, with_whole_characters
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 

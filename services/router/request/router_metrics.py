@@ -14,9 +14,9 @@ from services.observe.repeated_histogram import RepeatedHistogram
 from services.router.api_keys import FRONTS, REASONS
 from services.router.cluster import Cluster, Placed
 from services.router.request.progress import Progress
-from services.router.request.telemetry.gen_ai import GenAiMetrics
-from services.router.request.telemetry.stages import STAGES
-from services.router.text.chats.past_answers import OUTCOMES
+from services.router.request.stages import STAGES
+from services.router.request.story import GenAiMetrics
+from services.router.text.prompt import OUTCOMES
 from services.values.constraint import ConstraintKind
 from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role

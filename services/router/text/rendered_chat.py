@@ -5,18 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import ChatTurns, Turn, read_chat
-from services.router.text.chats.own_ids import unended
-from services.router.text.chats.splices import (
-    Frame,
-    Sentinels,
-    Written,
-    example_after,
-    example_before,
-    unseen,
-)
+from services.router.text.answer_ends import unended
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import ChatTurns, Turn, read_chat
 from services.router.text.control_tokens import ControlTokens
+from services.router.text.splices import Frame, Sentinels, Written, example_after, example_before, unseen
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.router.text.chats.answer_message import AnswerCall
-from services.router.text.chats.chat_turns import Turn
+from services.router.text.answer_message import AnswerCall
+from services.router.text.chat_turns import Turn
 
 _MOST_UNSEEN = 64  # after so many no others are searched for
 _MIN_STEM = 4  # fewer characters may be the beginning of any marker

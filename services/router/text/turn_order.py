@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from services.router.text.chats.chat_turns import Content, Turn
+from services.router.text.chat_turns import Content, Turn
 
 SYSTEM_ROLES = ("system", "developer")
 _JOINT = "\n\n"

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.parsing.grammars.lark import Lark, one_of
-from services.router.parsing.grammars.writing import Writing
+from services.router.parsing.call_grammars import Lark, Writing, one_of
 from services.router.parsing.harmony import CHANNEL, MESSAGE, START
 from services.router.parsing.marked import NO_WRAPPING, Thinking, Wrapping
 

@@ -5,6 +5,10 @@
     requests that run -------------------------------------+
 
 While nobody watches nothing is made of any request.
+
+A watcher gets what a request cost and where it ran, and nothing of what was said.
+
+All watchers of a router may take a share of its time: its requests go first.
 """
 
 import asyncio
@@ -12,22 +16,141 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from services.net.grpc_errors import status_named
 from services.router import callers
 from services.router.api_keys import WRONG_KEY
+from services.router.callers import Caller
+from services.router.cluster_messages import few_candidates
 from services.router.request.generation import Generator
 from services.router.request.progress import Progress
-from services.router.watch.pace import Pace
-from services.router.watch.request_messages import finished_request, running_request
-from services.router.watch.watch_options import WatchOptions, read_watch_options
-from services.values.errors import NoCapacity, Unauthenticated, Unavailable
+from services.values.errors import Forbidden, InvalidRequest, NoCapacity, Unauthenticated, Unavailable
+from services.values.request import MAX_ID_CHARS, FinishReason, is_id
+from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import RankStatus
+
+_USUAL_INTERVAL_S = 1.0
+_SHORTEST_S, _LONGEST_S = 0.1, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    interval_s: float
+    tenant: str | None  # None stands for everybody's requests.
+    wants_candidates: bool = True
+
+    def sees(self, tenant: str) -> bool:
+        return self.tenant is None or self.tenant == tenant
+
+
+def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Caller) -> WatchOptions:
+    interval_s = request.interval_s or _USUAL_INTERVAL_S
+    if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either.
+        raise InvalidRequest(
+            "interval_s", f"must be 0 or in [{_SHORTEST_S:g}, {_LONGEST_S:g}], got {request.interval_s:g}"
+        )
+    if not is_id(request.tenant):
+        raise InvalidRequest("tenant", f"must be at most {MAX_ID_CHARS} printable characters")
+    if not request.all_tenants:
+        return WatchOptions(interval_s, caller.tenant_of(request.tenant), not request.no_candidates)
+    if request.tenant:
+        raise InvalidRequest("tenant", "must be empty where all_tenants is set")
+    if not caller.is_operator:
+        raise Forbidden("all_tenants needs an operator's API key")
+    return WatchOptions(interval_s, None, not request.no_candidates)
+
+
+class Pace:
+    """Telling of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and
+    for each watcher. After every turn there is none for as long as makes it the share that they have."""
+
+    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._share = share
+        self._clock = clock
+        self._free_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds until the next turn; at 0 and less it may be taken now."""
+        return self._free_s - self._clock()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._free_s = began_s + (self._clock() - began_s) / self._share
+
+
+_MOST_CANDIDATES = 16
+# The first is a text of the client's own, and the second would put the answer in a prompt.
+_CLIENTS_ALONE = ("matched_stop", "answer_id")
+
+
+def running_request(progress: Progress, model: str, now: float) -> generation_pb2.RunningRequest:
+    """`now` is on the clock of `began_s`."""
+    placed = progress.placed
+    chosen = placed.decision.chosen if placed is not None else None
+    prefill = chosen.prefill if chosen is not None else None
+    return generation_pb2.RunningRequest(
+        request_id=progress.request.request_id,
+        conversation_id=progress.request.conversation_id,
+        tenant=progress.request.tenant,
+        model=model,
+        age_s=now - progress.began_s,
+        prompt_tokens=progress.prompt_tokens,
+        completion_tokens=progress.completion_tokens,
+        answers=len(progress.answers),
+        decode=None if chosen is None else convert.rank_id_to_proto(chosen.decode.id),
+        prefill=None if prefill is None else convert.rank_id_to_proto(prefill.id),
+    )
+
+
+def finished_request(
+    progress: Progress,
+    outcome: str,
+    model: str,
+    *,
+    duration_s: float,
+    ended_at_s: float,
+    with_candidates: bool = True,
+) -> generation_pb2.FinishedRequest:
+    """`outcome` is as Generator tells it, and `ended_at_s` counts from the epoch."""
+    finished = generation_pb2.FinishedRequest(
+        request_id=progress.request.request_id,
+        conversation_id=progress.request.conversation_id,
+        tenant=progress.request.tenant,
+        model=model,
+        outcome=_outcome(progress, outcome),
+        ended_at_s=ended_at_s,
+        duration_s=duration_s,
+        finish=progress.finish,
+        tool_calls=sum(answer.num_calls for answer in progress.answers),
+        answers=len(progress.answers),
+        completion_tokens=progress.completion_tokens,
+        constraint=progress.request.constraint,
+    )
+    if progress.finish is not None:
+        for name in _CLIENTS_ALONE:
+            finished.finish.ClearField(name)
+    if with_candidates and (placed := progress.first_placed) is not None:
+        finished.candidates.extend(few_candidates(placed.decision, placed.pinned, _MOST_CANDIDATES))
+    return finished
+
+
+def _outcome(progress: Progress, outcome: str) -> str:
+    if outcome == "finished":
+        return "aborted" if progress.finish_reason is FinishReason.ABORTED else "ok"
+    return "aborted" if outcome == "cancelled" else status_named(outcome).name
+
 
 _T = TypeVar("_T")
 

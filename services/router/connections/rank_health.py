@@ -1,0 +1,219 @@
+"""Ranks are listened to: those that report, and those whose leases have lapsed.
+
+Silence on a stream is counted in ticks of our own: who stood still has not listened.
+
+A router hears from each prefill rank what is queued there, of all routers.
+
+    run:  connect -> read loads -> (stream lost: the load is no longer known) -> connect ...
+                               -> (silent: it hangs, until it reports again) -> connect ...
+
+A prefill rank that never reported can be used all the same, and so can one whose stream broke: only our own
+requests there are known then, and if they fail, the balance excludes it. But one that did report and falls
+silent is stopped, or its host is gone: what is sent there fails after many seconds only.
+
+Ranks whose lease has lapsed are asked whether they live, for etcd no longer says.
+
+key gone --answers SERVING--> LIVE, asked again --misses three times in a row--> dead
+                                 ^     (while etcd is away: SUSPECT and left alone for a while)
+key back, or rank forgotten --> asked no more
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.index.read.mirror import Mirror, RankView
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.values.errors import ConfigError, IsthmusError
+from services.values.load import RankLoad
+from services.values.rank import RankAddress, RankId, RankKey
+from services.wire import convert
+from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
+
+_TICK_S = 0.5
+
+
+class SilenceLimit:
+    """A stream has one limit. Whoever reads it reports what was `heard`."""
+
+    def __init__(self) -> None:
+        self._ticks = 0
+
+    def heard(self) -> None:
+        self._ticks = 0
+
+    @asynccontextmanager
+    async def bounded(self, limit_s: float) -> AsyncIterator[None]:
+        """Raise TimeoutError in whoever reads once nothing was heard for so long."""
+        limit = asyncio.timeout(None)
+        watch = asyncio.create_task(self._count(limit, limit_s))
+        try:
+            async with limit:
+                yield
+        finally:
+            watch.cancel()
+
+    async def _count(self, limit: asyncio.Timeout, limit_s: float) -> None:
+        self._ticks = 0
+        while self._ticks * _TICK_S < limit_s:
+            await asyncio.sleep(_TICK_S)
+            self._ticks += 1
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 30.0
+_SILENT_RETRY_S = 1.0  # at most, of a rank that is to be used again as soon as it speaks
+_SILENCE_S = 5.0  # ten missed reports
+
+
+class PrefillWatch:
+    """This is one WatchLoad stream to one incarnation of a prefill rank."""
+
+    def __init__(
+        self,
+        address: RankAddress,
+        tls: TlsConfig | None,
+        on_load: Callable[[RankLoad], None],
+        on_lost: Callable[[], None],
+        on_silent: Callable[[], None],
+    ) -> None:
+        """`on_silent` is called when a rank that did report does so no more, until the next `on_load`."""
+        self.address = address
+        self._channel = channels.open_channel(address.endpoint, tls)
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._on_silent = on_silent
+        self._heard = self._silent = False
+        self._silence = SilenceLimit()
+        self._retry_s = _FIRST_RETRY_S
+        self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
+
+    async def retire(self) -> None:
+        """Close the stream: the rank is to be forgotten, or begins a new incarnation."""
+        await self.close()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._read()
+            except TimeoutError:
+                grpc_errors.heed_cancellation()
+                self._note_silence()
+            except (grpc.aio.AioRpcError, IsthmusError) as error:
+                grpc_errors.heed_cancellation()
+                # An older rank may not know the call, and one that starts or stops refuses it.
+                log.debug("prefill_load_stream_failed rank=%s error=%r", self.address.id, error)
+            self._on_lost()
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _SILENT_RETRY_S if self._silent else _LONGEST_RETRY_S)
+
+    async def _read(self) -> None:
+        request = prefill_pb2.WatchLoadRequest(generation=self.address.id.generation)
+        call = prefill_pb2_grpc.PrefillStub(self._channel).WatchLoad(request)
+        try:
+            async with self._silence.bounded(_SILENCE_S):
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    self._note_report(convert.load_from_proto(message.load))
+        finally:
+            call.cancel()
+
+    def _note_report(self, load: RankLoad) -> None:
+        if self._silent:
+            log.info("prefill_rank_recovered rank=%s", self.address.id)
+        self._heard, self._silent = True, False
+        self._silence.heard()
+        self._retry_s = _FIRST_RETRY_S
+        self._on_load(load)
+
+    def _note_silence(self) -> None:
+        if self._heard and not self._silent:
+            log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, _SILENCE_S)
+            self._silent = True
+            self._on_silent()
+
+
+_MAX_MISSES = 3
+
+
+class SuspectChecks:
+    """`dead` is called with the incarnation of a rank that does not answer. One event loop owns this."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        tls: TlsConfig | None,
+        dead: Callable[[RankId], None],
+        *,
+        interval_s: float = 1.0,
+        timeout_s: float = 1.0,
+    ) -> None:
+        self._mirror = mirror
+        self._tls = tls
+        self._dead = dead
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._channels: dict[RankId, grpc.aio.Channel] = {}
+        self._misses: dict[RankId, int] = {}
+
+    async def run(self) -> None:
+        """Ask again and again until cancelled."""
+        try:
+            while True:
+                asked = [view for view in self._mirror.ranks.values() if not view.registered]
+                await self._close_all_but({view.registration.id for view in asked})
+                await asyncio.gather(*(self._ask(view) for view in asked))
+                await asyncio.sleep(self._interval_s)
+        finally:
+            await self._close_all_but(set())
+
+    async def _ask(self, view: RankView) -> None:
+        incarnation = view.registration.id
+        if await self._serves(view):
+            self._misses.pop(incarnation, None)
+            if self._is_present(incarnation.key, incarnation):
+                self._mirror.mark_live(incarnation.key)
+            return
+        misses = self._misses[incarnation] = self._misses.get(incarnation, 0) + 1
+        if misses == _MAX_MISSES:
+            log.warning("suspect_dead rank=%s misses=%d", incarnation, misses)
+        if misses >= _MAX_MISSES:
+            self._dead(incarnation)
+
+    async def _serves(self, view: RankView) -> bool:
+        incarnation = view.registration.id
+        try:
+            if incarnation not in self._channels:
+                self._channels[incarnation] = channels.open_channel(
+                    view.registration.address.endpoint, self._tls
+                )
+            stub = health_pb2_grpc.HealthStub(self._channels[incarnation])
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError:
+            grpc_errors.heed_cancellation()
+            return False
+        except ConfigError as error:  # a certificate that is being replaced, perhaps
+            log.warning("suspect_check_failed rank=%s error=%s", incarnation, error)
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _is_present(self, rank: RankKey, incarnation: RankId) -> bool:
+        view = self._mirror.ranks.get(rank)
+        return view is not None and view.registration.id == incarnation
+
+    async def _close_all_but(self, lives: set[RankId]) -> None:
+        for incarnation in [incarnation for incarnation in self._channels if incarnation not in lives]:
+            self._misses.pop(incarnation, None)
+            await self._channels.pop(incarnation).close()

@@ -1,0 +1,197 @@
+"""An answer ends at some token ids and stop strings; this finds which, and what of it is its own. Pure.
+
+Stop strings are looked for in text that comes in pieces.
+
+The match that is complete first wins; of those complete at the same character, the longest. So what is
+released does not depend on where the pieces are cut, and no look-ahead past a match is needed. Each stop
+string has a Knuth-Morris-Pratt automaton: a character costs the same however long the string is.
+
+An answer's ids are cut to what it said: without what ended it and was not its own.
+
+Texts that an answer must not contain become the ids that it would say them by.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.values.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfSequence:
+    """`stated` are the ids of generation_config.json, as transformers' generate takes them, or of config.json
+    where it states none. The tokenizer's own ends a generation too, as with vLLM and SGLang: a model tuned
+    for chat often has another end than the configuration that it inherited."""
+
+    source: str  # this file states them, or none where it is empty
+    stated: tuple[int, ...]
+    tokenizer: int | None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        own = () if self.tokenizer is None or self.tokenizer in self.stated else (self.tokenizer,)
+        return (*self.stated, *own)
+
+
+def find_end_of_sequence(configs: Mapping[str, Mapping[str, Any]], tokenizer: int | None) -> EndOfSequence:
+    """The first of `configs`, which are by file name, that states an id is the one that counts.
+
+    Raises:
+        ConfigError: What it states is no token id.
+    """
+    for source, config in configs.items():
+        text_config = config.get("text_config") or {}  # multimodal checkpoints keep it there
+        if stated := _ids(source, config.get("eos_token_id", text_config.get("eos_token_id"))):
+            return EndOfSequence(source, stated, tokenizer)
+    return EndOfSequence("", (), tokenizer)
+
+
+def _ids(source: str, value: Any) -> tuple[int, ...]:
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in values):
+        raise ConfigError(f"eos_token_id of {source} is no token id, nor a list of them: {value!r}")
+    return tuple(dict.fromkeys(values))
+
+
+class StopStrings:
+    """One stream of text is searched. With `included`, what is found is released, too, so that nothing is
+    held back.
+
+    Raises:
+        ValueError: A stop string is empty.
+    """
+
+    def __init__(self, stop: tuple[str, ...], included: bool = False) -> None:
+        if not all(stop):
+            raise ValueError("a stop string is empty")
+        self._automata = [_Automaton(pattern) for pattern in stop]
+        self._included = included
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that no stop string can begin in any more, and the stop string once one is
+        complete.
+
+        Text from the match on, or behind it where that is included, is dropped; so is all that comes later.
+        """
+        if self._matched is not None or not self._automata:
+            return ("" if self._matched is not None else text), self._matched
+        pending = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            matched = self._step(character)
+            if matched is not None:
+                self._matched, self._held = matched, ""
+                return pending[: end if self._included else end - len(matched)], matched
+        held_len = 0 if self._included else max(automaton.matched_len for automaton in self._automata)
+        released_len = len(pending) - held_len
+        self._held = pending[released_len:]
+        return pending[:released_len], None
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, character: str) -> str | None:
+        complete = [automaton.pattern for automaton in self._automata if automaton.step(character)]
+        return max(complete, key=len, default=None)
+
+
+class _Automaton:
+    """It knows how much of `pattern` the text ends with: the longest prefix that is a suffix of the text."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.matched_len = 0
+        self._borders = _borders(pattern)
+
+    def step(self, character: str) -> bool:
+        while self.matched_len and self.pattern[self.matched_len] != character:
+            self.matched_len = self._borders[self.matched_len - 1]
+        if self.pattern[self.matched_len] == character:
+            self.matched_len += 1
+        return self.matched_len == len(self.pattern)
+
+
+def _borders(pattern: str) -> list[int]:
+    """Return for each i how long a proper prefix of pattern[:i + 1] that is also its suffix is at most."""
+    borders = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = borders[length - 1]
+        if pattern[index] == pattern[length]:
+            length += 1
+        borders[index] = length
+    return borders
+
+
+_STOP_IDS = 1024  # a stop string has fewer
+
+
+class TextTokenizer(Protocol):
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
+
+    def text_of(self, token_ids: Sequence[int]) -> str: ...
+
+
+def without_stop_token(
+    ids: Sequence[int], stop_token_ids: Sequence[int], end_ids: Sequence[int]
+) -> Sequence[int]:
+    """`stop_token_ids` are the client's, `end_ids` the model's: these end an answer in every prompt."""
+    is_stop = bool(ids) and ids[-1] in stop_token_ids and ids[-1] not in end_ids
+    return ids[:-1] if is_stop else ids
+
+
+def unended(ids: Sequence[int], end_ids: Sequence[int]) -> Sequence[int]:
+    return ids[:-1] if ids and ids[-1] in end_ids else ids
+
+
+def until_stop_string(
+    tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str, *, included: bool = False
+) -> Sequence[int]:
+    """Return the ids up to where the stop string begins or, where it is `included`, ends. Where that is
+    within a token, its part of the text is encoded anew. Nothing is returned where the string is not in the
+    text, with special tokens written out."""
+    ids, last = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
+    text = tokenizer.text_of(last)
+    begin, kept = _begin(text, stop_string, len(tokenizer.text_of(last[:-1]))), len(last)
+    if begin < 0:
+        return ()
+    end = begin + len(stop_string) if included else begin
+    while kept and len(tokenizer.text_of(last[:kept])) > end:
+        kept -= 1
+    rest = text[len(tokenizer.text_of(last[:kept])) : end]
+    return [*ids, *last[:kept], *(tokenizer.encode(rest, special_tokens=False) if rest else ())]
+
+
+def _begin(text: str, stop_string: str, before_last: int) -> int:
+    """Return where the string begins that ended the answer: the first that the last token completes, which
+    may be two. Text that was held back comes later, and the string then is the last."""
+    first = text.find(stop_string, max(0, before_last - len(stop_string) + 1))
+    return text.rfind(stop_string) if first < 0 else first
+
+
+_BLANK = " "
+
+Ids = tuple[int, ...]
+
+
+class TextEncoder(Protocol):
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
+
+
+def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
+    """Encode each word as at a text's beginning and as behind a blank, like vLLM's bad_words. Where one way
+    of writing ends with another, the shorter one bans both."""
+    written = dict.fromkeys(ids for word in words for ids in _written(tokenizer, word))
+    lengths = {len(ids) for ids in written}  # a word of a thousand ids has too many ends
+    return tuple(ids for ids in written if not any(ids[-n:] in written for n in lengths if n < len(ids)))
+
+
+def _written(tokenizer: TextEncoder, word: str) -> Iterator[Ids]:
+    bare = word.lstrip(_BLANK) or word
+    for text in (bare, _BLANK + bare):
+        if ids := tokenizer.encode(text, special_tokens=False):
+            yield tuple(ids)
