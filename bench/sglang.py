@@ -54,11 +54,11 @@ from bench.sglang_summary import (
     summary,
     table_rows,
 )
-from services.cli.client import responses
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
+from services.cli.router_client import responses
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service.launch.sglang_settings import SglangSettings
+from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.net import channels
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ConfigError, PeerFailed

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 
 from bench.sglang_load import TokenIds, Turn
-from services.engine.sglang.service.launch.process import SglangHttp
-from services.engine.sglang.service.launch.sglang_settings import SglangSettings
+from services.engine.sglang.service.sglang_process import SglangHttp
+from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.host.parent_death import dying_with_us
 from services.host.ports import free_ports
 from services.values.errors import ConfigError, PeerFailed

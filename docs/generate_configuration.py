@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.client import ClientConfig
 from services.cli.commands import COMMANDS, config_of
-from services.cli.look.checkpoint_report import CheckpointConfig
-from services.engine.sglang.service.launch.sglang_settings import (
-    REFUSED_FAMILIES,
-    REFUSED_FLAGS,
-    REFUSED_SIZES,
-)
+from services.cli.look.check import CheckpointConfig
+from services.cli.router_client import ClientConfig
+from services.engine.sglang.service.sglang_settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.cluster import ClusterConfig

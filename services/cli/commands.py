@@ -21,9 +21,9 @@ _MODELS, _OPERATE, _SHELL = "Models", "Operate", "This command"
 COMMANDS = {
     "up": Command(_HERE, ".local", "start one; Ctrl-C stops it"),
     "demo": Command(_HERE, ".local", "watch a conversation go through one"),
-    "chat": Command(_ASK, ".chat", "talk to a model; /stats and /explain tell what its turns cost"),
+    "chat": Command(_ASK, "", "talk to a model; /stats and /explain tell what its turns cost"),
     "generate": Command(_ASK, "", "send a prompt and stream the answer"),
-    "top": Command(_LOOK, ".top", "ranks and requests, live"),
+    "top": Command(_LOOK, ".look", "ranks and requests, live"),
     "explain": Command(_LOOK, ".look", "where a prompt would go, and why"),
     "index": Command(_LOOK, ".look", "what every rank holds"),
     "check": Command(_LOOK, ".look", "is KV found again? `check DIR`: which engine serves it?"),

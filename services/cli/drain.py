@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.cli.ranks import RanksConfig, ask_router
+from services.cli.router_client import RanksConfig, ask_router
 from services.etcd.client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.registrations import decode_registration

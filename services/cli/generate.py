@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from services.cli.client import ClientConfig, given_prompt, key_metadata, responses
+from services.cli.router_client import ClientConfig, given_prompt, key_metadata, responses
 from services.cli.table import format_bytes
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError, InvalidRequest

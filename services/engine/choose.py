@@ -72,7 +72,7 @@ def check_checkpoint(engine: str, directory: Path) -> None:
     """Raise ConfigError, or Unavailable, when the checkpoint's files say that `engine` would refuse it."""
     if engine == "sglang":
         _require_safetensors(directory)
-        from services.engine.sglang.service.launch.model_shape import ModelShape
+        from services.engine.sglang.service.model_shape import ModelShape
 
         ModelShape.read(str(directory))
     else:
@@ -90,7 +90,7 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
     _require_safetensors(Path(settings.model))
-    from services.engine.sglang.service.launch.sglang_settings import SglangSettings
+    from services.engine.sglang.service.sglang_settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
     worker = SglangSettings(settings, role, own_ids[0].worker)

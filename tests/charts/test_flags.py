@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from charts.rendering import LEAST, NAMES, OURS, merged, render, rendered, sample
-from services.engine.sglang.service.launch.sglang_settings import SglangSettings
+from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.index.keys import check_name
 from services.values.rank import Role
 

@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from services.cli import __main__ as isthmus
-from services.cli import client, commands
+from services.cli import commands, router_client
 from services.cli.local import up
 from services.cli.local.local_cluster import LocalCluster
 from services.settings.flags import load
@@ -93,9 +93,9 @@ def test_what_cannot_work_is_one_sentence(subtests, isthmus_command, monkeypatch
     with subtests.test("a prompt on standard input must be text"), monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
         with pytest.raises(InvalidRequest, match="UTF-8"):
-            client.given_prompt("")
+            router_client.given_prompt("")
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("für".encode()), encoding="utf-8"))
-        assert client.given_prompt("") == "für"
+        assert router_client.given_prompt("") == "für"
 
 
 def test_a_reader_that_has_gone_is_no_bug(subtests):

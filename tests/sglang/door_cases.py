@@ -35,7 +35,7 @@ class Reporter:
 @pytest.fixture
 def door(monkeypatch):
     """(inside.requests, the reporter that it uses)"""
-    from services.engine.sglang.inside.door import scheduler_door
+    from services.engine.sglang.inside import scheduler_door
 
     reporter = Reporter()
     monkeypatch.setattr(scheduler_door, "process_reporter", lambda: reporter)
@@ -237,8 +237,7 @@ def test_drafts_are_counted_at_the_end(door, monkeypatch):
 
 
 def test_outputs_survive_the_socket(door):
-    from services.engine.sglang.message_lines import decode, encode
-    from services.engine.sglang.reports import REPORTS
+    from services.engine.sglang.reports import REPORTS, decode, encode
 
     sent(door, batch("0a", "0b"))
     (told,) = door[1].told

@@ -7,9 +7,8 @@ import pytest
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVSender
 from sglang.srt.environ import envs
 
-from services.engine.sglang.inside.manager import IsthmusKVManager
+from services.engine.sglang.inside.kv_classes import IsthmusKVManager, IsthmusKVSender
 from services.engine.sglang.inside.prefill_end import PrefillEnd
-from services.engine.sglang.inside.request_ends import IsthmusKVSender
 
 
 @pytest.mark.parametrize("send", ["send_kvcache", "send_kvcache_slice"])

@@ -36,10 +36,10 @@ class Sglang:
 @pytest.fixture
 def rank(checkpoint, monkeypatch):
     """(engine, worker, clock) of a decode rank that has started; `clock.now` is the time."""
-    from services.engine.sglang.service import room_reports, sglang_engines, worker
+    from services.engine.sglang.service import process_connections, sglang_engines, worker
 
     clock = SimpleNamespace(now=100.0)
-    for module in (sglang_engines, room_reports, worker):
+    for module in (sglang_engines, process_connections, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     own = worker.SglangWorker(sglang_settings(checkpoint), {0: OWN})
     monkeypatch.setattr(worker.SglangWorker, "layout", LAYOUT)

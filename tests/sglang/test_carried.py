@@ -11,8 +11,8 @@ from engine.sglang.stand_in import OWN, PAGE_BYTES, active, chunk, worker_on
 from services.cli.model.make_model import make_model
 from services.engine.sglang.reports import Moved, draft_fields, group_fields
 from services.engine.sglang.service import worker as worker_module
-from services.engine.sglang.service.launch.sglang_settings import KEEP_WHOLE
 from services.engine.sglang.service.sglang_engines import SglangDecodeEngine
+from services.engine.sglang.service.sglang_settings import KEEP_WHOLE
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import DraftKv, GroupKind, KvGroup

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.engine.sglang.service.launch import process as process_module
-from services.engine.sglang.service.launch import shared_memory
-from services.engine.sglang.service.launch.process import SglangProcess
+from services.engine.sglang.service import leftovers
+from services.engine.sglang.service import sglang_process as process_module
+from services.engine.sglang.service.sglang_process import SglangProcess
 
 WITHIN_S = 60.0
 
@@ -90,7 +90,7 @@ time.sleep(600)
 @pytest.fixture
 def shm(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr(shared_memory, "_FOLDER", Path(folder))
+        monkeypatch.setattr(leftovers, "_FOLDER", Path(folder))
         yield Path(folder)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.service.scheduler_reports import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.rank import Generation, RankId

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.service.launch import speculation_flags
+from services.engine.sglang.service import speculation_flags
 
 PAGE = 16
 STEPS = [(5, 4, 8), (3, 1, 4), (1, 1, 6), (7, 8, 64), (2, 2, 40)]
@@ -28,7 +28,7 @@ from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorith
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache import allocation_sizing
 from services.engine.sglang.inside import manager as ours
-from services.engine.sglang.inside.memory.process_memory import Posted
+from services.engine.sglang.inside.process_memory import Posted
 
 def alias(name, draft):
     hf.get_config = lambda *args, **kwargs: Of(architectures=[draft])

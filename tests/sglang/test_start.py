@@ -13,8 +13,8 @@ import pytest
 from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import active, tell
 from services.engine.sglang.reports import Load
+from services.engine.sglang.service import sglang_process as process_module
 from services.engine.sglang.service import worker
-from services.engine.sglang.service.launch import process
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
 
@@ -53,9 +53,11 @@ def test_a_plugin_that_was_installed_from_other_sources_is_refused(subtests, mon
     for module in ["services.engine.sglang.gone", "services.gone.plugin"]:
         with subtests.test(module=module):
             plugin = EntryPoint("isthmus", f"{module}:register", "sglang.srt.plugins")
-            monkeypatch.setattr(process, "entry_points", lambda *, plugin=plugin, **_: EntryPoints([plugin]))
+            monkeypatch.setattr(
+                process_module, "entry_points", lambda *, plugin=plugin, **_: EntryPoints([plugin])
+            )
             with pytest.raises(ConfigError, match=f"installed as {module}:register, which does not exist"):
-                process.require_entry_point()
+                process_module.require_entry_point()
 
 
 async def test_a_worker_that_is_stopped_while_sglang_loads_ends_in_order(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ from engine.sglang.random_ids import random_ids
 from engine.sglang.real_cluster import ERROR_WITHIN_S, PAGE
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.sglang.directory import look_up
-from services.engine.sglang.inside.streams import frames
+from services.engine.sglang.inside import frames
 from services.net import channels, grpc_errors
 from services.transfer.hello import Hello
 from services.values.errors import IsthmusError, PeerFailed

@@ -17,8 +17,8 @@ from engine.sglang.random_ids import random_ids
 from engine.sglang.real_cluster import PAGE, RANK_FLAGS, SglangCluster
 from engine.sglang.settings import sglang_settings
 from services.cli.model.make_model import make_model
-from services.engine.sglang.service.launch.model_shape import has_window_memory
-from services.engine.sglang.service.launch.sglang_settings import KEEP_WHOLE
+from services.engine.sglang.service.model_shape import has_window_memory
+from services.engine.sglang.service.sglang_settings import KEEP_WHOLE
 from services.values.errors import ConfigError
 from services.values.rank import Role
 

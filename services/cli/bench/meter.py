@@ -5,15 +5,69 @@
     TPOT   (E2E - TTFT) / (tokens - 1), of a request with more than one
     E2E    sent until the answer ended
 
-Only what has ended counts in them.
+Only what has ended counts in them. A run comes to figures by the names that sglang.bench_serving gives them,
+and to a table of 80 columns.
 """
 
+import random
+from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from services.cli.bench.samples import Samples
-from services.cli.bench.side import Came, Counts
+import numpy as np
+
+from services.cli.bench.sides import Came, Counts
+from services.cli.table import fold, format_bytes, format_table
+
+_EXACT = 1_000_000
+
+
+class Samples:
+    """All of them are kept up to `exact`, and of more an even draw. Count,
+    mean and maximum are always of all.
+    """
+
+    def __init__(self, exact: int = _EXACT, seed: int = 0) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.largest = 0.0
+        self._exact = exact
+        self._kept = array("d")
+        self._rng = random.Random(seed)
+
+    def __repr__(self) -> str:
+        return f"Samples(count={self.count}, mean={self.mean})"
+
+    def add(self, value: float, times: int = 1) -> None:
+        for _ in range(times):
+            self.count += 1
+            if len(self._kept) < self._exact:
+                self._kept.append(value)
+            elif (place := self._rng.randrange(self.count)) < self._exact:
+                self._kept[place] = value
+        self.total += times * value
+        self.largest = max(self.largest, value)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def std(self) -> float:
+        return float(np.std(self._kept)) if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """Interpolate between neighbours on a straight line, as numpy does; 0 where there are none."""
+        return float(np.percentile(self._kept, percent)) if self.count else 0.0
+
+    def values(self) -> "array[float]":
+        return self._kept
+
+    def figures(self, name: str, scale: float = 1e3) -> Mapping[str, float]:
+        percentiles = {f"p{percent}": self.percentile(percent) for percent in (90, 95, 99)}
+        told = {"mean": self.mean, "median": self.percentile(50), "std": self.std, **percentiles}
+        return {f"{kind}_{name}_ms": scale * value for kind, value in told.items()}
 
 
 @dataclass(slots=True)
@@ -88,3 +142,73 @@ class Meter:
     @property
     def duration_s(self) -> float:
         return max(self.ended_s - self.began_s, 1e-9)
+
+
+Figures = Mapping[str, object]
+_LATENCIES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e_latency": "E2E"}
+_COLUMNS = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
+
+
+def figures_of(meter: Meter) -> dict[str, object]:
+    counts, duration_s = meter.counts, meter.duration_s
+    prompts = max(1, counts.prompt_tokens)
+    samples = (meter.ttft, meter.itl, meter.tpot, meter.e2e)
+    told: dict[str, object] = {
+        "completed": meter.completed,
+        "errors": dict(meter.errors),
+        "cut": meter.cut_off,
+        "duration": duration_s,
+        "total_input_tokens": counts.prompt_tokens,
+        "total_output_tokens": counts.completion_tokens,
+        "request_throughput": meter.completed / duration_s,
+        "input_throughput": counts.prompt_tokens / duration_s,
+        "output_throughput": counts.completion_tokens / duration_s,
+        "total_throughput": (counts.prompt_tokens + counts.completion_tokens) / duration_s,
+        "concurrency": meter.e2e.total / duration_s,
+        "max_concurrent_requests": meter.most_running,
+        "cached_tokens": counts.reused_tokens,
+        "cache_hit_rate": counts.reused_tokens / prompts,
+        "decode_prefix_len": counts.decode_prefix_len,
+        "decode_hit_rate": counts.decode_prefix_len / prompts,
+        "delta_tokens": counts.delta_tokens,
+        "kv_bytes_moved": counts.kv_bytes_moved,
+        "kv_bytes_saved": counts.kv_bytes_saved,
+    }
+    for name, values in zip(_LATENCIES, samples, strict=True):
+        told |= values.figures(name)
+    return told | {"max_itl_ms": 1e3 * meter.itl.largest}
+
+
+def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
+    """Yield what a person reads; `width` is as in format_table."""
+    counts, seconds = meter.counts, meter.duration_s
+    per_s = f"{counts.prompt_tokens / seconds:.0f} input and {counts.completion_tokens / seconds:.0f} output"
+    yield fold(
+        f"{meter.completed} requests in {seconds:.1f} s: {meter.completed / seconds:.2f} requests/s, "
+        f"{per_s} tokens/s; {meter.e2e.total / seconds:.1f} at once on average, {meter.most_running} at most",
+        width,
+    )
+    yield ""
+    yield format_table(["milliseconds", *_COLUMNS.values()], list(_rows(figures_of(meter))), width)
+    yield ""
+    prompts = max(1, counts.prompt_tokens)
+    yield fold(
+        f"{counts.prompt_tokens} prompt tokens: {counts.reused_tokens / prompts:.1%} reused by who computed "
+        f"them, {counts.decode_prefix_len / prompts:.1%} held by decode; {counts.delta_tokens} crossed, KV "
+        f"moved {format_bytes(counts.kv_bytes_moved)}, saved {format_bytes(counts.kv_bytes_saved)}",
+        width,
+    )
+    for name, times in meter.errors.most_common():
+        yield fold(f"failed: {times} with {name}: {meter.first_errors[name]}", width)
+    if meter.stopped:
+        yield f"stopped, with {meter.cut_off} still running: they are in none of the figures"
+
+
+def _rows(figures: Figures) -> Iterator[list[str]]:
+    cells = {
+        label: [f"{figures[f'{kind}_{name}_ms']:.2f}" for kind in _COLUMNS]
+        for name, label in _LATENCIES.items()
+    }
+    widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
+    for label, texts in cells.items():
+        yield [label, *(text.rjust(width) for text, width in zip(texts, widths, strict=True))]

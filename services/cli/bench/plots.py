@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from services.cli.bench.meter import Meter
-from services.cli.bench.samples import Samples
+from services.cli.bench.meter import Meter, Samples
 
 _DPI = 120
 _PERCENTILES = ((50, "-"), (90, "--"), (99, ":"))

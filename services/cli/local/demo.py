@@ -11,10 +11,10 @@ from typing import Literal
 import grpc
 
 from services.cli import screen
-from services.cli.client import responses
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.fetch_model import ensure_cached
 from services.cli.model.make_model import make_model
+from services.cli.router_client import responses
 from services.cli.table import format_bytes, format_table
 from services.net import channels
 from services.settings.flags import load, refusing, setting

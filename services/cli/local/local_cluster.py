@@ -23,8 +23,8 @@ from typing import Self
 
 import grpc
 
-from services.cli.client import key_metadata
 from services.cli.local import preflight
+from services.cli.router_client import key_metadata
 from services.etcd.embedded import EmbeddedEtcd
 from services.host import memory
 from services.host.child_lines import child_lines

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.client import ClientConfig, given_prompt, key_metadata, naming
+from services.cli.router_client import ClientConfig, given_prompt, key_metadata, naming
 from services.cli.table import fold, format_bytes, format_table
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError

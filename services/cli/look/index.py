@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.ranks import RanksConfig, ask_router
+from services.cli.router_client import RanksConfig, ask_router
 from services.cli.table import format_table
 from services.etcd.client import Etcd
 from services.index.keys import ClusterKeys

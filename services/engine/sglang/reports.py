@@ -1,15 +1,66 @@
-"""The plugin reports to our service, one line per report; the service asks this of a scheduler."""
+"""Our service and SGLang's processes say this to each other: one line of JSON per message. All is pure.
 
+The plugin reports to our service, and the service asks a scheduler.
+"""
+
+import json
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from services.engine.sglang import message_lines
+from services.values.errors import ProtocolError
 from services.values.kv import DraftKv, GroupKind, KvGroup
+
+MAX_LINE_BYTES = 64 << 20
+
+Kinds = Mapping[str, type[Any]]
+
+
+def kinds_of(*classes: type[Any]) -> Kinds:
+    return {cls.__name__: cls for cls in classes}
+
+
+def encode(message: Any) -> bytes:
+    told = {field.name: getattr(message, field.name) for field in fields(message)}
+    return json.dumps({"kind": type(message).__name__, **told}).encode() + b"\n"
+
+
+def decode(line: bytes, kinds: Kinds) -> Any:
+    """Return the message. Raises ProtocolError."""
+    try:
+        told = json.loads(line.decode())
+        return kinds[told.pop("kind")](**told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"a line that is none of {', '.join(kinds)}: {type(error).__name__}") from error
+
+
+class LineSplitter:
+    """Bytes, as they come, become whole lines. One that is too long loses what came first: nobody can read
+    it."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []  # A line without its end is here.
+        self._begun_bytes = 0
+
+    def feed(self, received: bytes) -> list[bytes]:
+        *whole, rest = received.split(b"\n")
+        if whole:
+            whole[0] = b"".join([*self._begun, whole[0]])
+            self._begun, self._begun_bytes = [], 0
+        if self._begun_bytes + len(rest) > MAX_LINE_BYTES:
+            self._begun, self._begun_bytes = [], 0
+        if rest:
+            self._begun.append(rest)
+            self._begun_bytes += len(rest)
+        return whole
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +148,7 @@ class Load:
 
 
 Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
-REPORTS = message_lines.kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
+REPORTS = kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +166,7 @@ class Abort:
 
 
 Order = Generate | Abort
-ORDERS = message_lines.kinds_of(Generate, Abort)
+ORDERS = kinds_of(Generate, Abort)
 
 
 def pack_ids(ids: Iterable[int]) -> str:

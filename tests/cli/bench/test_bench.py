@@ -6,7 +6,7 @@ import signal
 
 from cli.bench.test_load import ScriptedSide
 from services.cli.bench import bench
-from services.cli.bench.bench_config import BenchConfig
+from services.cli.bench.bench import BenchConfig
 
 
 class ClosedSide(ScriptedSide):

@@ -2,9 +2,8 @@ import importlib.util
 
 import pytest
 
-from services.cli.bench.bench import open_side, run
-from services.cli.bench.bench_config import BenchConfig
-from services.cli.bench.http_side import Url
+from services.cli.bench.bench import BenchConfig, open_side, run
+from services.cli.bench.sides import Url
 from services.values.errors import ConfigError
 
 

@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from router.scripted_router import Pauses
-from services.cli.bench.load import closed_loop, open_loop
 from services.cli.bench.meter import Meter
-from services.cli.bench.side import Came, Counts, LoadRequest, vocab_size_of
-from services.cli.bench.workload import LoadSession, LoadTurn
+from services.cli.bench.sides import Came, Counts, LoadRequest, vocab_size_of
+from services.cli.bench.workload import LoadSession, LoadTurn, closed_loop, open_loop
 from services.values.errors import NoCapacity, PeerFailed
 
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.scripted_router import Pauses
-from services.cli.bench.load_figures import figures_of, lines_of
-from services.cli.bench.meter import Meter
-from services.cli.bench.side import Came, Counts
+from services.cli.bench.meter import Meter, figures_of, lines_of
+from services.cli.bench.sides import Came, Counts
 from services.values.errors import NoCapacity
 
 # Of each request: pauses, and how many tokens come after each; then how long until its end.

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.bench.samples import Samples
+from services.cli.bench.meter import Samples
 
 seconds = st.floats(0, 1e3)
 

@@ -7,11 +7,9 @@ import pytest
 
 from cli.chat.test_conversation import conversation
 from cli.chat.turns import plain_answer
-from services.cli.chat.chat_commands import CHAT_COMMANDS, Leave, obey
-from services.cli.chat.conversation import ChatTurn
-from services.cli.chat.display import Plain
-from services.cli.chat.lines import completer, piped
-from services.cli.chat.session import Session
+from services.cli.chat import CHAT_COMMANDS, Leave, Session, obey
+from services.cli.chat_terminal import Plain, completer, piped
+from services.cli.conversation import ChatTurn
 from services.net import channels
 from services.values.errors import InvalidRequest
 

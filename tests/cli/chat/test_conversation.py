@@ -3,8 +3,8 @@
 from itertools import count
 
 from cli.chat.turns import answered, finish, plain_answer
-from services.cli.chat.chat import ChatConfig, _sampling
-from services.cli.chat.conversation import ChatTurn, Conversation
+from services.cli.chat import ChatConfig, _sampling
+from services.cli.conversation import ChatTurn, Conversation
 from services.wire.isthmus.v1 import common_pb2
 
 

@@ -3,7 +3,7 @@
 import io
 
 from cli.chat.turns import answered, finish
-from services.cli.chat.display import Plain, Terminal, visible
+from services.cli.chat_terminal import Plain, Terminal, visible
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 

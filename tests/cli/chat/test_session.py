@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from cli.chat.test_conversation import conversation
-from services.cli.chat import session as sessions
-from services.cli.chat.display import Plain
-from services.cli.chat.session import Session
+from services.cli import chat as sessions
+from services.cli.chat import Session
+from services.cli.chat_terminal import Plain
 from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2
 

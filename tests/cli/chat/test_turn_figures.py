@@ -1,8 +1,7 @@
 """What is told of turns."""
 
 from cli.chat.turns import answered, finish, plain_answer
-from services.cli.chat.conversation import ChatTurn
-from services.cli.chat.turn_figures import placed, statistics, summary
+from services.cli.conversation import ChatTurn, placed, statistics, summary
 from services.wire.isthmus.v1 import common_pb2
 
 

@@ -1,6 +1,6 @@
 """Answers as the tests of the chat have them."""
 
-from services.cli.chat.streamed_answer import StreamedAnswer
+from services.cli.conversation import StreamedAnswer
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 DECODE = common_pb2.RankId(worker="decode", rank=1)

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 from services.cli.local.local_cluster import Shape
-from services.cli.local.start_progress import StartProgress, planned
+from services.cli.local.up import StartProgress, planned
 
 
 def line(level, service, message):

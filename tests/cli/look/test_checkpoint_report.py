@@ -15,8 +15,8 @@ from exactness.model_configs import (
     QWEN3_5_35B_A3B,
 )
 from services.cli.look import check
-from services.cli.look.carried_bytes import most_tail_pages, running_pages
-from services.cli.look.checkpoint_report import CheckpointConfig, report
+from services.cli.look.check import CheckpointConfig, report
+from services.cli.look.size import most_tail_pages, running_pages
 from services.kv.tails import tail_pages
 from services.model.layer_groups import layer_groups
 from services.values.errors import ConfigError

@@ -31,7 +31,7 @@ from model.gguf_files import (
     llama_entries,
     write_llama,
 )
-from services.cli.model.gguf_checkpoint import write_checkpoint
+from services.cli.model.fetch_model import write_checkpoint
 from services.engine.choose import check_checkpoint
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.model.gguf import read_gguf

@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 
 from cli.top.cluster_news import D0, D1, finished, first, rank, running
-from services.cli.top.drawing import draw
-from services.cli.top.grid import ASCII
-from services.cli.top.picture import Picture
+from services.cli.look.cluster_picture import Picture
+from services.cli.look.top_drawing import ASCII, draw
 from services.wire.isthmus.v1 import common_pb2
 
 

@@ -5,7 +5,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from services.cli.top.feed import Away, News, follow
+from services.cli.look.top import Away, News, follow
 from services.values.errors import Forbidden, InvalidRequest, PeerFailed, Unauthenticated
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
 

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from services.cli.top.grid import ASCII, BLOCKS, Bar, Column, grid
+from services.cli.look.top_drawing import ASCII, BLOCKS, Bar, Column, grid
 
 columns = st.builds(
     Column,

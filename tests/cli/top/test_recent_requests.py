@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.top.cluster_news import D0, D1, P0, finished
-from services.cli.top.recent_requests import RecentRequests, Totals, name_of, percentile
+from services.cli.look.cluster_picture import RecentRequests, Totals, name_of, percentile
 from services.wire.isthmus.v1 import common_pb2
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cli.top.cluster_news import finished, first
-from services.cli.top import top
+from services.cli.look import top
 from services.net import servers
 from services.settings.flags import load
 from services.values.errors import PeerFailed

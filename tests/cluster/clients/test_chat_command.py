@@ -12,7 +12,7 @@ import termios
 from contextlib import asynccontextmanager, suppress
 
 from cluster.harness import FakeCluster
-from services.cli.chat import chat
+from services.cli import chat
 
 LONG_S = 60.0  # a deadline for conditions, never waited out
 SLOW = {"fake_step_s": 0.02}

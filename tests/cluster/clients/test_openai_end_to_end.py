@@ -11,7 +11,7 @@ import pytest
 from cluster.harness import BLOCK, FakeCluster
 from services.cli import generate
 from services.cli.look import explain
-from services.cli.ranks import RanksConfig, ask_router
+from services.cli.router_client import RanksConfig, ask_router
 from services.engine.fake import continuation
 from services.router.ranks.balance import Balance, Liveness
 from services.router.text.rendered_chat import render_chat

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.harness import FakeCluster
 from services.cli.bench import bench
-from services.cli.bench.bench_config import BenchConfig
+from services.cli.bench.bench import BenchConfig
 from services.cli.model.make_model import make_model
 
 

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from services.engine.sglang.inside.streams.frames import GUARD
+from services.engine.sglang.inside.frames import GUARD
 
 
 def registration(**changed):

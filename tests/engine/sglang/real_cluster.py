@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.sglang.settings import sglang_settings
-from services.cli.client import responses
 from services.cli.local.local_cluster import LocalCluster, Shape
-from services.engine.sglang.service.launch.run_folder import RunFolder
+from services.cli.router_client import responses
+from services.engine.sglang.service.leftovers import RunFolder
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.host.ports import free_ports
@@ -229,7 +229,7 @@ class AggregatedSglang:
         ours = ("--disaggregation", "--kv-events-config")
         arguments = [text for text in settings.arguments(port) if not text.startswith(ours)]
         # Their libraries come with SGLang, and this module is imported where that is not.
-        from services.engine.sglang.service.launch.process import SglangHttp, SglangProcess
+        from services.engine.sglang.service.sglang_process import SglangHttp, SglangProcess
 
         self._folder = RunFolder.open()
         environment = self._folder.environment(settings.environment(os.environ))

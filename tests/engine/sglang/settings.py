@@ -1,7 +1,7 @@
 """Settings of one SGLang, for tests that change what they are about."""
 
 from services.engine.settings import EngineSettings
-from services.engine.sglang.service.launch.sglang_settings import SglangSettings
+from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.values.rank import Role
 
 

@@ -5,8 +5,16 @@ import tempfile
 from contextlib import asynccontextmanager
 
 from engine.sglang.settings import sglang_settings
-from services.engine.sglang.message_lines import decode, encode
-from services.engine.sglang.reports import ORDERS, Abort, Active, Generate, Outputs, TicketSent
+from services.engine.sglang.reports import (
+    ORDERS,
+    Abort,
+    Active,
+    Generate,
+    Outputs,
+    TicketSent,
+    decode,
+    encode,
+)
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.rank import Generation, RankId
 

@@ -3,8 +3,9 @@
 import asyncio
 import threading
 
-from services.engine.sglang import beats as beats_module
-from services.engine.sglang.beats import Beats, LoopThread
+from services.engine.sglang.inside.reporter import LoopThread
+from services.engine.sglang.service import process_connections as beats_module
+from services.engine.sglang.service.process_connections import Beats
 
 
 def test_who_was_heard_of_is_silent_after_so_many_looks():

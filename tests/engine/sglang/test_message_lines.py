@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.sglang import message_lines
-from services.engine.sglang.message_lines import LineSplitter, decode, encode
-from services.engine.sglang.reports import ORDERS, REPORTS, Abort, Generate, Outputs
+from services.engine.sglang import reports
+from services.engine.sglang.reports import (
+    ORDERS,
+    REPORTS,
+    Abort,
+    Generate,
+    LineSplitter,
+    Outputs,
+    decode,
+    encode,
+)
 from services.values.errors import ProtocolError
 
 
@@ -24,7 +32,7 @@ def test_lines_come_whole_however_they_are_cut(told, random):
 def test_of_a_line_that_is_too_long_nobody_reads_anything(subtests, monkeypatch):
     for piece in [1, 7, 60]:
         with subtests.test(piece=piece):
-            monkeypatch.setattr(message_lines, "MAX_LINE_BYTES", 50)
+            monkeypatch.setattr(reports, "MAX_LINE_BYTES", 50)
             long, splitter, received = encode(Abort("x" * 200)), LineSplitter(), []
             for start in range(0, len(long), piece):
                 received += splitter.feed(long[start : start + piece])

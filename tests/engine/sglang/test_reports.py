@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.sglang import message_lines
+from services.engine.sglang import reports
 from services.engine.sglang.directory import directory_from_proto, directory_to_proto
-from services.engine.sglang.inside.door.reporter import Reporter
-from services.engine.sglang.message_lines import encode
+from services.engine.sglang.inside.reporter import Reporter
 from services.engine.sglang.reports import (
     Abort,
     Active,
@@ -23,12 +22,13 @@ from services.engine.sglang.reports import (
     TreeEvents,
     draft_fields,
     draft_of,
+    encode,
     group_fields,
     group_of,
     pack_ids,
     unpack_ids,
 )
-from services.engine.sglang.service.report_server import serve_reports
+from services.engine.sglang.service.process_connections import serve_reports
 from services.values.errors import InvalidRequest
 from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Generation, RankId
@@ -106,7 +106,7 @@ def test_ids_come_as_they_were_packed(ids):
 
 
 async def test_an_order_that_no_scheduler_would_read_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(message_lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(reports, "MAX_LINE_BYTES", 1000)
     taken, path = Taken(), str(tmp_path / "reports")
     server = await serve_reports(path, taken.take, pytest.fail, lambda: None)
     try:
@@ -163,7 +163,7 @@ async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(subtests,
         b"x" * 3000 + b"\n",  # longer than a line may be
     ]:
         with subtests.test(line=line):
-            monkeypatch.setattr(message_lines, "MAX_LINE_BYTES", 1000)
+            monkeypatch.setattr(reports, "MAX_LINE_BYTES", 1000)
             taken, errors, ended, path = Taken(), [], asyncio.Event(), str(tmp_path / "reports")
             server = await serve_reports(path, taken.take, errors.append, ended.set)
             async with asyncio.timeout(5):

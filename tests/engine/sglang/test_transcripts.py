@@ -19,11 +19,17 @@ import pytest
 
 from engine.sglang.key_tree import KeyTree
 from plugins.transcripts import stem, transcripts_beside
-from services.engine.sglang.inside.memory.process_memory import Buffers, Draft, ProcessMemory
-from services.engine.sglang.inside.memory.replicas import TpPlace, check_drafts, check_tensor_parallel
-from services.engine.sglang.inside.memory.state_groups import AttentionHeads
-from services.engine.sglang.service.launch import speculation_flags
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.inside.process_memory import (
+    AttentionHeads,
+    Buffers,
+    Draft,
+    ProcessMemory,
+    TpPlace,
+    check_drafts,
+    check_tensor_parallel,
+)
+from services.engine.sglang.service import speculation_flags
+from services.engine.sglang.service.scheduler_reports import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.ticket import check_layouts

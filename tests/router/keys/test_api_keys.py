@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from router.http.backend import FakeBackend, client
 from router.http.test_leaving import PROMPTS
 from router.keys.tenants import TENANT_CALLS, bearer
-from services.cli.client import key_metadata
+from services.cli.router_client import key_metadata
 from services.router.api_keys import WRONG_KEY, ApiKeys, KeyRefusals
 from services.router.request.router_metrics import RouterMetrics
 from services.values.errors import ConfigError, Unauthenticated

@@ -11,10 +11,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from services.engine.sglang.directory import Directory, Lookups, look_up
+from services.engine.sglang.inside import frames
+from services.engine.sglang.inside.frames import Frames
+from services.engine.sglang.inside.handshake_streams import DecodeStreams
 from services.engine.sglang.inside.own_process import OwnProcess
-from services.engine.sglang.inside.streams import frames
-from services.engine.sglang.inside.streams.decode_streams import DecodeStreams
-from services.engine.sglang.inside.streams.frames import Frames
 from services.net import channels
 from services.values.errors import IsthmusError
 from services.wire.isthmus.v1 import handshake_pb2

@@ -9,16 +9,17 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, num_kv_slots
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from services.engine.sglang.beats import LoopThread
-from services.engine.sglang.inside.memory.process_memory import (
+from services.engine.sglang.inside.frames import Frames
+from services.engine.sglang.inside.process_memory import (
+    AttentionHeads,
     Buffers,
     Draft,
     HostAgent,
     ProcessMemory,
+    components_of,
     read_item_bytes,
 )
-from services.engine.sglang.inside.memory.state_groups import AttentionHeads, components_of
-from services.engine.sglang.inside.streams.frames import Frames
+from services.engine.sglang.inside.reporter import LoopThread
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.transfer.hello import Hello
 from services.transfer.nixl import let_sleep, telling_paths

@@ -21,9 +21,8 @@ def register() -> None:
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from services.engine.sglang.inside import idle_waits
-    from services.engine.sglang.inside.door import load_reports, scheduler_door
-    from services.engine.sglang.inside.event_publisher import TreeEventPublisher, publish_events
+    from services.engine.sglang.inside import idle_waits, reporter, scheduler_door
+    from services.engine.sglang.inside.scheduler_door import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(
@@ -44,7 +43,7 @@ def register() -> None:
     HookRegistry.register(receive, scheduler_door.take_orders, HookType.BEFORE)
     send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
     HookRegistry.register(send, scheduler_door.tell_outputs, HookType.AROUND)
-    HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", load_reports.note_load, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", reporter.note_load, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
@@ -57,13 +56,13 @@ def register() -> None:
 def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
-    from services.engine.sglang.inside import manager, request_ends
+    from services.engine.sglang.inside import kv_classes
 
     ours = {
-        KVClassType.MANAGER: manager.IsthmusKVManager,
-        KVClassType.SENDER: request_ends.IsthmusKVSender,
-        KVClassType.RECEIVER: request_ends.IsthmusKVReceiver,
-        KVClassType.BOOTSTRAP_SERVER: manager.NoBootstrapServer,
+        KVClassType.MANAGER: kv_classes.IsthmusKVManager,
+        KVClassType.SENDER: kv_classes.IsthmusKVSender,
+        KVClassType.RECEIVER: kv_classes.IsthmusKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: kv_classes.NoBootstrapServer,
     }
     if backend == TransferBackend.NIXL and class_type in ours:
         return ours[class_type]
@@ -83,6 +82,6 @@ def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, 
 
 
 def _note_scheduler(queue: Any) -> None:
-    from services.engine.sglang.inside.manager import IsthmusKVManager
+    from services.engine.sglang.inside.kv_classes import IsthmusKVManager
 
     IsthmusKVManager.window_size = int(queue.scheduler.sliding_window_size or 0)

@@ -9,14 +9,13 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, TransferInfo
 
-from services.engine.sglang.inside.door.reporter import process_reporter
+from services.engine.sglang.inside import frames
+from services.engine.sglang.inside.frames import Frames
+from services.engine.sglang.inside.handshake_streams import PrefillStreams
 from services.engine.sglang.inside.idle_waits import room_news
-from services.engine.sglang.inside.memory.process_memory import Posted
-from services.engine.sglang.inside.memory.replicas import TpPlace
 from services.engine.sglang.inside.own_process import OwnProcess
-from services.engine.sglang.inside.streams import frames
-from services.engine.sglang.inside.streams.frames import Frames
-from services.engine.sglang.inside.streams.prefill_streams import PrefillStreams
+from services.engine.sglang.inside.process_memory import Posted, TpPlace
+from services.engine.sglang.inside.reporter import process_reporter
 from services.engine.sglang.reports import Moved, PathFound
 from services.host.ports import bindable, host_port
 from services.net import servers

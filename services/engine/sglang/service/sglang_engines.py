@@ -22,13 +22,15 @@ from services.engine.base import RemotePrefill
 from services.engine.paged.scored_prompt import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
-from services.engine.sglang.service.door import Telling
-from services.engine.sglang.service.sampling_arguments import (
+from services.engine.sglang.service.process_connections import Telling
+from services.engine.sglang.service.request_arguments import (
     check_resumption,
     check_sampling,
+    check_scored,
     sampling_arguments,
+    scoring_arguments,
+    told_of_prompt,
 )
-from services.engine.sglang.service.scored_prompts import check_scored, scoring_arguments, told_of_prompt
 from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable

@@ -19,7 +19,6 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from services.engine.queue_rate import QueueRate
-from services.engine.sglang.beats import Beats
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.reports import (
     Active,
@@ -34,25 +33,25 @@ from services.engine.sglang.reports import (
     draft_of,
     group_of,
 )
-from services.engine.sglang.service import loads, own_metrics
-from services.engine.sglang.service.door import Door, Telling
-from services.engine.sglang.service.launch.model_shape import (
+from services.engine.sglang.service import own_metrics, scheduler_reports
+from services.engine.sglang.service.leftovers import RunFolder
+from services.engine.sglang.service.model_shape import (
     RECURRENT_SAID,
     WINDOW_MEMORY_SAID,
     ModelShape,
     has_window_memory,
 )
-from services.engine.sglang.service.launch.process import SglangHttp, SglangProcess, require_entry_point
-from services.engine.sglang.service.launch.run_folder import RunFolder
-from services.engine.sglang.service.launch.sglang_settings import (
-    KEEP_WHOLE,
-    WINDOW_MEMORY_FLAG,
-    SglangSettings,
+from services.engine.sglang.service.process_connections import (
+    Beats,
+    Door,
+    RoomReports,
+    Say,
+    Telling,
+    serve_reports,
 )
-from services.engine.sglang.service.loads import MeanStepTimes
-from services.engine.sglang.service.report_server import Say, serve_reports
-from services.engine.sglang.service.room_reports import RoomReports
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.service.scheduler_reports import MeanStepTimes, TreeEventRebuilder
+from services.engine.sglang.service.sglang_process import SglangHttp, SglangProcess, require_entry_point
+from services.engine.sglang.service.sglang_settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
 from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import held_ports
 from services.process.events import first_of
@@ -269,7 +268,9 @@ class SglangWorker:
             raise Unavailable(self.ending)
 
     def _num_pages(self) -> list[int]:
-        told = (loads.num_pages(load, self.settings.engine.page_size) for load in self._loads.values())
+        told = (
+            scheduler_reports.num_pages(load, self.settings.engine.page_size) for load in self._loads.values()
+        )
         return [pages for pages in told if pages]
 
     def _check_pools(self) -> None:
@@ -300,7 +301,7 @@ class SglangWorker:
         dp_rank = int(load["dp_rank"])
         self._loads[dp_rank] = load
         self._step_times.note(dp_rank, load.get("decode_moments"))
-        if loads.waiting(load, self.settings.role):
+        if scheduler_reports.waiting(load, self.settings.role):
             self._queue_rates[dp_rank].waits(time.monotonic())
         else:
             self._queue_rates[dp_rank].empty()
@@ -414,7 +415,7 @@ class SglangWorker:
         """Return its scheduler's own report, some hundred milliseconds old, and what we measured
         ourselves."""
         settings = self.settings
-        told = loads.rank_load(
+        told = scheduler_reports.rank_load(
             self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.pool_pages
         )
         return replace(

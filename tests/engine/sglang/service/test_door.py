@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from services.engine.sglang.reports import Abort, Generate, Outputs
-from services.engine.sglang.service.door import Door, Telling
+from services.engine.sglang.service.process_connections import Door, Telling
 from services.values.errors import InvalidRequest, PeerFailed, Unavailable
 
 LENGTH = {"type": "length"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.engine.sglang.service import loads
-from services.engine.sglang.service.loads import MeanStepTimes
+from services.engine.sglang.service import scheduler_reports
+from services.engine.sglang.service.scheduler_reports import MeanStepTimes
 from services.values.rank import Role
 from services.values.step_histogram import StepHistogram
 
@@ -36,7 +36,7 @@ PREFILL = {
 
 
 def told(load, role, pool_pages=99):
-    return loads.rank_load(load, role, PAGE, pool_pages)
+    return scheduler_reports.rank_load(load, role, PAGE, pool_pages)
 
 
 def test_loads_of_both_roles(subtests):
@@ -57,7 +57,7 @@ def test_loads_of_both_roles(subtests):
         for load in ({}, {"max_total_num_tokens": 0, "num_used_tokens": 0}):
             empty = told(load, Role.DECODE)
             assert (empty.books.total, empty.books.free, empty.waiting, empty.running) == (99, 99, 0, 0)
-            assert loads.num_pages(load, PAGE) == 0
+            assert scheduler_reports.num_pages(load, PAGE) == 0
 
 
 def totals(steps, total_us):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sglang.key_tree import KeyTree, name
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.service.scheduler_reports import TreeEventRebuilder
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.kv import CacheEvents

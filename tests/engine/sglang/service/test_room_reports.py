@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from services.engine.sglang.reports import Moved, TicketSent
-from services.engine.sglang.service import room_reports
-from services.engine.sglang.service.room_reports import RoomReports
+from services.engine.sglang.service import process_connections
+from services.engine.sglang.service.process_connections import RoomReports
 from services.values.errors import PeerFailed
 from services.values.rank import Room
 
@@ -34,13 +34,13 @@ async def test_who_waits_for_a_ticket_gets_it_and_it_is_gone(monkeypatch):
     await asyncio.sleep(0)
     told.take(ticket)
     assert (await asking)[0] == ticket
-    monkeypatch.setattr(room_reports, "_REPORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(process_connections, "_REPORT_TIMEOUT_S", 0.01)
     with pytest.raises(PeerFailed, match="no ticket was reported"):
         await told.ticket_of(ROOM)
 
 
 async def test_rooms_that_nobody_asks_for_are_forgotten(monkeypatch):
-    monkeypatch.setattr(room_reports, "_MAX_ROOMS", 2)
+    monkeypatch.setattr(process_connections, "_MAX_ROOMS", 2)
     told = RoomReports()
     for room in range(1, 6):
         told.take(TicketSent(room, 0, 1))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.engine.sglang.service.sampling_arguments import (
+from services.engine.sglang.service.request_arguments import (
     check_resumption,
     check_sampling,
     sampling_arguments,

@@ -3,7 +3,7 @@
 import hashlib
 import random
 
-from services.engine.sglang.service.tree_events import TreeEventRebuilder
+from services.engine.sglang.service.scheduler_reports import TreeEventRebuilder
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.values.kv import CacheEvents
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.engine.sglang.inside.door import load_reports
+from services.engine.sglang.inside import reporter
 from services.engine.sglang.reports import Load
 
 
@@ -20,18 +20,18 @@ class Snapshot:
 @pytest.fixture
 def told(monkeypatch):
     told = []
-    monkeypatch.setattr(load_reports, "process_reporter", lambda: SimpleNamespace(report=told.append))
+    monkeypatch.setattr(reporter, "process_reporter", lambda: SimpleNamespace(report=told.append))
     yield told
-    load_reports._published.clear()
+    reporter._published.clear()
 
 
 def test_the_last_load_before_each_look_is_told_once(told):
-    load_reports.tell_load()
+    reporter.tell_load()
     for running in (1, 2):
-        load_reports.note_load(Snapshot(running), "the scheduler", force=True)
-    load_reports.note_load(None)  # it did not publish
-    load_reports.tell_load()
-    load_reports.tell_load()
-    load_reports.note_load(Snapshot(0))
-    load_reports.tell_load()
+        reporter.note_load(Snapshot(running), "the scheduler", force=True)
+    reporter.note_load(None)  # it did not publish
+    reporter.tell_load()
+    reporter.tell_load()
+    reporter.note_load(Snapshot(0))
+    reporter.tell_load()
     assert told == [Load({"dp_rank": 1, "num_running_reqs": running}) for running in (2, 0)]

@@ -6,9 +6,17 @@ import threading
 
 import pytest
 
-from services.engine.sglang.inside.door.reporter import Reporter
-from services.engine.sglang.message_lines import LineSplitter, decode, encode
-from services.engine.sglang.reports import REPORTS, Abort, Generate, Moved, TreeEvents
+from services.engine.sglang.inside.reporter import Reporter
+from services.engine.sglang.reports import (
+    REPORTS,
+    Abort,
+    Generate,
+    LineSplitter,
+    Moved,
+    TreeEvents,
+    decode,
+    encode,
+)
 
 
 @pytest.fixture

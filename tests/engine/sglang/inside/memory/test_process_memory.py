@@ -6,16 +6,18 @@ from itertools import product
 
 import pytest
 
-from services.engine.sglang.inside.memory.process_memory import (
+from services.engine.sglang.inside.process_memory import (
+    AttentionHeads,
     Buffers,
     Draft,
     HostAgent,
     Posted,
     ProcessMemory,
+    StateComponent,
+    TpPlace,
+    check_drafts,
     read_item_bytes,
 )
-from services.engine.sglang.inside.memory.replicas import TpPlace, check_drafts
-from services.engine.sglang.inside.memory.state_groups import AttentionHeads, StateComponent
 from services.kv.ticket import check_layouts
 from services.values.errors import ProtocolError
 from services.values.kv import GroupKind

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from services.engine.sglang.inside.memory.replicas import TpPlace, check_tensor_parallel, is_counted
+from services.engine.sglang.inside.process_memory import TpPlace, check_tensor_parallel, is_counted
 from services.values.errors import ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engine.sglang.inside.memory.state_groups import AttentionHeads, StateComponent, carried_groups
+from services.engine.sglang.inside.process_memory import AttentionHeads, StateComponent, carried_groups
 from services.kv.tails import tail_start, units_at
 from services.kv.ticket import check_layouts
 from services.values.errors import ProtocolError

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sglang.frames import metadata, registration
-from services.engine.sglang.inside.streams import frames
-from services.engine.sglang.inside.streams.frames import ReturnAddress
+from services.engine.sglang.inside import frames
+from services.engine.sglang.inside.frames import ReturnAddress
 from services.values.errors import ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout
 from services.wire.isthmus.v1 import handshake_pb2

@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from engine.sglang.frames import metadata, registration
-from services.engine.sglang.inside.streams import frames
-from services.engine.sglang.inside.streams.decode_streams import DecodeStreams
-from services.engine.sglang.inside.streams.frames import ReturnAddress
-from services.engine.sglang.inside.streams.prefill_streams import PrefillStreams
+from services.engine.sglang.inside import frames
+from services.engine.sglang.inside.frames import ReturnAddress
+from services.engine.sglang.inside.handshake_streams import DecodeStreams, PrefillStreams
 from services.net import channels, servers
 from services.transfer.hello import Hello
 from services.values.errors import ProtocolError

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from exactness.model_configs import GEMMA_3_4B
-from services.engine.sglang.service.launch import model_shape
-from services.engine.sglang.service.launch.model_shape import ModelShape
+from services.engine.sglang.service import model_shape
+from services.engine.sglang.service.model_shape import ModelShape
 from services.values.errors import ConfigError, Unavailable
 
 PLAIN = {

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.sglang.service.launch import run_folder
-from services.engine.sglang.service.launch.run_folder import RunFolder
+from services.engine.sglang.service import leftovers
+from services.engine.sglang.service.leftovers import RunFolder
 
 CHILD = """
 import tempfile
-from services.engine.sglang.service.launch.run_folder import RunFolder
+from services.engine.sglang.service.leftovers import RunFolder
 folder = RunFolder.open()
 (folder.path / "tmpx").mkdir()
 (folder.path / "tmpx" / "counter_1.db").write_text("")
@@ -63,7 +63,7 @@ def test_folders_are_made_and_removed(subtests, root, monkeypatch):
                     new.rmdir()
             really(descriptor, how)
 
-        monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+        monkeypatch.setattr(leftovers.fcntl, "flock", flock)
         folder = RunFolder.open()
         assert len(locks) == 2 and folder.path.is_dir()
         folder.close()

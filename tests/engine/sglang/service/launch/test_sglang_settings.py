@@ -7,7 +7,7 @@ import pytest
 
 from engine.sglang.settings import sglang_settings
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
-from services.engine.sglang.service.launch.sglang_settings import IDLE_CONNECTION_S
+from services.engine.sglang.service.sglang_settings import IDLE_CONNECTION_S
 from services.values.errors import ConfigError
 from services.values.rank import Role
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.sglang.service.launch import shared_memory
-from services.engine.sglang.service.launch.shared_memory import remove_of, remove_orphans
+from services.engine.sglang.service import leftovers
+from services.engine.sglang.service.leftovers import remove_of, remove_orphans
 
 DEAD = 2**22 + 1  # above the most that Linux gives
 HOUR_S = 3600.0
@@ -25,7 +25,7 @@ HANDED_OVER = f"sgl_shm_mm_{DEAD}_0badcafe"
 @pytest.fixture
 def folder(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        monkeypatch.setattr(shared_memory, "_FOLDER", Path(made))
+        monkeypatch.setattr(leftovers, "_FOLDER", Path(made))
         yield Path(made)
 
 
@@ -137,7 +137,7 @@ def test_who_opens_one_that_is_looked_at_does_not_end_us(folder):
     before = signal.signal(signal.SIGURG, lambda number, frame: told.append(number))
     looking = os.open(path, os.O_RDONLY)
     try:
-        shared_memory._take_lease(looking)
+        leftovers._take_lease(looking)
         with pytest.raises(BlockingIOError):
             os.open(path, os.O_RDWR | os.O_NONBLOCK)
         assert told == [signal.SIGURG]  # which is ignored where nobody handles it, and SIGIO is not

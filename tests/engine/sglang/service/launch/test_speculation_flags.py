@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from services.engine.sglang.service.launch.speculation_flags import ALGORITHM, DraftShape
+from services.engine.sglang.service.speculation_flags import ALGORITHM, DraftShape
 from services.values.errors import ConfigError
 
 EAGLE3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "draft_vocab_size": 32000}

@@ -1,1 +1,0 @@
-"""`isthmus chat` holds a conversation at a terminal, or through a pipe."""

@@ -1,0 +1,161 @@
+"""This pure module makes a picture of a cluster of a router's news: ranks, and the last while's requests."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from services.wire.isthmus.v1.common_pb2 import RankId
+from services.wire.isthmus.v1.generation_pb2 import (
+    Finish,
+    FinishedRequest,
+    RankStatus,
+    RunningRequest,
+    WatchClusterResponse,
+)
+
+RankName = tuple[str, int]  # It is worker and rank.
+_MOST = 20_000  # It reckons with so many requests.
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """`hit_rate` is the share of the prompts' tokens that were found, or None
+    without any. Times are in seconds.
+    """
+
+    requests_per_s: float = 0.0
+    failed: int = 0
+    hit_rate: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+
+
+class RecentRequests:
+    """It has the requests that ended within `window_s`. Times are seconds on one clock."""
+
+    def __init__(self, window_s: float, began_s: float) -> None:
+        self.window_s = window_s
+        self._began_s = began_s
+        self._ended: deque[tuple[float, FinishedRequest]] = deque(maxlen=_MOST)
+
+    def add(self, now: float, finished: FinishedRequest) -> None:
+        self._ended.append((now, finished))
+
+    def totals(self, now: float) -> Totals:
+        self._forget(now)
+        if not self._ended:
+            return Totals()
+        # A window that has just been opened is not as long yet.
+        spanned_s = max(1.0, min(self.window_s, now - self._began_s))
+        prefixes = [(f.usage.decode_prefix_len, f.usage.prompt_tokens) for f in self._finishes()]
+        ttfts = sorted(s for finish in self._finishes() if (s := finish.stages.first_token_s))
+        return Totals(
+            len(self._ended) / spanned_s,
+            sum(finished.outcome not in ("ok", "aborted") for _, finished in self._ended),
+            _share(prefixes) if prefixes else None,
+            percentile(ttfts, 0.5),
+            percentile(ttfts, 0.99),
+        )
+
+    def hit_rates(self, now: float) -> dict[RankName, float]:
+        """Return for each rank that had prompts what decode held of them, and what prefill did."""
+        self._forget(now)
+        had: dict[RankName, list[tuple[int, int]]] = {}
+        for finish in self._finishes():
+            usage, placement = finish.usage, finish.placement
+            had.setdefault(name_of(placement.decode), []).append(
+                (usage.decode_prefix_len, usage.prompt_tokens)
+            )
+            if placement.HasField("prefill"):
+                had.setdefault(name_of(placement.prefill), []).append(
+                    (usage.prefill_prefix_len, usage.prompt_tokens)
+                )
+        return {name: _share(pairs) for name, pairs in had.items()}
+
+    def _finishes(self) -> Iterator[Finish]:
+        return (finished.finish for _, finished in self._ended if finished.finish.usage.prompt_tokens)
+
+    def _forget(self, now: float) -> None:
+        while self._ended and self._ended[0][0] <= now - self.window_s:
+            self._ended.popleft()
+
+
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else None
+
+
+def name_of(rank: RankId) -> RankName:
+    return rank.worker, rank.rank
+
+
+def _share(parts: Iterable[tuple[int, int]]) -> float:
+    founds, wholes = zip(*parts, strict=True)
+    return float(sum(founds) / sum(wholes))
+
+
+_KEPT = 200  # So many finished requests are kept to be shown.
+
+
+class Picture:
+    """Times are seconds on one clock, ours: a router's may be another."""
+
+    def __init__(self, window_s: float, now: float) -> None:
+        self._ranks: dict[RankName, RankStatus] = {}
+        self._window = RecentRequests(window_s, now)
+        self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
+        self._heard_s = now
+        self._last = WatchClusterResponse()
+        self.away = ""  # It says why nothing new comes.
+
+    def hear(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
+        """Take news in; a stream's first (`is_first`) has all ranks."""
+        if is_first:
+            self._ranks.clear()
+        for rank in response.gone:
+            self._ranks.pop(name_of(rank), None)
+        for status in response.ranks:
+            self._ranks[name_of(status.rank)] = status
+        for finished in response.finished:
+            self._window.add(now, finished)
+            self._finished.appendleft((now, finished))
+        self._last, self._heard_s, self.away = response, now, ""
+
+    @property
+    def ranks(self) -> Sequence[RankStatus]:
+        """Return decode ranks first, as they get the requests."""
+        return sorted(self._ranks.values(), key=lambda s: (-s.role, s.rank.worker, s.rank.rank))
+
+    @property
+    def num_running(self) -> int:
+        return self._last.num_running
+
+    @property
+    def dropped(self) -> int:
+        return self._last.dropped
+
+    @property
+    def degraded(self) -> str:
+        return self._last.degraded
+
+    @property
+    def staleness_s(self) -> float:
+        return self._last.staleness_s
+
+    @property
+    def window_s(self) -> float:
+        return self._window.window_s
+
+    def running(self, now: float) -> Sequence[tuple[float, RunningRequest]]:
+        """Return each with its age, the oldest first."""
+        return [(each.age_s + now - self._heard_s, each) for each in self._last.running]
+
+    def finished(self, now: float) -> Sequence[tuple[float, FinishedRequest]]:
+        """Return each with the seconds since it was heard of, the latest first."""
+        return [(now - heard_s, each) for heard_s, each in self._finished]
+
+    def totals(self, now: float) -> Totals:
+        return self._window.totals(now)
+
+    def hit_rates(self, now: float) -> dict[RankName, float]:
+        return self._window.hit_rates(now)

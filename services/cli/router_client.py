@@ -1,0 +1,128 @@
+"""This is a terminal's end of the router's gRPC API; ranks are found there, or etcd is read."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.net import channels, grpc_errors
+from services.net.tls import TlsConfig
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import setting
+from services.values.errors import ConfigError, InvalidRequest, PeerFailed
+from services.values.request import MAX_TIMEOUT_S
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
+    tls_ca: Path | None = setting(None, "PEM of the authority of its certificate; turns TLS on")
+    tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
+    tls_key: Path | None = setting(None, "PEM of its key")
+    tls_server_name: str = setting("", "name that its certificate carries; default: the host in --router")
+    api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
+
+    def open_channel(self) -> grpc.aio.Channel:
+        """Open the channel. Raises ConfigError when the TLS flags cannot work."""
+        if self.tls_ca is None:
+            if self.tls_cert or self.tls_key or self.tls_server_name:
+                raise ConfigError("the --tls flags need --tls-ca, which turns TLS on")
+            return channels.open_channel(self.router)
+        mutual = self.tls_cert is not None
+        tls = TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, mutual, self.tls_server_name)
+        return channels.open_channel(self.router, tls)
+
+
+def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
+    """Return what goes with each call to a router that asks for a key. Raises ConfigError."""
+    if api_key_file is None:
+        return ()
+    try:
+        keys = api_key_file.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: {error}") from error
+    if not keys:
+        raise ConfigError(f"--api-key-file: {api_key_file} holds no key")
+    return (("authorization", f"Bearer {keys[0]}"),)
+
+
+def given_prompt(prompt: str) -> str:
+    """Return `prompt`, or else what comes on standard input. Raises InvalidRequest when that is no text."""
+    try:
+        text = prompt or sys.stdin.read()
+        text.encode()
+    except UnicodeError as error:
+        raise InvalidRequest(f"the prompt is not UTF-8: {error}") from error
+    return text
+
+
+async def responses(
+    channel: grpc.aio.Channel,
+    request: generation_pb2.GenerateRequest,
+    timeout_s: float | None = None,
+    metadata: Sequence[tuple[str, str]] = (),
+    router: str = "",
+) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    """Yield the answer as it comes. Raises as `naming`."""
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    bounded_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S)
+    call = stub.Generate(request, timeout=bounded_s, metadata=tuple(metadata))
+    try:
+        with naming(router):
+            async for response in call:
+                yield response
+    finally:
+        call.cancel()
+
+
+# gRPC's own sentences begin so where nobody was reached, and speak so of somebody who hung up.
+_NOBODY = ("failed to connect to all addresses", "errors resolving")
+_HUNG_UP = ("Socket closed", "Connection reset", "handshake failed", "Ssl")
+
+
+@contextmanager
+def naming(router: str) -> Iterator[None]:
+    """Raise the error of a call to the router as one of ours.
+
+    PeerFailed says what to do where nobody answers on that HOST:PORT.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or ""
+        if router and details.startswith(_NOBODY):
+            raise PeerFailed(_unreached(router, details)) from error
+        raise grpc_errors.error_from(error) from error
+
+
+def _unreached(router: str, details: str) -> str:
+    why = details.rpartition(": ")[2].strip("]")
+    if any(sign in details for sign in _HUNG_UP):
+        return f"who answers on {router} hangs up ({why}): does it want TLS, or not? --tls-ca turns it on"
+    return f"no router answers on {router} ({why}): `isthmus up MODEL` starts one, --router names another"
+
+
+_ANSWER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig(ClusterConfig):
+    router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
+    api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
+
+
+async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
+    """Return what the router knows of every rank of its model. Raises its error as one of ours."""
+    metadata = key_metadata(config.api_key_file)
+    async with channels.open_channel(config.router, config.tls()) as channel:
+        list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks
+        with naming(config.router):
+            answer = await list_ranks(
+                generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S, metadata=metadata
+            )
+    assert isinstance(answer, generation_pb2.ListRanksResponse)
+    return answer

@@ -1,1 +1,0 @@
-"""`isthmus top` shows the cluster as it is now, at a terminal."""

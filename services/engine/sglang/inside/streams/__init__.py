@@ -1,1 +1,0 @@
-"""A process of SGLang's speaks the Handshake: its control messages become ours, over gRPC."""

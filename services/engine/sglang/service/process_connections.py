@@ -1,0 +1,287 @@
+"""SGLang's processes connect here: they report, hear what to do, and take requests, token ids in and out.
+
+stream --Generate--> scheduler --Outputs--> chunks --a finish reason--> end
+   |                                 +-----> tokens, to who is told them
+   +--left before its end: Abort     +--SGLang ends: Unavailable
+
+Their reports on transfers are kept until somebody asks for them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Set
+from typing import Any
+
+from services.engine.sglang import reports
+from services.engine.sglang.reports import REPORTS, Abort, Generate, Moved, Order, Outputs, Report, TicketSent
+from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError, Unavailable
+from services.values.rank import Room
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[Order], None]  # It raises InvalidRequest.
+
+
+async def serve_reports(
+    path: str,
+    take: Callable[[Report, Say], None],
+    unreadable: Callable[[ProtocolError], None],
+    ended: Callable[[], None],
+) -> asyncio.Server:
+    """Serve on the running loop.
+
+    `take` gets every report and how to answer, or `unreadable` why it is none; `ended` is called when a
+    process that reports ends.
+    """
+
+    def connection() -> asyncio.Protocol:
+        return _Process(take, unreadable, ended)
+
+    return await asyncio.get_running_loop().create_unix_server(connection, path)
+
+
+class _Process(asyncio.Protocol):
+    _transport: asyncio.WriteTransport
+
+    def __init__(
+        self,
+        take: Callable[[Report, Say], None],
+        unreadable: Callable[[ProtocolError], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._take = take
+        self._unreadable = unreadable
+        self._ended = ended
+        self._splitter = reports.LineSplitter()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, received: bytes) -> None:
+        for line in self._splitter.feed(received):
+            try:
+                report = reports.decode(line, REPORTS)
+            except ProtocolError as error:
+                self._unreadable(error)
+                continue
+            self._take(report, self._say)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End; half a line may be left of a process that was killed."""
+        if error is not None:
+            log.info("sglang_reports_reset error=%s", error)
+        self._ended()
+
+    def _say(self, order: Order) -> None:
+        """Send an order. Raises InvalidRequest for what the other end would not read: a scheduler ends with
+        such a line."""
+        if len(line := reports.encode(order)) > reports.MAX_LINE_BYTES:
+            limit = reports.MAX_LINE_BYTES
+            raise InvalidRequest(f"engine sglang takes requests of {limit} bytes as JSON, got {len(line)}")
+        self._transport.write(line)
+
+
+Chunk = dict[str, Any]
+
+
+class Telling:
+    """It is told tokens that nothing else is said with, in the place of a chunk; not those of `stops`."""
+
+    def __init__(self, tell: Callable[[int], None], stops: Set[int]) -> None:
+        self._tell = tell
+        self._stops = stops
+        self._is_on = False
+
+    def begin(self) -> None:
+        """Tell from now on: all that has come so far has been passed on."""
+        self._is_on = True
+
+    def take(self, ids: list[int]) -> bool:
+        if not self._stops.isdisjoint(ids):
+            self._is_on = False  # With a stop the request ends, for us.
+        if self._is_on:
+            for token_id in ids:
+                self._tell(token_id)
+        return self._is_on
+
+
+class _Open:
+    def __init__(self, telling: Telling | None) -> None:
+        self.chunks: asyncio.Queue[Chunk | IsthmusError] = asyncio.Queue()
+        self._telling = telling
+
+    def put_tokens(self, rid: str, ids: list[int]) -> None:
+        if self._telling is None or not self.chunks.empty() or not self._telling.take(ids):
+            self.chunks.put_nowait({"rid": rid, "output_ids": ids, "meta_info": {"finish_reason": None}})
+
+
+class Door:
+    def __init__(self) -> None:
+        self._schedulers: dict[int, Say] = {}  # They go by DP rank.
+        self._open: dict[str, _Open] = {}  # They go by rid.
+
+    def __repr__(self) -> str:
+        return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
+
+    def connect(self, dp_rank: int, say: Say) -> None:
+        self._schedulers[dp_rank] = say
+
+    def is_open(self, dp_rank: int) -> bool:
+        return dp_rank in self._schedulers
+
+    async def stream(
+        self, body: dict[str, Any], telling: Telling | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of one request, but for what `telling` takes; leaving them before the end aborts
+        it.
+
+        Raises:
+            InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
+            InvalidRequest: it is larger than what a scheduler reads, or there is one of that name.
+            Unavailable: SGLang itself is gone.
+        """
+        say = self._schedulers.get(body["routed_dp_rank"])
+        if say is None:
+            raise Unavailable("SGLang is not connected")
+        rid, ended = body["rid"], False
+        if rid in self._open:
+            raise InvalidRequest(f"request {rid} is under way already")
+        opened = self._open[rid] = _Open(telling)
+        try:
+            say(Generate(body))
+            while not ended:
+                chunk = await opened.chunks.get()
+                ended = isinstance(chunk, IsthmusError) or chunk["meta_info"]["finish_reason"] is not None
+                yield _read(chunk)
+        finally:
+            del self._open[rid]
+            if not ended:
+                say(Abort(rid))
+
+    def take(self, outputs: Outputs) -> None:
+        """Pass outputs on; those of requests that were left are dropped."""
+        for chunk in outputs.chunks:
+            if (opened := self._open.get(chunk["rid"])) is not None:
+                opened.chunks.put_nowait(chunk)
+        for rid, ids in outputs.tokens.items():
+            if (opened := self._open.get(rid)) is not None:
+                opened.put_tokens(rid, ids)
+
+    def close(self, reason: str) -> None:
+        """End all requests with Unavailable, and let no new ones begin."""
+        self._schedulers.clear()
+        for opened in self._open.values():
+            opened.chunks.put_nowait(Unavailable(reason))
+
+
+def _read(chunk: Chunk | IsthmusError) -> Chunk:
+    if isinstance(chunk, IsthmusError):
+        raise chunk
+    reason = chunk["meta_info"]["finish_reason"] or {}
+    if reason.get("type") == "abort":
+        raise _failure(int(reason.get("status_code") or 500), str(reason.get("message")))
+    return chunk
+
+
+def _failure(status: int, message: str) -> IsthmusError:
+    if status == 400:
+        return InvalidRequest(f"SGLang refuses the request: {message}")
+    return PeerFailed(f"SGLang failed the request: {message}")
+
+
+_REPORT_TIMEOUT_S = 15.0  # A report is on its way when it is asked for; processes may be starved.
+_MAX_ROOMS = 4096
+
+
+class RoomReports:
+    def __init__(self) -> None:
+        self._tickets: dict[
+            int, tuple[TicketSent, float]
+        ] = {}  # By transfer there is the ticket, and when it was reported.
+        self._moved: dict[int, tuple[int, int]] = {}  # It maps transfers to reports and bytes.
+        self._waiting: dict[int, asyncio.Event] = {}  # The keys are transfers.
+
+    def take(self, report: TicketSent | Moved) -> None:
+        room = report.room
+        if isinstance(report, TicketSent):
+            self._tickets[room] = (report, time.monotonic())
+            _bound(self._tickets)
+        else:
+            count, size = self._moved.get(room, (0, 0))
+            self._moved[room] = (count + 1, size + report.size_bytes + sum(report.carried_bytes.values()))
+            _bound(self._moved)
+        if (told := self._waiting.get(room)) is not None:
+            told.set()
+
+    async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
+        """Return what the decode side promised for a transfer, and when (monotonic).
+
+        Raises PeerFailed when the plugin says nothing.
+        """
+        await self._until(room, lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
+        return self._tickets.pop(room)
+
+    async def bytes_moved(self, room: Room, num_processes: int) -> int:
+        """Return the bytes that all of the rank's processes wrote for a transfer. Raises PeerFailed
+        likewise."""
+
+        def all_told() -> bool:
+            return self._moved.get(room, (0, 0))[0] >= num_processes
+
+        await self._until(room, all_told, f"no writes were reported for {room:016x}")
+        return self._moved.pop(room)[1]
+
+    def forget(self, room: Room) -> None:
+        self._tickets.pop(room, None)
+        self._moved.pop(room, None)
+
+    async def _until(self, room: Room, is_told: Callable[[], bool], problem: str) -> None:
+        if is_told():
+            return
+        told = self._waiting[room] = asyncio.Event()
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                while not is_told():
+                    told.clear()
+                    await told.wait()
+        except TimeoutError:
+            raise PeerFailed(problem) from None
+        finally:
+            del self._waiting[room]
+
+
+def _bound(rooms: dict[int, Any]) -> None:
+    """Forget transfers of requests that failed before anybody asked."""
+    while len(rooms) > _MAX_ROOMS:
+        del rooms[next(iter(rooms))]
+
+
+_LOOK_S = 1.0
+_SILENT_LOOKS = 60  # A supervisor waits as long for a rank.
+
+
+class Beats:
+    """Processes of SGLang's beat while the loop runs that carries the Handshake in them.
+
+    Time is counted in looks, as everywhere: whoever looks may have stood still itself. SGLang watches its
+    schedulers (`--watchdog-timeout`); of our thread beside them it knows nothing, and its transfers would
+    wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[int, int] = {}  # By pid it counts the looks since the last beat.
+
+    def heard(self, pid: int) -> None:
+        self._looks[pid] = 0
+
+    def look(self) -> list[int]:
+        """Return those that have beaten before and are silent now."""
+        self._looks = {pid: looks + 1 for pid, looks in self._looks.items()}
+        return [pid for pid, looks in self._looks.items() if looks >= _SILENT_LOOKS]
+
+    async def until_silent(self) -> list[int]:
+        """Wait until some that have beaten are silent, and return them."""
+        while not (silent := self.look()):
+            await asyncio.sleep(_LOOK_S)
+        return silent
