@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from bench.report import Row, spread
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import StepMasks

@@ -36,7 +36,7 @@ from bench.constrained import CONSTRAINT, ConstrainedBatch, LargeVocabulary, cos
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling.device_sampler import open_sampler

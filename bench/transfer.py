@@ -4,7 +4,7 @@ processes.
     python -m bench.transfer --json FILE [--device cuda]
 
 Ours: page lists -> runs -> merged moves -> Transport.write -> poll until landed, as the sender does it
-(services/transfer/prefill/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
+(services/transfer/sending/delta_write.py), in posts of at most 64 MiB. Raw: one descriptor over contiguous
 memory, straight through nixl's own API. The two alternate within a run, over the same memory.
 A fresh pool gives contiguous runs; an aged one has seen turns come and go on both sides; scattered is
 the worst case, every page by itself. Digests: what each side of a checked transfer spends beside
@@ -39,12 +39,11 @@ from services.engine.torch.page_reader import PageReader, page_reader
 from services.kv.page_allocator import PageAllocator
 from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of
-from services.transfer.base import PeerName
-from services.transfer.choose import open_transport
-from services.transfer.host_memory import map_memory
 from services.transfer.nixl import NixlTransport, open_agent
 from services.transfer.nixl_settings import NixlSettings
-from services.transfer.prefill.delta_write import DeltaWrite, Sources
+from services.transfer.open_transport import open_transport
+from services.transfer.sending.delta_write import DeltaWrite, Sources
+from services.transfer.transport import PeerName, map_memory
 from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
 from services.values.rank import Generation, Room
 

@@ -17,9 +17,8 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from services.decode.decode_metrics import DecodeMetrics
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.engine.paged.shell.engine import steps_metric
+from services.engine.paged.shell.paged_engine import steps_metric
 from services.etcd.client import Etcd
 from services.etcd.settings import EtcdSettings
 from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
@@ -30,7 +29,7 @@ from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.net.certificates import CertificateCollector
 from services.observe import build_info
-from services.prefill.prefill_metrics import PrefillMetrics
+from services.rank.rank_metrics import DecodeMetrics, PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics

@@ -26,14 +26,14 @@ from bench.decode_cache.workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
-from services.engine.paged.drafts.speculation import Mode
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
+from services.engine.paged.drafters import Mode
 from services.host.parent_death import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
 from services.net import servers
-from services.prefill.prefill_metrics import PrefillMetrics
 from services.prefill.prefill_service import PrefillService
+from services.rank.rank_metrics import PrefillMetrics
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights

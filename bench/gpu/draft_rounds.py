@@ -14,7 +14,7 @@ from bench.engine import FIRST_ID, GREEDY, Pages, seconds
 from bench.gpu.captured import finish
 from bench.gpu.model import HUNDRED_MILLION, TINY, copied, opened, random_model
 from bench.report import Row
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch import draft as draft_module
 from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.values.kv import PageId

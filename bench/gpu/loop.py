@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.engine import FIRST_ID, GREEDY, _gather
 from bench.gpu.captured import Captured
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import PartsView
 from services.engine.torch.attention.layers import PagedLayers

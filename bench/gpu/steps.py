@@ -52,7 +52,7 @@ from bench.gpu.model import random_model, runner_on, size_on
 from bench.gpu.static_peer import StaticTransformers
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
 from services.values.kv import PageId

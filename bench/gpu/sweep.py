@@ -18,7 +18,7 @@ import torch
 from bench.engine import FIRST_ID, GREEDY, seconds
 from bench.gpu.captured import Captured, finish
 from bench.report import Row
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, view_parts
 from services.engine.torch.attention.kernels.pieces import pieces_of

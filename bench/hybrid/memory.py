@@ -10,7 +10,7 @@ Everything is told in tokens of attention: a state weighs so many of them, and s
 from dataclasses import dataclass
 
 from bench.decode_cache.workload import Workload
-from services.kv.carried.pool_sizes import units_for, units_of_a_sequence
+from services.kv.tails import units_for, units_of_a_sequence
 from services.values.kv import GroupKind, KvGroup
 
 

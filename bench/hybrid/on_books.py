@@ -5,8 +5,7 @@ from bench.hybrid.models import Model
 from bench.hybrid.replay import Books, DecodeRank, PrefillRank, replay
 from bench.hybrid.workload import points_in_use
 from bench.report import Row
-from services.kv.carried.pool_sizes import units_for
-from services.kv.tails import units_at
+from services.kv.tails import units_at, units_for
 
 _RUNNING = 16
 _UNLIMITED = 1 << 16  # units: none is ever short

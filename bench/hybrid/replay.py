@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
+from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Reserved, Token
-from services.engine.paged.queue.limits import Limits
-from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.model_runner import Chunk, Sampled
 from services.engine.paged.sequence import Sequence as CoreSequence
 from services.grammar.masks import MaskCounts
-from services.kv.carried.carried_cache import CarriedCache
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.rank import Room

@@ -7,10 +7,9 @@ not say which blocks it becomes: its end is stood in for by the prompt's last bo
 from collections.abc import Sequence
 
 from bench.placement.workload import BLOCK_TOKENS
-from services.kv.carried.borders import borders_to_keep
-from services.kv.carried.resume_points import ResumePoints, SavedPoint
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.kv.radix_tree import Node
+from services.kv.resume_points import ResumePoints, SavedPoint, borders_to_keep
 from services.values.kv import BlockHash
 
 _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a block is a page

@@ -26,7 +26,7 @@ from services.index.write.membership import Membership
 from services.kv.block_hash import SCHEME
 from services.net import poller, servers
 from services.process import signals
-from services.rank.config import RankConfig
+from services.rank.rank_config import RankConfig
 from services.settings.flags import load
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, RankAddress, RankId, Role

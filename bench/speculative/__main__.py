@@ -32,8 +32,8 @@ from bench.speculative.summary import Counts
 from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, Case, Conversation, conversations
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine
-from services.engine.paged.drafts.speculation import Mode
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
+from services.engine.paged.drafters import Mode
 from services.kv.transfer_plan import moved_bytes
 from services.values.kv import KvLayout
 from services.values.load import RankLoad

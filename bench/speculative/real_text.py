@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from bench.speculative.workload import Case, Conversation
-from services.engine.paged.drafts.speculation import Mode
+from services.engine.paged.drafters import Mode
 from services.values.request import SamplingParams
 
 _MODES: tuple[Mode, ...] = ("lookup", "tree")

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from bench.speculative.models import FIRST_ID, VOCAB_SIZE, circles, successors
-from services.engine.paged.drafts.speculation import Mode
+from services.engine.paged.drafters import Mode
 from services.values.rank import Plan
 from services.values.request import GenerationRequest, SamplingParams
 

@@ -1,21 +1,50 @@
-"""The Decode service of one rank, and what makes a rank a decode rank."""
+"""The Decode service of one rank, and what makes a rank a decode rank.
+
+One router's Attach stream takes commands in, and sends one StepOutputs per engine step out.
+
+    Start ----> a task that iterates the engine ----> outbox ---+
+    Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs
+                                        tokens alone ----^
+    Abort ----> cancels its task
+
+What an engine step brings is put into the outbox within two iterations of the loop, tokens alone in the first
+and what tasks are woken for in the second, and the writer runs in the third: so a step is a message. When the
+stream ends, every task is cancelled.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
+from functools import partial
 
 import grpc
+from opentelemetry.trace import Span
 from prometheus_client import CollectorRegistry
 
-from services.decode.attach import AttachSession, RunningRequests
-from services.decode.decode_metrics import DecodeMetrics
-from services.decode.prefill_leg import PrefillChannels
+from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engines
+from services.net import grpc_errors
 from services.net.tls import TlsConfig
-from services.rank.config import RankConfig
+from services.observe import log_lines, traces
 from services.rank.intake import Intake
 from services.rank.main import RankRole, Services
+from services.rank.rank_config import RankConfig
+from services.rank.rank_metrics import DecodeMetrics
+from services.values.errors import (
+    AlreadyRunning,
+    DeadlineExceeded,
+    IsthmusError,
+    PeerFailed,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+)
+from services.values.prompt_logprobs import MAX_BYTES as MAX_PROMPT_BYTES
 from services.values.rank import Plan, RankId, Role
 from services.values.registration import (
     NO_CACHE,
@@ -24,7 +53,308 @@ from services.values.registration import (
     NO_TENANT_TURNS,
     REMOTE_ONLY,
 )
+from services.values.request import Admitted, FinishReason, Output, StartCommand
+from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class RunningRequests:
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks[request_id] = task
+        self.intake.took()
+        task.add_done_callback(lambda _: self._remove(request_id))
+
+    def _remove(self, request_id: str) -> None:
+        del self._tasks[request_id]
+        self.intake.left()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+
+class AttachSession:
+    """It is one stream: `read` consumes commands, `messages` yields what goes out."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        own_id: RankId,
+        channels: PrefillChannels,
+        running: RunningRequests,
+        metrics: DecodeMetrics,
+    ) -> None:
+        self._engine = engine
+        self._own_id = own_id
+        self._channels = channels
+        self._running = running
+        self._metrics = metrics
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outbox = Outbox()
+        self._wake = asyncio.Event()
+        self._is_waking = False  # It will be set in the loop's next iteration.
+        self._num_tokens = 0  # They came and are not counted yet.
+
+    async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
+        async for command in commands:
+            self._obey(command)
+            for further in command.further:
+                if further.further:
+                    raise ProtocolError("an Attach command behind another one that has further ones itself")
+                self._obey(further)
+
+    def _obey(self, command: decode_pb2.Command) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                self._start(command.start)
+            case "abort":
+                self._abort(command.abort.request_id)
+            case _:
+                raise ProtocolError("an Attach command that is neither start nor abort")
+
+    async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
+        """Yield StepOutputs as they come; one with the load alone first, and after `idle_report_s` of
+        silence."""
+        with closing(Silence(idle_report_s, self._wake.set)) as silence:
+            first = self._message()
+            first.takes_further = True
+            yield first
+            while True:
+                silence.begins()
+                await self._wake.wait()
+                silence.ends()
+                yield self._message()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._count_tokens()
+
+    def _message(self) -> decode_pb2.StepOutputs:
+        self._wake.clear()
+        self._is_waking = False
+        self._count_tokens()
+        message = self._outbox.take()
+        if self._outbox:
+            self._wake.set()
+        convert.fill_load(message.load, self._engine.load())
+        message.load.draining = self._running.intake.draining
+        return message
+
+    def _put(self, request_id: str, output: Output, number: int = 0) -> None:
+        self._outbox.put(request_id, output, number)
+        self._num_tokens += len(output.token_ids)
+        self._wake.set()
+
+    def _put_token(self, request_id: str, number: int, token_id: int) -> None:
+        self._outbox.put_token(request_id, number, token_id)
+        self._num_tokens += 1
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_writer)
+
+    def _wake_writer(self) -> None:
+        """Wake it an iteration late: tasks that the same step has woken have put theirs by now."""
+        if self._outbox:
+            self._wake.set()
+
+    def _count_tokens(self) -> None:
+        self._metrics.generated(self._num_tokens)
+        self._num_tokens = 0
+
+    def _put_failure(self, request_id: str, error: IsthmusError) -> None:
+        self._outbox.put_message(_failure(request_id, error))
+        self._wake.set()
+
+    def _start(self, message: decode_pb2.Start) -> None:
+        request_id = message.request_id
+        try:
+            self._check(message)
+            command = convert_request.start_from_proto(message)
+        except IsthmusError as error:
+            self._put_failure(request_id, error)
+            return
+        task = asyncio.create_task(self._run(command, message.number), name=f"request-{request_id}")
+        self._tasks[request_id] = task
+        self._running.add(request_id, task)
+        task.add_done_callback(partial(self._ended, request_id))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        if task.cancelled():  # It may have been before it began.
+            self._put(request_id, Output(finished=FinishReason.ABORTED))
+
+    def _check(self, message: decode_pb2.Start) -> None:
+        if message.decode_generation != self._own_id.generation:
+            raise StaleGeneration(f"decode rank {self._own_id} has been restarted since it was chosen")
+        if message.request_id in self._running:
+            raise AlreadyRunning(f"request_id {message.request_id!r} is running on {self._own_id}")
+        self._running.intake.check()
+
+    def _abort(self, request_id: str) -> None:
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    async def _run(self, command: StartCommand, number: int) -> None:
+        request_id = command.request.request_id
+        with log_lines.request_context(request_id):
+            try:
+                with (
+                    traces.span("decode.generate", command.traceparent) as span,
+                    self._metrics.counted(),
+                ):
+                    async with asyncio.timeout(command.timeout_s):
+                        await self._generate(command, number, span)
+            except TimeoutError:
+                self._put_failure(request_id, DeadlineExceeded("the deadline has passed"))
+            except IsthmusError as error:
+                self._put_failure(request_id, error)
+            except Exception:
+                log.exception("request_failed")
+                self._put_failure(request_id, Unavailable("the decode rank failed; its log says why"))
+
+    async def _generate(self, command: StartCommand, number: int, span: Span) -> None:
+        request_id, began = command.request.request_id, time.monotonic()
+        plan = command.request.plan
+        span.set_attributes({"request_id": request_id, "rank": str(self._own_id), "plan": plan.value})
+        leg = None
+        if plan is Plan.REMOTE:
+            assert command.prefill is not None, "convert_request refuses such a Start"
+            traceparent = traces.traceparent(span)
+            leg = PrefillLeg(
+                self._channels, command.prefill, command.timeout_s, traceparent, command.sampling
+            )
+        tell = partial(self._put_token, request_id, number)
+        async with aclosing(self._engine.generate(command.request, leg, tell)) as outputs:
+            async for output in outputs:
+                if output.admitted is not None:
+                    output = replace(output, admitted=_completed(output.admitted, time.monotonic() - began))
+                self._put(request_id, output, number)
+                if output.admitted is not None:
+                    self._metrics.admitted(output.admitted, traces.exemplar(span))
+                    span.set_attributes(_admitted_attributes(output.admitted))
+
+
+def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
+    """Set the wait for a step of its batch, which the engine's stages leave of the time to the first
+    token."""
+    return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
+
+
+_ADMITTED = (
+    "prompt_tokens",
+    "decode_prefix_len",
+    "kv_bytes_moved",
+    "decode_queue_s",
+    "transfer_s",
+    "first_decode_step_s",
+)
+
+
+def _admitted_attributes(admitted: Admitted) -> dict[str, int | float]:
+    return {name: getattr(admitted, name) for name in _ADMITTED}
+
+
+def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
+    failure = decode_pb2.RequestError(
+        code=grpc_errors.status_of(error).value[0],
+        message=str(error),
+        peer_failed=isinstance(error, PeerFailed),
+    )
+    return decode_pb2.RequestOutput(request_id=request_id, error=failure)
+
+
+class Silence:
+    """`ring` is called when somebody has waited for `limit_s`, and again after each more of them.
+
+    Its timer is set once, not at each wait, for these are many and mostly brief.
+    """
+
+    def __init__(self, limit_s: float, ring: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # It is when the wait began; None says that nobody waits.
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def begins(self) -> None:
+        self._since = self._loop.time()
+
+    def ends(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left_s = self._limit_s
+        if self._since is not None:
+            left_s += self._since - self._loop.time()
+            if left_s <= 0:
+                self._ring()
+                left_s = self._limit_s
+        self._timer = self._loop.call_later(left_s, self._look)
+
+
+class Outbox:
+    """It has what a router is yet to be told, in the order of each request.
+
+    Tokens without anything else to report are no outputs where the request has a number: two numbers each, in
+    arrays of all requests, cost a tenth of a message.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._token_ids: list[int] = []
+        self._outputs: list[decode_pb2.RequestOutput] = []
+        self._behind: set[str] = set()  # Tokens of these requests come behind their outputs.
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs or self._token_ids)
+
+    def put(self, request_id: str, output: Output, number: int = 0) -> None:
+        if number and output.is_tokens_alone and request_id not in self._behind:
+            self._numbers += [number] * len(output.token_ids)
+            self._token_ids += output.token_ids
+        else:
+            self.put_message(convert_request.output_to_proto(request_id, output))
+
+    def put_token(self, request_id: str, number: int, token_id: int) -> None:
+        if number and request_id not in self._behind:
+            self._numbers.append(number)
+            self._token_ids.append(token_id)
+        else:
+            self.put_message(decode_pb2.RequestOutput(request_id=request_id, token_ids=(token_id,)))
+
+    def put_message(self, output: decode_pb2.RequestOutput) -> None:
+        self._outputs.append(output)
+        self._behind.add(output.request_id)
+
+    def take(self) -> decode_pb2.StepOutputs:
+        """Return all that one message holds. What is reported of prompts may be large; that of one fits."""
+        outputs, self._outputs = _fitting(self._outputs)
+        message = decode_pb2.StepOutputs(outputs=outputs, numbers=self._numbers, token_ids=self._token_ids)
+        self._numbers, self._token_ids = [], []
+        self._behind = {output.request_id for output in self._outputs}
+        return message
+
+
+def _fitting(
+    outputs: list[decode_pb2.RequestOutput],
+) -> tuple[list[decode_pb2.RequestOutput], list[decode_pb2.RequestOutput]]:
+    size = 0
+    for index, output in enumerate(outputs):
+        size += output.prompt_logprobs.ByteSize() if output.HasField("prompt_logprobs") else 0
+        if size > MAX_PROMPT_BYTES and index:
+            return outputs[:index], outputs[index:]
+    return outputs, []
+
 
 # A router that hears nothing for a few of these knows that the rank is gone.
 IDLE_REPORT_S = 0.5

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.engine.paged.runner import ModelRunner
-from services.engine.paged.shell.decode import PagedDecodeEngine
-from services.engine.paged.shell.prefill import PagedPrefillEngine
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
+from services.engine.paged.model_runner import ModelRunner
+from services.engine.paged.shell.decode_engine import PagedDecodeEngine
+from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
 from services.net.channels import open_channel
 from services.settings.known_models import gguf_weights_of
-from services.transfer.choose import open_transport
+from services.transfer.open_transport import open_transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
 

@@ -17,15 +17,15 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.paged.runner import (
+from services.engine.paged.model_runner import (
     NO_TOKEN,
     Chunk,
     DraftModel,
     Sampled,
+    Scoring,
     keep_accepted,
     masks_asked,
 )
-from services.engine.paged.scored_prompt import Scoring
 from services.engine.torch.draft_tokens import single_tokens
 from services.grammar.masks import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.engine.fake import FakeRunner, draw, first_seen, mix, mixed
-from services.engine.paged.runner import Chunk, Sampled, TailPages
+from services.engine.paged.model_runner import Chunk, Sampled, TailPages
 from services.kv.shadow_validity import ShadowValidity
 from services.values.errors import ConfigError
 from services.values.kv import DraftKv, GroupKind, KvGroup, PageId, PoolMemory

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.engine.settings import DEFAULT_KV_PAGES, EngineSettings
-from services.kv.carried.pool_sizes import PoolSizes
+from services.engine.engine_settings import DEFAULT_KV_PAGES, EngineSettings
+from services.kv.tails import PoolSizes
 from services.model.layer_groups import LayerGroups, draft_groups, layer_groups
 from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.model.weights import weights

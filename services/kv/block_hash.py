@@ -6,6 +6,9 @@
 
 So seq[i] names the block together with all that comes before it, within the seed's scope. The bytes
 are fixed by SCHEME: whoever changes them changes its name.
+
+A ledger has the blocks stored and removed since last asked: the two of the same block cancel out. A radix
+tree has one, a rank's checkpoints have one, and so has a tree that SGLang tells of.
 """
 
 import sys
@@ -83,3 +86,22 @@ def packed_sequence_hashes(packed: bytes, index_block: int, seed: int) -> list[B
     for position in range(1, len(hashes)):
         hashes[position] = digest(link(hashes[position - 1], hashes[position]), seed)
     return cast(list[BlockHash], hashes)
+
+
+class BlockLedger:
+    def __init__(self) -> None:
+        self._changes: dict[BlockHash, bool] = {}  # True says that it was stored.
+
+    def note(self, block: BlockHash, *, stored: bool) -> None:
+        if self._changes.get(block, stored) != stored:
+            del self._changes[block]  # The opposite had not been taken yet.
+        else:
+            self._changes[block] = stored
+
+    def take(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
+        """Return (stored, removed) since the last call, each in the order in which it happened."""
+        if not self._changes:  # This holds after most steps.
+            return (), ()
+        changes, self._changes = self._changes, {}
+        stored = tuple(block for block, is_stored in changes.items() if is_stored)
+        return stored, tuple(block for block, is_stored in changes.items() if not is_stored)

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.kv.block_hash import extend_packed, pack_tokens, scope_seed
-from services.kv.cache_events import BlockLedger
+from services.kv.block_hash import BlockLedger, extend_packed, pack_tokens, scope_seed
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import BlockHash, CacheEvents, PageId
 
@@ -54,7 +53,7 @@ class Node:
     last_use: int = 0  # It counts as the deepest node of a path (Rule 2).
     protected: bool = False  # It was requested twice.
     queued: bool = False  # It stands in one of the eviction heaps.
-    resumable: bool = False  # It has a checkpoint (kv/carried).
+    resumable: bool = False  # It has a checkpoint (resume_points.py).
     block_hash: BlockHash | None = None  # It is set where an index block is complete.
 
     @property

@@ -14,10 +14,10 @@ from services.engine.base import PrefillEngine
 from services.engine.choose import prefill_engines
 from services.net import servers
 from services.observe import log_lines, traces
-from services.prefill.prefill_metrics import PrefillMetrics
-from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.main import RankRole, Services
+from services.rank.rank_config import RankConfig
+from services.rank.rank_metrics import PrefillMetrics
 from services.values.errors import AlreadyRunning
 from services.values.rank import RankId, Role, Room
 from services.values.registration import NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS

@@ -42,8 +42,8 @@ from services.observe import build_info, log_lines, metrics_page, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
-from services.rank.config import RankConfig
 from services.rank.intake import OPERATIONS, Intake, Operations
+from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
 from services.settings.hub import resolved

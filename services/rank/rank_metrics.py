@@ -1,11 +1,11 @@
-"""A rank of either role shows Prometheus its load, read when scraped, and its requests' ends."""
+"""A rank shows Prometheus its load, read when scraped, its requests' ends, and what its role alone has."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,9 +14,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from services.values.errors import DeadlineExceeded, PeerFailed
+from services.engine.base import DecodeEngine, PrefillEngine
+from services.values.errors import DeadlineExceeded, KvCorrupt, PeerFailed
 from services.values.kv_path import KvPath
 from services.values.load import RankLoad
+from services.values.rank import Plan
+from services.values.request import Admitted, PrefillResult
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 # They end where a request's wait may: at the routers' --max-wait-s.
@@ -222,3 +225,101 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._read()
+
+
+class DecodeMetrics(RequestMetrics):
+    def __init__(self, registry: CollectorRegistry, engine: DecodeEngine) -> None:
+        super().__init__(registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        registry.register(PoolCollector(engine.load))
+        self._prompt_tokens = counter("isthmus_decode_prompt_tokens", "Prompt tokens of admitted requests.")
+        self._prefix_tokens = counter(
+            "isthmus_decode_prefix_tokens", "Of those, tokens found in this rank's cache."
+        )
+        self._generated = counter("isthmus_decode_generated_tokens", "Tokens generated.")
+        self._received = counter("isthmus_decode_received_bytes", "KV bytes written into this rank's pools.")
+        self._carried = counter(
+            "isthmus_decode_carried_bytes",
+            "Of received bytes, tails of windows and recurrent states, which come with every transfer.",
+            ["kind"],
+        )
+        self._digested = counter(
+            "isthmus_kv_digested_pages",
+            "Received pages that were compared with the digests of what prefill wrote.",
+        )
+        self._mismatches = counter(
+            "isthmus_kv_digest_mismatches",
+            "Transfers that were given up because pages differed from what prefill wrote.",
+        )
+        self._queue = histogram(
+            "isthmus_decode_queue_seconds",
+            "Request received until its pages are reserved and its prefill rank is connected.",
+            buckets=SECONDS,
+        )
+        self._transfer = histogram(
+            "isthmus_decode_transfer_seconds",
+            "What is left of the prefill leg beside queue and computing: its calls, and writes not hidden.",
+            buckets=SECONDS,
+        )
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        try:
+            with super().counted():
+                yield
+        except KvCorrupt:
+            self._mismatches.inc()
+            raise
+
+    def admitted(self, admitted: Admitted, exemplar: dict[str, str] | None) -> None:
+        self._prompt_tokens.inc(admitted.prompt_tokens)
+        self._prefix_tokens.inc(admitted.decode_prefix_len)
+        self._received.inc(admitted.kv_bytes_moved)
+        for kind, size_bytes in admitted.carried_bytes.items():
+            self._carried.labels(kind).inc(size_bytes)
+        self._digested.inc(admitted.digested_pages)
+        self._queue.observe(admitted.decode_queue_s, exemplar)
+        if admitted.plan is Plan.REMOTE:
+            self._transfer.observe(admitted.transfer_s, exemplar)
+
+    def generated(self, num_tokens: int) -> None:
+        self._generated.inc(num_tokens)
+
+
+class PrefillMetrics(RequestMetrics):
+    def __init__(
+        self, registry: CollectorRegistry, engine: PrefillEngine, *, expects_rdma: bool = False
+    ) -> None:
+        super().__init__(registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        registry.register(PoolCollector(engine.load))
+        Gauge(
+            "isthmus_kv_rdma_expected",
+            "1 where KV is to cross by RDMA: --expect-kv-path=rdma.",
+            registry=registry,
+        ).set(expects_rdma)
+        self._prefix_tokens = counter(
+            "isthmus_prefill_prefix_tokens",
+            "Prompt tokens found in this rank's cache, of requests whose KV was sent.",
+        )
+        self._computed_tokens = counter(
+            "isthmus_prefill_computed_tokens",
+            "Prompt tokens computed for requests whose KV was sent; isthmus_rank_computed_tokens counts "
+            "those of failed and left ones, too.",
+        )
+        self._sent = counter("isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.")
+        self._queue = histogram(
+            "isthmus_prefill_queue_seconds", "Request received until its computing begins.", buckets=SECONDS
+        )
+        self._compute = histogram(
+            "isthmus_prefill_compute_seconds", "Computing begun until the first token.", buckets=SECONDS
+        )
+
+    def prefilled(self, result: PrefillResult, exemplar: dict[str, str] | None) -> None:
+        self._prefix_tokens.inc(result.prefill_prefix_len)
+        self._computed_tokens.inc(result.computed_tokens)
+        self._sent.inc(result.kv_bytes_moved)
+        self._queue.observe(result.queue_s, exemplar)
+        self._compute.observe(result.compute_s, exemplar)

@@ -14,9 +14,8 @@ from services.router.cluster_watch import Watch
 from services.router.dialects.sampling import OPENAI, SamplingDefaults, fill_in
 from services.router.request.generation import Explanation, Generator
 from services.values.errors import Forbidden, InvalidRequest
+from services.wire.generation_messages import PackedIds, ReadRequest, read_request
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
-from services.wire.packed_ids import PackedIds
-from services.wire.read_request import ReadRequest, read_request
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 GENERATE = f"/{SERVICE_NAME}/Generate"

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.kv.transfer_plan import PageMove
-from services.transfer.base import PeerName
-from services.transfer.extents import Extents, RankPools, pieces_of
+from services.transfer.transport import Extents, PeerName, RankPools, pieces_of
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
 from services.values.kv_path import KvPath, KvPathKind
@@ -109,7 +108,7 @@ class _LandedWrite:
 
 
 class LocalTransport:
-    """It implements services.transfer.base.Transport."""
+    """It implements services.transfer.transport.Transport."""
 
     def __init__(self) -> None:
         self._own = _Process.own()

@@ -1,6 +1,6 @@
 """This transport goes over NIXL (UCX underneath): RDMA, TCP, or shared memory, whatever the two hosts have.
 
-Here is the only import of nixl, and choose.py alone imports this. We rely on what was seen with nixl 1.5.1:
+Here is the only import of nixl; open_transport.py alone imports this. We rely on what nixl 1.5.1 does:
 
 - Releasing a handle whose write is under way returns without an error, and the bytes go on landing
   (TCP). So a write is never released before it has ended. What ends it is the end of its agent, which lives
@@ -31,9 +31,8 @@ from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from services.kv.transfer_plan import PageMove
-from services.transfer.base import PeerName, Unsettled
-from services.transfer.extents import CopiedPieces, Extents, RankPools, pieces_of
 from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters
+from services.transfer.transport import CopiedPieces, Extents, PeerName, RankPools, Unsettled, pieces_of
 from services.transfer.ucx_log import quieten, ucx_log
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import PoolMemory
@@ -74,7 +73,7 @@ def _renaming(what: str, error_class: type[Exception] = PeerFailed) -> Iterator[
 
 
 class NixlWrite:
-    """It implements services.transfer.base.Write."""
+    """It implements services.transfer.transport.Write."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class NixlWrite:
 
 
 class NixlTransport:
-    """It implements services.transfer.base.Transport. Making one takes about half a second."""
+    """It implements services.transfer.transport.Transport. Making one takes about half a second."""
 
     def __init__(self, name_prefix: str = "isthmus", settings: NixlSettings = _DEFAULTS) -> None:
         """Raises ConfigError, where NIXL has no such backend, for one."""

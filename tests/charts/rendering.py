@@ -8,7 +8,7 @@ from typing import Any
 import helm_python
 import yaml
 
-from services.rank.config import RankConfig
+from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
 

@@ -6,7 +6,7 @@ import helm_python
 import pytest
 
 from charts.rendering import CHART, LEAST, merged, render
-from services.rank.config import _NOT_SGLANG, RankConfig
+from services.rank.rank_config import _NOT_SGLANG, RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.cluster import ClusterConfig
 from services.settings.flags import describe

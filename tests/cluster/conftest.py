@@ -2,7 +2,7 @@ import pytest
 
 from exactness.checkpoints import tiny_checkpoint
 from services.router.ranks.balance import Balance
-from services.transfer.prefill import rooms
+from services.transfer.sending import rooms
 from services.values.errors import ProtocolError
 
 

@@ -12,8 +12,8 @@ from engine.pair import settled
 from services.decode.decode_service import decode_roles
 from services.net import channels
 from services.prefill.prefill_service import prefill_roles
-from services.rank.config import RankConfig
 from services.rank.main import open_rank, own_rank_id, serving_metrics
+from services.rank.rank_config import RankConfig
 from services.router.app import open_router
 from services.router.router_config import RouterConfig
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc

@@ -8,7 +8,7 @@ from cluster.harness import FakeCluster
 from router.templates.agents import LOOK_UP, RESULT, Client, answers
 from router.templates.formats import Format
 from services.engine.fake import FakeRunner
-from services.engine.paged.runner import Sampled
+from services.engine.paged.model_runner import Sampled
 from services.router.text.tokenizer import Tokenizer
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Finish, GenerateRequest, ToolCall

@@ -6,10 +6,10 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.decode.attach import AttachSession, RunningRequests
-from services.decode.decode_metrics import DecodeMetrics
+from services.decode.decode_service import AttachSession, RunningRequests
 from services.decode.prefill_leg import PrefillChannels
 from services.rank.intake import Intake
+from services.rank.rank_metrics import DecodeMetrics
 from services.values.errors import ProtocolError
 from services.values.load import RankLoad
 from services.values.rank import Plan, RankId

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.decode import attach
-from services.decode.attach import Outbox
+from services.decode import decode_service
+from services.decode.decode_service import Outbox
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import FinishReason, Output, TokenLogprobs
 from services.wire import convert_request
@@ -15,7 +15,7 @@ PLAIN = Output((1, 2))
 
 
 def test_outputs_that_tell_of_long_prompts_take_messages_of_their_own(monkeypatch):
-    monkeypatch.setattr(attach, "MAX_PROMPT_BYTES", 250)
+    monkeypatch.setattr(decode_service, "MAX_PROMPT_BYTES", 250)
     sizes = [0, 100, 100, 100, 0, 900, 100, 100]
     box = Outbox()
     for nth, size in enumerate(sizes):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.decode.attach import Silence
+from services.decode.decode_service import Silence
 
 LIMIT_S = 0.5
 

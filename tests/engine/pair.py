@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry
 
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
+from services.engine.engine_settings import EngineSettings
 from services.engine.paged.core import EngineCore
-from services.engine.paged.shell.engine import PagedEngine
-from services.engine.settings import EngineSettings
+from services.engine.paged.shell.paged_engine import PagedEngine
 from services.net import servers
 from services.net.tls import TlsConfig
-from services.prefill.prefill_metrics import PrefillMetrics
 from services.prefill.prefill_service import PrefillService
+from services.rank.rank_metrics import PrefillMetrics
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, RankAddress, RankId
 from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams

@@ -24,8 +24,8 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.prompt_scores import check_scores
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
+from services.engine.engine_settings import EngineSettings
 from services.engine.fake import continuation, parse_carried, prompt_scores
-from services.engine.settings import EngineSettings
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes

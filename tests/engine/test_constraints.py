@@ -16,7 +16,7 @@ from engine.paged.core_rank import Guesses
 from engine.pair import FAKE, Pair, core_of, eager
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import text_of
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
 from services.grammar.vocabulary import read_vocabulary
 from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, PeerFailed

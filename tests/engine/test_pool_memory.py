@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
+from services.engine.engine_settings import DEFAULT_KV_PAGES, EngineSettings
 from services.engine.pool_memory import pool_pages, ranks_memory, read_config
-from services.engine.settings import DEFAULT_KV_PAGES, EngineSettings
 from services.values.errors import ConfigError, Unavailable
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.queue_rate import _ENOUGH, _SAMPLES, QueueRate
+from services.engine.paged.admitting import _ENOUGH, _SAMPLES, QueueRate
 
 
 def test_it_is_not_known_before_some_came_in():

@@ -6,8 +6,7 @@ import pytest
 
 from engine.pair import FAKE, Pair, core_of
 from services.engine.fake import continuation
-from services.engine.paged.drafts.drafter import Drafter
-from services.engine.paged.drafts.model_drafter import ModelDrafter
+from services.engine.paged.drafters import Drafter, ModelDrafter
 from services.values.errors import ConfigError
 
 SOURCES = {

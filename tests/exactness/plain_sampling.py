@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engine.paged.runner import Chunk, Sampled
+from services.engine.paged.model_runner import Chunk, Sampled
 from services.engine.torch.sampling.sample import uniform
 from services.values.request import TokenLogprobs
 

@@ -18,7 +18,7 @@ from exactness.reference import forced_logits
 from fuzz.requests import Asked, Tree
 from fuzz.setup import Setup
 from fuzz.verdict import Answer, Text, find_faults
-from services.engine.paged.queue.growth import OutputEstimate
+from services.engine.paged.admitting import OutputEstimate
 from services.engine.torch.checkpoint import open_checkpoint
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

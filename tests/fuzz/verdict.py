@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exactness.plain_sampling import sample_row
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

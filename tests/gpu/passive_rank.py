@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from services.transfer.choose import open_transport
+from services.transfer.open_transport import open_transport
 from services.values.kv import PoolMemory
 
 

@@ -9,7 +9,7 @@ from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch.draft import DraftModelSettings
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

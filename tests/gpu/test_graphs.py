@@ -9,7 +9,7 @@ from engine.torch.sequences import Carried, PageTables, Sequence, generate
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ from engine.torch.sequences import Carried, PageTables, Sequence, generate, kv_o
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, random_prompt
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

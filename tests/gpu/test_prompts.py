@@ -7,7 +7,7 @@ import torch
 
 from engine.torch.attention.paging import view_of
 from engine.torch.attention.plain_prompts import varlen_plainly
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention import prompts
 from services.engine.torch.attention.agreement import require_gathered, require_packed
 from services.engine.torch.attention.layers import Reach

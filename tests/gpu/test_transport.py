@@ -12,7 +12,7 @@ import torch
 
 from gpu.passive_rank import pool_memory
 from services.kv.transfer_plan import PageMove
-from services.transfer.choose import open_transport
+from services.transfer.open_transport import open_transport
 from services.values.errors import PeerFailed
 from services.values.kv import PoolMemory
 

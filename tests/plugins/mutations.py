@@ -11,7 +11,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
     (Two pages in each other's place would not do: attention does not care for the order of what it reads.)
     """
-    from services.engine.paged.shell import decode
+    from services.engine.paged.shell import decode_engine as decode
 
     wrong_page_with_digests(patch)
     patch.setattr(decode, "is_sampled", lambda room, share: False)
@@ -19,7 +19,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
     """The first page of every write is another one than it should be."""
-    from services.transfer.prefill import delta_write
+    from services.transfer.sending import delta_write
 
     merge_moves = delta_write.merge_moves
 
@@ -33,7 +33,7 @@ def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
 
 def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
     """Decode claims one page more than it holds, asks for one less, and checks neither bytes nor digests."""
-    from services.engine.paged.shell import decode
+    from services.engine.paged.shell import decode_engine as decode
 
     make_ticket = decode.make_ticket
 
@@ -52,9 +52,9 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     """A prefill rank takes what was meant for an earlier life of it, and decode does not look either."""
     from dataclasses import replace
 
-    from services.engine.paged.shell.prefill import PagedPrefillEngine
-    from services.transfer.decode import peer_connections as links
-    from services.transfer.prefill import rooms
+    from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
+    from services.transfer.receiving import sender_links as links
+    from services.transfer.sending import rooms
 
     check_ticket, prefill = rooms.check_ticket, PagedPrefillEngine.prefill
 

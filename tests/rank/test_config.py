@@ -3,13 +3,13 @@
 import pytest
 
 from services.decode.decode_service import decode_roles
-from services.engine.paged.shell.decode import PagedDecodeEngine
-from services.engine.paged.shell.engine import PagedEngine
+from services.engine.paged.shell.decode_engine import PagedDecodeEngine
+from services.engine.paged.shell.paged_engine import PagedEngine
 from services.prefill.prefill_service import prefill_roles
 from services.process.supervisor import rank_commands
 from services.rank import main as rank_main
-from services.rank.config import RankConfig
 from services.rank.main import own_rank_id
+from services.rank.rank_config import RankConfig
 from services.settings.flags import load, to_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError

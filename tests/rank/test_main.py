@@ -13,9 +13,9 @@ import pytest
 from services.engine.choose import decode_engine
 from services.process import signals
 from services.rank import main as rank
-from services.rank.config import RankConfig
 from services.rank.intake import Intake
 from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
+from services.rank.rank_config import RankConfig
 from services.values.rank import Role
 
 WITHIN_S = 60.0

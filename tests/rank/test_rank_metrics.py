@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.decode.decode_metrics import DecodeMetrics
-from services.prefill.prefill_metrics import PrefillMetrics
-from services.rank.rank_metrics import PoolCollector, RequestMetrics
+from services.rank.rank_metrics import DecodeMetrics, PoolCollector, PrefillMetrics, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv_path import KvPath, KvPathKind
 from services.values.load import CarriedPool, ConstraintCounts, DraftCount, RankLoad

@@ -10,8 +10,8 @@ import pytest
 from services.net import channels, servers
 from services.router.dialects.sampling import SamplingDefaults
 from services.router.generation_service import GenerationService, add_to_server
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
-from services.wire.packed_ids import PackedIds
 
 DEADLINE_S = 20.0
 

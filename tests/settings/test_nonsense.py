@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.rank.config import RankConfig
+from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import Bounds, check_bounds, describe, load, setting
 from services.values.errors import ConfigError

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import PassiveRank
 from services.kv.transfer_plan import PageMove
-from services.transfer.choose import open_transport
+from services.transfer.open_transport import open_transport
 from services.values.errors import PeerFailed
 from services.values.kv import PoolMemory
 

@@ -2,8 +2,8 @@
 
 import ctypes
 
-from services.transfer.extents import pieces_of
 from services.transfer.local import LocalTransport
+from services.transfer.transport import pieces_of
 
 
 class SpoilingTransport(LocalTransport):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from services.transfer import hearing as hearing_module
-from services.transfer.hearing import Hearing, within
+from services.transfer import waits as hearing_module
+from services.transfer.waits import Hearing, within
 
 
 class Clock:

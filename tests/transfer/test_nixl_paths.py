@@ -12,8 +12,8 @@ import pytest
 
 import services
 from services.kv.transfer_plan import PageMove
-from services.transfer.choose import open_transport
 from services.transfer.nixl_settings import NixlSettings, check_parameters, keep_to_loopback, parameters_of
+from services.transfer.open_transport import open_transport
 from services.values.errors import ConfigError
 from services.values.kv_path import KvPath, KvPathKind
 

@@ -6,11 +6,11 @@ import pytest
 
 from plugins.transcripts import played, stem, transcripts_beside
 from services.kv import handshake
-from transfer.prefill.room_story import Rooms
+from transfer.sending.room_story import Rooms
 from transfer.two_ends import TwoEnds
 
 STORIES = transcripts_beside(__file__)
-OF_ROOMS = transcripts_beside(str(Path(__file__).parent / "prefill" / "test_transcripts.py"))
+OF_ROOMS = transcripts_beside(str(Path(__file__).parent / "sending" / "test_transcripts.py"))
 
 
 @pytest.mark.parametrize("path", STORIES, ids=stem)

@@ -15,8 +15,8 @@ import pytest
 
 import services
 from services.kv.transfer_plan import PageMove
-from services.transfer.base import Unsettled
-from services.transfer.choose import open_transport
+from services.transfer.open_transport import open_transport
+from services.transfer.transport import Unsettled
 from services.values.errors import ConfigError, PeerFailed, ProtocolError
 
 NUM_PAGES, PAGE_BYTES = 2500, 512

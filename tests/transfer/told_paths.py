@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import PassiveRank
 from services.kv.transfer_plan import PageMove
-from services.transfer.choose import open_transport
 from services.transfer.nixl_settings import NixlSettings
+from services.transfer.open_transport import open_transport
 from services.values.kv import PoolMemory
 
 NUM_PAGES, PAGE_BYTES = 4, 1 << 20

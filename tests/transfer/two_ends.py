@@ -11,23 +11,23 @@ lease is for 10 s, and the fence's margin is 5 s.
     wait SECONDS                       who awaits a writer's end looks at the clock
 
 and those of the prefill rank: request, computed, carried, cancel, land, cut, hybrid
-(transfer/prefill/room_story.py).
+(transfer/sending/room_story.py).
 """
 
 import asyncio
 from collections import deque
 
-from services.transfer.decode.room_watch import Landed, Renegotiated, RoomWatch
+from services.transfer.receiving.room_watch import Landed, Renegotiated, RoomWatch
 from services.values.rank import RankAddress
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.prefill.room_rank import OWN
-from transfer.prefill.room_story import Rooms, words_of
+from transfer.sending.room_rank import OWN
+from transfer.sending.room_story import Rooms, words_of
 
 LEASE_S, MARGIN_S = 10.0, 5.0
 
 
 class TwoEnds(Rooms):
-    """The link of every watch itself; its `watches` are those of the stream, as in a PrefillLink."""
+    """The link of every watch itself; its `watches` are those of the stream, as in a SenderLink."""
 
     def __init__(self):
         self.stream, self.words = 1, deque()

@@ -5,9 +5,9 @@ from array import array
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.wire.generation_messages import PackedIds, length_delimited, unpacked
 from services.wire.isthmus.v1 import decode_pb2
 from services.wire.isthmus.v1.generation_pb2 import TokenIds
-from services.wire.packed_ids import PackedIds, length_delimited, unpacked
 
 BORDERS = [n for bits in (7, 14, 21, 28) for n in (2**bits - 1, 2**bits)] + [0, 1, 2**32 - 1]
 

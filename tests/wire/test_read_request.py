@@ -6,9 +6,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.wire.generation_messages import length_delimited, read_request
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, TokenIds
-from services.wire.packed_ids import length_delimited
-from services.wire.read_request import read_request
 
 MANY = list(range(200, 1_000))  # from 1 KiB on they are read apart
 MANY_AND_UNKNOWN = TokenIds(ids=MANY).SerializeToString() + b"\x12\x01x"

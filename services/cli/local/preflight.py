@@ -23,7 +23,7 @@ from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
 from services.model.architectures import disagreement
 from services.model.quantization import quantization_of
-from services.rank.config import RankConfig
+from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
 from services.settings.known_models import GGUF_LINK

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from services.cli import screen
 from services.cli.table import fold, format_bytes
-from services.kv.carried.pool_sizes import PoolSizes, units_for
-from services.kv.tails import units_at
+from services.kv.tails import PoolSizes, units_at, units_for
 from services.model.context_length import context_tokens
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
 from services.model.quantization import MODELOPT_FILE, is_quantized, with_modelopt

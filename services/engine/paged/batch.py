@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence as SequenceOf
 
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.paged.sequence import Sequence
-from services.kv.carried.carried_cache import Tail
+from services.kv.carried_cache import Tail
 
 Ids = SequenceOf[int]
 

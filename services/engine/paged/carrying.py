@@ -7,9 +7,9 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from services.engine.paged.sequence import Phase, Sequence
-from services.kv.carried.borders import borders_to_keep, shared_border
-from services.kv.carried.carried_cache import CarriedCache
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
+from services.kv.resume_points import borders_to_keep, shared_border
 
 # A checkpoint of a long prompt is kept every so many chunks.
 _STRIDE_CHUNKS = 8

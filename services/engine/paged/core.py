@@ -13,18 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from services.engine.paged.admitting import Limits
 from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
 from services.engine.paged.carrying import Carrying
 from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Reserved
-from services.engine.paged.core_reports import Reports
-from services.engine.paged.drafts.acceptance import DraftCounts
-from services.engine.paged.drafts.drafting import Drafting, RoomAhead, Wish
-from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.queue.gate import BatchSlots, Gate
-from services.engine.paged.queue.limits import Limits
-from services.engine.paged.queue.step_figures import StepFigures
-from services.engine.paged.queue.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
-from services.engine.paged.runner import Chunk, ModelRunner, Sampled
+from services.engine.paged.core_reports import Reports, StepFigures
+from services.engine.paged.draft_chances import DraftCounts
+from services.engine.paged.drafters import Drafting, RoomAhead, Wish
+from services.engine.paged.gate import BatchSlots, Gate
+from services.engine.paged.model_runner import Chunk, ModelRunner, Proposal, Sampled
 from services.engine.paged.sequence import (
     RUNNING,
     Phase,
@@ -33,7 +30,8 @@ from services.engine.paged.sequence import (
     follow_choice,
     newest_token,
 )
-from services.kv.carried.carried_cache import CarriedCache
+from services.engine.paged.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
 from services.values.kv import CacheEvents, PageBooks

@@ -24,11 +24,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.engine.paged.core_events import Token
-from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.runner import NO_TOKEN, Sampled
-from services.engine.paged.scored_prompt import ScoredPrompt
+from services.engine.paged.model_runner import NO_TOKEN, Proposal, Sampled, ScoredPrompt
 from services.grammar.matcher import Matcher
-from services.kv.carried.carried_cache import SequenceCarried
+from services.kv.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
 from services.values.errors import InvalidRequest

@@ -1,4 +1,4 @@
-"""A small checkpoint beside the runner's own drafts: it is a DraftModel of services/engine/paged/runner.py.
+"""A small checkpoint beside the runner's own drafts: it is a DraftModel of engine/paged/model_runner.py.
 
     prompt chunk: the target computes it --> so does this, where it has what comes before
     propose:      what it lacks of each sequence ---> a token each ---> ... as many times as there are drafts
@@ -17,7 +17,7 @@ from statistics import median_low
 
 import torch
 
-from services.engine.paged.runner import NO_TOKEN, Chunk
+from services.engine.paged.model_runner import NO_TOKEN, Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
 from services.engine.torch.graphs.step_graphs import open_graphs
@@ -27,8 +27,8 @@ from services.engine.torch.model.remembered import whole_group
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for
 from services.engine.torch.sampling.sample import sample
-from services.kv.carried.pool_sizes import PoolSizes
 from services.kv.shadow_validity import ShadowValidity
+from services.kv.tails import PoolSizes
 from services.model.token_ids import first_difference
 from services.values.errors import ConfigError
 from services.values.kv import DraftKv, PageId, PoolMemory

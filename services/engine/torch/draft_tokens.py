@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import overload
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 
 
 @dataclass(frozen=True, slots=True)

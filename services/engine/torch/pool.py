@@ -10,7 +10,7 @@ from torch import Tensor
 from services.engine.start_fault import start_fault
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.page_reader import PageReader, page_reader
-from services.transfer.host_memory import map_memory
+from services.transfer.transport import map_memory
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvGroup, PageId, PoolMemory
 

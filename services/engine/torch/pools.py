@@ -12,7 +12,7 @@ from services.engine.torch.model.remembered import Remembered, attention_groups,
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.page_reader import PageReader
 from services.engine.torch.pool import KvPool
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from services.engine.paged.drafts.draft_failures import DraftFailures
-from services.engine.paged.runner import Chunk, DraftModel, Sampled, keep_accepted
+from services.engine.paged.drafters import DraftFailures
+from services.engine.paged.model_runner import Chunk, DraftModel, Sampled, keep_accepted
 from services.engine.torch.checkpoint import (
     Checkpoint,
     computed_by,
@@ -30,7 +30,7 @@ from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
 from services.grammar.masks import MaskCounts
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 

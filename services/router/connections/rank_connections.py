@@ -39,8 +39,8 @@ from services.values.load import RankLoad
 from services.values.rank import RankAddress, RankKey
 from services.values.request import Output
 from services.wire import convert, convert_request
+from services.wire.generation_messages import PackedIds, length_delimited
 from services.wire.isthmus.v1 import decode_pb2
-from services.wire.packed_ids import PackedIds, length_delimited
 
 _FURTHER = decode_pb2.Command.FURTHER_FIELD_NUMBER
 # That are joined to one. The rank obeys them in one turn of its loop, in which no token leaves it: a start

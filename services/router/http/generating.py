@@ -27,10 +27,9 @@ from services.router.http.event_stream import COMMENT, EventStream, sse, until_d
 from services.router.request.generation import Generator
 from services.router.request.several_answers import HeldLogprobs, merged
 from services.values.errors import Aborted, Forbidden, InvalidRequest, NotFound, ProtocolError
+from services.wire.generation_messages import JoinedResponses, PackedIds
 from services.wire.isthmus.v1.common_pb2 import FINISH_REASON_ABORTED
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
-from services.wire.joined_responses import JoinedResponses
-from services.wire.packed_ids import PackedIds
 
 _PROMPT_TOKEN_IDS = GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
 

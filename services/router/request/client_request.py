@@ -15,8 +15,8 @@ from services.router.text.chat_turns import said_in
 from services.router.text.prompt import PastAnswers
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
-from services.wire.packed_ids import PackedIds
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

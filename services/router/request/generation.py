@@ -46,8 +46,8 @@ from services.values.errors import (
 from services.values.rank import Role
 from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id, reusable_of, scored_of
 from services.wire import convert_request
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1 import generation_pb2
-from services.wire.packed_ids import PackedIds
 
 _REMEMBERED_CONVERSATIONS = 10_000
 _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB

@@ -20,9 +20,9 @@ from services.router.request.progress import Progress
 from services.router.request.response_stream import ResponseStream
 from services.router.request.story import tell_answer
 from services.values.errors import InvalidRequest
+from services.wire.generation_messages import JoinedResponses
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, Totals
-from services.wire.joined_responses import JoinedResponses
 
 MOST_HELD = 1 << 20  # some hundred bytes each, and as much again as JSON
 

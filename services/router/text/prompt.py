@@ -24,8 +24,8 @@ from services.router.text.chat_memory import AnswerMemory, RememberedAnswer
 from services.router.text.chat_turns import said_in
 from services.router.text.rendered_chat import NO_ANSWERS, CallText, ChatTokenizer, PastAnswer, render_chat
 from services.values.errors import ContextExceeded, InvalidRequest
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
-from services.wire.packed_ids import PackedIds
 
 # A past answer in a chat is one of these: the client sent its ids; we put its ids in; we knew it, but the
 # template shows it otherwise; we did not know it.

@@ -5,7 +5,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import random_prompt, reference_generation
 from services.engine.fake import continuation
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.values.request import SamplingParams
 
 pytestmark = pytest.mark.long

@@ -20,7 +20,7 @@ from cluster.pair_of_ranks import Ranks
 from engine.pair import core_of
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import continuation
-from services.engine.paged.queue.growth import OutputEstimate
+from services.engine.paged.admitting import OutputEstimate
 from services.engine.paged.sequence import Phase
 from services.kv.handshake import RoomState
 from services.router.text.prompt import PromptEncoder

@@ -5,7 +5,7 @@ from dataclasses import replace
 from cluster.harness import FakeCluster
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
-from services.transfer.prefill import rooms
+from services.transfer.sending import rooms
 from services.wire.isthmus.v1 import common_pb2
 
 PROMPT = list(range(30, 71))

@@ -16,7 +16,7 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.decode.prefill_leg import PrefillLeg
 from services.kv.ticket import StartsWithinPage
 from services.rank import main as rank
-from services.transfer.prefill import rooms
+from services.transfer.sending import rooms
 from services.wire.isthmus.v1 import common_pb2
 
 pytestmark = pytest.mark.long  # test_word_kept.py has the cases on the fake engine

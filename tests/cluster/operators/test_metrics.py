@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.harness import FakeCluster, ids_request
 from cluster.metrics_page import samples, value
-from services.decode.decode_metrics import DecodeMetrics
-from services.prefill.prefill_metrics import PrefillMetrics
+from services.rank.rank_metrics import DecodeMetrics, PrefillMetrics
 from services.router.request.router_metrics import RouterMetrics
 from services.router.request.stages import STAGES
 from services.router.router_config import RouterConfig

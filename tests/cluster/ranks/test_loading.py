@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cluster.harness import FAKE_RANK
 from services.decode.decode_service import decode_roles
-from services.engine.paged.shell.decode import PagedDecodeEngine
+from services.engine.paged.shell.decode_engine import PagedDecodeEngine
 from services.host.ports import free_ports
 from services.process import signals
 from services.rank import main as rank

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from cluster.harness import FakeCluster, ids_request
-from services.engine.paged.shell.decode import PagedDecodeEngine
+from services.engine.paged.shell.decode_engine import PagedDecodeEngine
 from services.values.rank import Plan
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

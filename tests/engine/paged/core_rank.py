@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
+from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Carried, Offered, Reserved, Token
-from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.queue.limits import Limits
-from services.engine.paged.runner import Sampled
-from services.engine.paged.scored_prompt import scores_of
+from services.engine.paged.model_runner import Proposal, Sampled, scores_of
 from services.engine.paged.sequence import Sequence
-from services.kv.carried.carried_cache import CarriedCache
-from services.kv.carried.pool_sizes import units_for
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tails import tail_pages
+from services.kv.tails import tail_pages, units_for
 from services.values.kv import GroupKind
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.request import FinishReason, GenerationRequest, SamplingParams

@@ -5,17 +5,16 @@ from itertools import accumulate
 import pytest
 
 from services.engine.fake_draft import FakeDraftingRunner
+from services.engine.paged import drafters
 from services.engine.paged.batch import chunk_of
-from services.engine.paged.drafts import drafter, model_drafter
-from services.engine.paged.drafts.proposal import Proposal
-from services.engine.paged.drafts.row_shares import StepCost
+from services.engine.paged.draft_chances import StepCost
+from services.engine.paged.model_runner import Proposal
 
 
 @pytest.fixture
 def every_draft_pays(monkeypatch):
     """Whatever a step takes on this machine: what may be right is verified."""
-    for module in (drafter, model_drafter):
-        monkeypatch.setattr(module, "step_cost", lambda *_: StepCost(plain_s=1.0, draft_s=0.0))
+    monkeypatch.setattr(drafters, "step_cost", lambda *_: StepCost(plain_s=1.0, draft_s=0.0))
 
 
 def drafts_of(engine):

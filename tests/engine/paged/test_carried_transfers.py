@@ -9,12 +9,12 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from services.engine import choose
 from services.engine.fake import continuation, parse_carried
-from services.engine.paged.shell import prefill as prefill_module
+from services.engine.paged.shell import prefill_engine as prefill_module
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
 from services.transfer.local import LocalTransport
-from services.transfer.prefill import rooms
-from services.transfer.prefill.room import PrefillRoom
+from services.transfer.sending import rooms
+from services.transfer.sending.room import SendingRoom
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan
 from transfer.spoiling_transport import SpoilingTransport
@@ -109,7 +109,7 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
         ([], "264 bytes landed where"),  # as from who knows of no groups
     ]:
         with subtests.test(told=told, sentence=sentence), pytest.MonkeyPatch.context() as monkeypatch:
-            say = PrefillRoom._send
+            say = SendingRoom._send
 
             def lie(room, message, told=told, say=say):
                 if message.status.group_bytes:
@@ -119,7 +119,7 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
             async with Pair(HYBRID) as pair:
                 assert moved_bytes(0, len(PROMPT), pair.decode.layout) == (192, 64, 8)
                 with monkeypatch.context() as patch:
-                    patch.setattr(PrefillRoom, "_send", lie)
+                    patch.setattr(SendingRoom, "_send", lie)
                     with pytest.raises(PeerFailed, match=sentence):
                         await pair.generate(PROMPT)
                 await pair.assert_nothing_held()

@@ -8,8 +8,8 @@ import pytest
 from engine.pair import FAKE, Pair
 from services.engine import choose
 from services.engine.fake import continuation
-from services.engine.paged.shell import decode
-from services.transfer.prefill.room import PrefillRoom
+from services.engine.paged.shell import decode_engine as decode
+from services.transfer.sending.room import SendingRoom
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan
 from services.wire import convert
@@ -91,7 +91,7 @@ async def test_a_page_that_comes_changed(subtests, spoiling, caplog):
 
 
 async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):
-    say = PrefillRoom.send_status
+    say = SendingRoom.send_status
 
     def say_one_less(room, state):
         if room.digests is not None:
@@ -100,7 +100,7 @@ async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypa
 
     async with Pair() as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(PrefillRoom, "send_status", say_one_less)
+            patch.setattr(SendingRoom, "send_status", say_one_less)
             with pytest.raises(PeerFailed, match="5 digests of 6 pages"):
                 await pair.generate(PROMPT)
         await pair.assert_nothing_held()

@@ -11,12 +11,12 @@ from engine.paged.core_rank import Prefill, Rank
 from engine.pair import FAKE, Pair, core_of, has_crashed
 from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import FakeRunner, continuation
-from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
-from services.transfer.base import Unsettled
-from services.transfer.decode.room_watch import RoomWatch
 from services.transfer.local import LocalTransport
-from services.transfer.prefill import write_failures as failures_module
+from services.transfer.receiving.room_watch import RoomWatch
+from services.transfer.sending import receivers as failures_module
+from services.transfer.transport import Unsettled
 from services.values.errors import IsthmusError, NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan
 

@@ -10,7 +10,7 @@ from engine.pair import FAKE, Pair, core_of, has_crashed, settled
 from services.engine.fake import FakeRunner, continuation
 from services.process.turn_watch import TurnWatch
 from services.transfer.local import LocalTransport
-from services.transfer.prefill import sender
+from services.transfer.sending import sender
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan
 

@@ -7,10 +7,10 @@ import pytest
 
 from engine.pair import FAKE, Pair
 from services.engine.fake import continuation
-from services.engine.paged.shell import prefill as prefill_module
-from services.transfer.base import Unsettled
+from services.engine.paged.shell import prefill_engine as prefill_module
 from services.transfer.local import LocalTransport, _LandedWrite
-from services.transfer.prefill import rooms as rooms_module
+from services.transfer.sending import rooms as rooms_module
+from services.transfer.transport import Unsettled
 from services.values.errors import PeerFailed
 
 PROMPT = range(100, 140)  # ten pages

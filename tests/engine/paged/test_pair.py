@@ -15,10 +15,10 @@ from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import VOCAB_SIZE as FAKE_VOCABULARY
 from services.engine.fake import FakeRunner, continuation
 from services.net import servers
-from services.prefill.prefill_metrics import PrefillMetrics
 from services.prefill.prefill_service import PrefillService
+from services.rank.rank_metrics import PrefillMetrics
 from services.transfer.local import LocalTransport
-from services.transfer.prefill.rooms import RoomTable
+from services.transfer.sending.rooms import RoomTable
 from services.values.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan, RankAddress, RankId
 from services.values.request import FinishReason

@@ -12,7 +12,7 @@ from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.fake_draft import parse_draft
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
-from services.transfer.prefill import rooms
+from services.transfer.sending import rooms
 from services.values.errors import ConfigError, KvCorrupt
 from services.values.rank import Plan
 from services.values.request import SamplingParams

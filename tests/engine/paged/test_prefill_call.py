@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from services.engine.paged.core_events import Reserved, Token
-from services.engine.paged.shell.legs import both
-from services.engine.paged.shell.prefill import _Computed
+from services.engine.paged.shell.prefill_engine import _Computed
+from services.transfer.waits import both
 
 TOLD = (Reserved(0, (), 0.0), Token(7, None, None))
 

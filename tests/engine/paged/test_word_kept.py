@@ -8,7 +8,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of, settled
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
-from services.transfer.prefill import rooms
+from services.transfer.sending import rooms
 from services.values.errors import PeerFailed
 from services.values.rank import Plan, RankAddress, RankId
 

@@ -1,6 +1,6 @@
 """Settings of one SGLang, for tests that change what they are about."""
 
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
 from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.values.rank import Role
 

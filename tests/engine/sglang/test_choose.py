@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 
 from services.engine.choose import decode_engines, prefill_engines
-from services.rank.config import RankConfig
 from services.rank.main import rank_configs
+from services.rank.rank_config import RankConfig
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, Role
 

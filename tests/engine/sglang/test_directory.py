@@ -7,7 +7,7 @@ import pytest
 
 from services.engine.sglang.directory import Directory, DirectoryService, Lookups, look_up
 from services.net import channels, grpc_errors, servers
-from services.transfer.prefill.handshake_server import HandshakeService
+from services.transfer.sending.handshake_server import HandshakeService
 from services.values.errors import ProtocolError, Unavailable
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 

@@ -7,7 +7,7 @@ import torch
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 
 @cache

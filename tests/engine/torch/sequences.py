@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from engine.torch.attention.paging import alike
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.kv.tails import tail_pages, tail_start
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams

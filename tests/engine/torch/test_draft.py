@@ -11,7 +11,7 @@ from engine.torch.sequences import GREEDY, PageTables, Sequence
 from exactness.checkpoints import tiny_checkpoint
 from exactness.draft_checkpoints import grown_checkpoint
 from exactness.reference import random_prompt
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch import draft as draft_module
 from services.engine.torch import runner as runner_module
 from services.engine.torch.draft import DraftModelSettings

@@ -1,6 +1,6 @@
 import torch
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.draft_tokens import DraftedHistory, single_tokens
 from services.engine.torch.sampling.adjusting import adjust
 from services.values.request import SamplingParams

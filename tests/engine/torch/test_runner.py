@@ -12,7 +12,7 @@ from engine.torch.sequences import Carried, PageTables, Sequence, generate, kv_o
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import check_half_precision, count_near_ties, random_prompt, reference_generation
 from services.cli.model.make_model import ARCHITECTURES
-from services.engine.paged.runner import Chunk, ModelRunner
+from services.engine.paged.model_runner import Chunk, ModelRunner
 from services.engine.torch import checkpoint
 from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
@@ -20,7 +20,7 @@ from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
 from services.engine.torch.model.check.self_check import ROUNDING
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.request import SamplingParams
 

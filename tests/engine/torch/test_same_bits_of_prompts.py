@@ -11,13 +11,13 @@ import torch
 
 from engine.torch.bits import num_parted, recorded_logits, runner_of
 from exactness.reference import random_prompt
+from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Token
-from services.engine.paged.queue.limits import Limits
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.torch.model import mixers
-from services.kv.carried import carried_cache
-from services.kv.carried.carried_cache import CarriedCache
+from services.kv import carried_cache
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.request import GenerationRequest, SamplingParams
 

@@ -9,9 +9,9 @@ import torch
 from engine.torch.sequences import GREEDY, Carried, Guessing, PageTables, kv_of, step
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.errors import ProtocolError
 from services.values.request import SamplingParams
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.carried.borders import borders_to_keep, shared_border
+from services.kv.resume_points import borders_to_keep, shared_border
 
 
 @pytest.mark.parametrize(

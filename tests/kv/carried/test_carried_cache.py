@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.kv.carried.carried_cache import CarriedCache
+from services.kv.carried_cache import CarriedCache
 from services.kv.radix_tree import RadixTree
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout

@@ -1,6 +1,6 @@
 import pytest
 
-from services.kv.carried.pool_sizes import PoolSizes, units_for
+from services.kv.tails import PoolSizes, units_for
 from services.values.kv import GroupKind, KvGroup
 
 WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=128)

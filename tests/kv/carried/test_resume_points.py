@@ -4,8 +4,8 @@ from itertools import count
 
 import pytest
 
-from services.kv.carried.resume_points import ResumePoints, SavedPoint, _KeptPoint
 from services.kv.radix_tree import Node, RadixTree
+from services.kv.resume_points import ResumePoints, SavedPoint, _KeptPoint
 
 BLOCK = 2
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.kv.carried.unit_pool import UnitPool
+from services.kv.page_allocator import UnitPool
 from services.values.errors import NoCapacity, ProtocolError
 
 

@@ -16,9 +16,9 @@ from services.router.text.tokenizer import Tokenizer
 from services.values.errors import NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan
 from services.values.request import Admitted, FinishReason, Output
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
-from services.wire.packed_ids import PackedIds
 
 ADMITTED = Admitted(1, 0, 0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL)
 

@@ -5,6 +5,7 @@ import pytest
 from services.router.text.prompt import PromptEncoder, most_message_bytes
 from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ContextExceeded, InvalidRequest
+from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import (
     Chat,
     ChatMessage,
@@ -13,7 +14,6 @@ from services.wire.isthmus.v1.generation_pb2 import (
     Tool,
     ToolCall,
 )
-from services.wire.packed_ids import PackedIds
 
 
 def chat(*messages: ChatMessage) -> GenerateRequest:

@@ -9,7 +9,7 @@ from services.router.cluster_watch import finished_request, running_request
 from services.router.request.response_stream import finish_of
 from services.values.rank import Plan
 from services.values.request import FinishReason
-from services.wire.packed_ids import PackedIds
+from services.wire.generation_messages import PackedIds
 
 
 def told(progress, outcome="finished"):

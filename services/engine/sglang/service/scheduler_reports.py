@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.kv.block_hash import extend_hash, scope_seed
-from services.kv.cache_events import BlockLedger
+from services.kv.block_hash import BlockLedger, extend_hash, scope_seed
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents, PageBooks
 from services.values.load import RankLoad

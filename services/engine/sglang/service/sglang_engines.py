@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from services.engine.base import RemotePrefill
-from services.engine.paged.scored_prompt import check_told
+from services.engine.paged.model_runner import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
 from services.engine.sglang.service.process_connections import Telling

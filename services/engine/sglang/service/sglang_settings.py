@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.engine.settings import EngineSettings
+from services.engine.engine_settings import EngineSettings
 from services.engine.sglang.service import speculation_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from services.engine.queue_rate import QueueRate
+from services.engine.paged.admitting import QueueRate
 from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.reports import (
     Active,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.start_fault import start_fault
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, PartsView, StoreKv

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces, Span
 from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, StoreKv, view_parts
 from services.engine.torch.attention.kernels.pieces import Read, pieces_of

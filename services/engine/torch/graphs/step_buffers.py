@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.kernels.numba_kernel import PagePieces
 from services.engine.torch.attention.kernels.piece_parts import (
     OnDevice,

@@ -27,7 +27,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.graphs.step_buffers import Outputs, PromptRoom, StepBuffers

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch.device import finish_step
 from services.engine.torch.graphs.step_buffers import PromptRoom
 from services.engine.torch.model.packed_model import PackedModel

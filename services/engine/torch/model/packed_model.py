@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.step_view import StepView, view_step
 from services.engine.torch.device import send
 from services.engine.torch.draft_tokens import single_tokens
@@ -30,7 +30,7 @@ from services.engine.torch.model.recurrence import Workers, forward_in_place
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache, cache_argument
 from services.engine.torch.pools import Pools
-from services.kv.carried.borders import scan_tokens
+from services.kv.resume_points import scan_tokens
 
 
 @dataclass(frozen=True, slots=True)

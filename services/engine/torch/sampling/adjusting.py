@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 
 _Ids = NDArray[np.int64]
 _PerRow = Sequence[tuple[int, _Ids]]  # rows of logits, and some ids of each

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.draft_tokens import DraftedHistory
 from services.engine.torch.sampling.adjusting import biases_of, forbidden_of, require_ids
 

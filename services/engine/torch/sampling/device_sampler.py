@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.sampling.adjusting import is_adjusted
 from services.engine.torch.sampling.device_adjusting import Histories, adjust_on_device
 from services.engine.torch.sampling.sample import logprobs_of, sample, takes_the_highest, uniform_of

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.sampling.adjusting import adjust, is_adjusted
 from services.engine.torch.sampling.highest import Floats, Ids, at_least, floors, highest
 from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.sampling.highest import at_least, floors, highest
 from services.engine.torch.sampling.sample import log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.paged.runner import Chunk, masks_asked
+from services.engine.paged.model_runner import Chunk, masks_asked
 from services.grammar.masks import MaskCounts, MaskMaker, Masks
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engine.paged.core_rank import Prefill, Rank
 from services.engine.fake import FakeRunner, continuation, mix
+from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
-from services.engine.paged.queue.limits import Limits
-from services.engine.paged.runner import Sampled
+from services.engine.paged.model_runner import Sampled
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.prefix_cache import PrefixCache
 from services.values.errors import InvalidRequest, NoCapacity

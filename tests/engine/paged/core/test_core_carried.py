@@ -5,10 +5,10 @@ import pytest
 from engine.paged.core_rank import Prefill, Rank
 from services.engine.fake import fake_state, fake_window
 from services.engine.paged import carrying
-from services.engine.paged.queue.overtaking import Patience
-from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.admitting import Patience
+from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
-from services.kv.carried.borders import shared_border
+from services.kv.resume_points import shared_border
 
 CARRIED = [(fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
 

@@ -5,7 +5,7 @@ from itertools import cycle, repeat
 
 from engine.paged.core_rank import Guesses, Rank
 from services.engine.fake import fake_state, fake_window
-from services.engine.paged.runner import Sampled, keep_accepted
+from services.engine.paged.model_runner import Sampled, keep_accepted
 
 CARRIED = [(), (fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
 

@@ -4,8 +4,8 @@ import pytest
 
 from engine.paged.core_rank import CountingRunner, Prefill, Rank
 from services.engine.fake import continuation
-from services.engine.paged.queue.overtaking import Patience
-from services.engine.paged.runner import RunnerFailed, Sampled
+from services.engine.paged.admitting import Patience
+from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 
 

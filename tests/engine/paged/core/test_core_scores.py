@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import fake_state, fake_window, prompt_scores
-from services.engine.paged.scored_prompt import ScoredPrompt, scores_of
+from services.engine.paged.model_runner import ScoredPrompt, scores_of
 from services.engine.paged.sequence import Phase
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import MAX_BYTES

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 
 from engine.paged.core_rank import Guesses, Rank
 from services.engine.fake import fake_state, fake_window
-from services.engine.paged.queue.overtaking import Patience
-from services.engine.paged.runner import RunnerFailed
+from services.engine.paged.admitting import Patience
+from services.engine.paged.model_runner import RunnerFailed
 from services.engine.paged.sequence import Phase
 from services.values.kv import GroupKind
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
-from services.engine.paged.queue import waiting_queue
-from services.engine.paged.queue.overtaking import Patience
-from services.engine.paged.queue.waiting_queue import WaitingQueue, in_turn
+from services.engine.paged import waiting_queue
+from services.engine.paged.admitting import Patience
 from services.engine.paged.sequence import Phase, Sequence
+from services.engine.paged.waiting_queue import WaitingQueue, in_turn
 from services.values.request import GenerationRequest, SamplingParams
 
 

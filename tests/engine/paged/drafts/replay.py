@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from services.engine.paged.drafts.drafting import Wish
-from services.engine.paged.queue.step_time import StepTimes
+from services.engine.paged.drafters import Wish
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.step_time import StepTimes
 from services.values.request import GenerationRequest, SamplingParams
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engine.paged.drafts.acceptance import Acceptance, count_right
+from services.engine.paged.draft_chances import Acceptance, count_right
 
 KIND = ("lookup", 5)
 

@@ -2,9 +2,8 @@
 
 from engine.paged.core_rank import Rank
 from engine.paged.drafts.replay import Replay, echoing, novel, sequence
-from services.engine.paged.drafts.drafter import Drafter, LookupSettings
-from services.engine.paged.drafts.drafting import Wish
-from services.engine.paged.queue.step_time import StepTimes
+from services.engine.paged.drafters import Drafter, LookupSettings, Wish
+from services.engine.paged.step_time import StepTimes
 
 
 def steps_cost(batch, drafts):

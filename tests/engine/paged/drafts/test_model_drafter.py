@@ -3,7 +3,7 @@
 import random
 
 from engine.paged.core_rank import Rank
-from services.engine.paged.drafts.model_drafter import ModelDrafter
+from services.engine.paged.drafters import ModelDrafter
 
 DRAFT_S, ROW_S, FIXED_S, PROMPT_TOKEN_S = 0.001, 0.001, 0.009, 0.0002
 

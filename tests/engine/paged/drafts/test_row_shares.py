@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.row_shares import Candidate, StepCost, share_rounds, share_rows
+from services.engine.paged.draft_chances import Candidate, StepCost, share_rounds, share_rows
 
 SECONDS = st.floats(0.001, 1.0)
 CANDIDATES = st.lists(st.builds(Candidate, st.integers(0, 3), st.floats(0.0, 1.0)), min_size=1, max_size=3)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.queue.growth import MAX_EXPECTED_TOKENS, Growing, Growth, OutputEstimate
+from services.engine.paged.admitting import MAX_EXPECTED_TOKENS, Growing, Growth, OutputEstimate
 
 
 def lived(sequences, page_size):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.queue.overtaking import Newcomer, Patience, next_admission
+from services.engine.paged.admitting import Newcomer, Patience, next_admission
 
 PLAIN = Newcomer(new_pages=4, unheld_pages=0, shares=False, overtaken=0, overtaken_for_s=0.0)
 PATIENCE = Patience(overtakes=3, wait_s=5.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engine.paged.queue.step_time import StepTimes
+from services.engine.paged.step_time import StepTimes
 
 
 def learned(batches, fixed_s=0.010, per_sequence_s=0.002, prompt_rate=None):

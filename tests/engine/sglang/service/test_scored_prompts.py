@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engine.paged.scored_prompt import check_told
+from services.engine.paged.model_runner import check_told
 from services.engine.sglang.service.request_arguments import check_scored, scoring_arguments, told_of_prompt
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import ScoredToken

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from engine.torch.attention.paging import layers_of
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.bias import CausalBias
 
 from engine.torch.attention.paging import empty, paged, reach_view_of, view_of
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.gathered import attend_gathered, gather

@@ -27,7 +27,7 @@ from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.prompts import Packing, is_packable
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03}
 PACKING = Packing(gather_plainly)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.torch.attention.paging import empty, view_of
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PageShape

@@ -11,7 +11,7 @@ from engine.torch.sequences import Carried, PageTables, Sequence, generate, kv_o
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.errors import ProtocolError
 from services.values.kv import GroupKind
 

@@ -28,7 +28,7 @@ from services.engine.torch.model.remembered import State
 from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.token_runs import TokenRuns
 from services.engine.torch.runner import TorchRunner
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 
 IN_PLACE = ["qwen3_5", "falcon_h1"]
 MORE_IN_PLACE = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "bamba"]

@@ -11,7 +11,7 @@ from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.kv.tails import carried_bytes
 from services.values.errors import Unavailable
 from services.values.rank import Plan

@@ -18,10 +18,10 @@ from engine.torch.paired.families import (
     new_text,
     torch_settings,
 )
-from services.engine.paged.shell import decode
+from services.engine.paged.shell import decode_engine as decode
 from services.engine.torch.model.slots import SlotPool
-from services.kv.carried.carried_cache import CarriedCache
-from services.transfer.prefill import delta_write
+from services.kv.carried_cache import CarriedCache
+from services.transfer.sending import delta_write
 from services.values.rank import Plan
 
 # New tokens and answers: then prefill has resume points at 64 and 80, decode at 80 and 112. At none of these

@@ -28,7 +28,7 @@ from engine.torch.paired.speculating import (
     settings_of,
     without_drafts,
 )
-from services.engine.paged.drafts.speculation import Speculation
+from services.engine.paged.drafters import Speculation
 from services.values.request import FinishReason
 
 pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)

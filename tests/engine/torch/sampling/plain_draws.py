@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.values.request import SamplingParams
 
 NEAR = 1e-6  # of all that weighs

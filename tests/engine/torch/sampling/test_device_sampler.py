@@ -10,7 +10,7 @@ import torch
 from engine.torch.sampling.plain_draws import chunk_of, launch_plainly
 from engine.torch.sampling.test_sampling_rows import CASES, VOCAB_SIZE, random_logits
 from engine.torch.sampling.test_step_masks import masks_of
-from services.engine.paged.runner import NO_TOKEN, Sampled
+from services.engine.paged.model_runner import NO_TOKEN, Sampled
 from services.engine.torch.sampling import device_sampler
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for, open_sampler
 from services.engine.torch.sampling.sample import sample

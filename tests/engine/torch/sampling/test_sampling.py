@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.paged.runner import NO_TOKEN, Chunk
+from services.engine.paged.model_runner import NO_TOKEN, Chunk
 from services.engine.torch.sampling.sample import sample, uniform
 from services.values.request import SamplingParams
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactness.plain_sampling import sample_row
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.sampling import sample as sampling
 from services.engine.torch.sampling.sample import sample
 from services.values.request import SamplingParams, TokenLogprobs

@@ -12,11 +12,11 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.prompt_scores import check_scores
 from exactness.reference import random_prompt
 from services.cli.model.make_model import ARCHITECTURES
-from services.engine.paged.scored_prompt import ScoredPrompt
+from services.engine.paged.model_runner import ScoredPrompt
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import scored_rows
 from services.engine.torch.sampling.scored_rows import told_by
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 
 # Whose layers have an unusual name, and one of the usual.

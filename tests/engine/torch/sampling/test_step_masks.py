@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.paged.runner import NO_TOKEN, Chunk, Sampled
+from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import RowMasks
 from services.grammar.masks import Masks

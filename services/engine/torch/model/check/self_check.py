@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from services.engine.paged.runner import Chunk, TailPages
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import free_bytes
@@ -40,8 +40,8 @@ from services.engine.torch.model.check.model_probe import attending_by, probe
 from services.engine.torch.model.check.trial import Cut, plan_trial
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
-from services.kv.carried.borders import scans
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.resume_points import scans
+from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind, KvGroup, PageId
 from services.values.request import SamplingParams

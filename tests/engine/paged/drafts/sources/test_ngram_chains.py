@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.ngram_chains import NgramChains
+from services.engine.paged.draft_sources import NgramChains
 
 # Few ids, so that they meet again; texts of more than 64 are sorted by numpy.
 TEXTS = st.lists(

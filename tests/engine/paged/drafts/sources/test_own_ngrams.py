@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.ngram_chains import OwnNgrams
-from services.engine.paged.drafts.sources.source import LONGEST
+from services.engine.paged.draft_sources import LONGEST, OwnNgrams
 
 
 def grown(ids, at_once=4):

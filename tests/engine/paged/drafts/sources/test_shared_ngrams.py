@@ -1,7 +1,7 @@
 """Texts by salt: each finds its own, and all together are bounded."""
 
-from services.engine.paged.drafts.sources.shared_ngrams import SharedNgrams
-from services.engine.paged.drafts.sources.source import Trail
+from services.engine.paged.draft_sources import Trail
+from services.engine.paged.shared_ngrams import SharedNgrams
 
 
 def told(shared, salt, ids):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.siblings import Siblings
+from services.engine.paged.draft_sources import Siblings
 from services.kv.radix_tree import RadixTree
 
 PAGE = 4

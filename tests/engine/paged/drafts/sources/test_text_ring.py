@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.paged.drafts.sources.source import LONGEST, Trail
-from services.engine.paged.drafts.sources.text_ring import TextRing
+from services.engine.paged.draft_sources import LONGEST, Trail
+from services.engine.paged.shared_ngrams import TextRing
 
 IDS = st.integers(0, 3)
 TEXTS = st.lists(st.lists(IDS, max_size=12), max_size=3)

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from engine.torch.attention.paging import paged, reach_view_of
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels import triton_kernel
 from services.engine.torch.attention.kernels.piece_parts import OnDevice

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from engine.torch.attention.paging import reach_view_of
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice
 from services.engine.torch.attention.layers import Reach

@@ -22,7 +22,7 @@ from engine.torch.attention.kernels.kernel_cases import (
 from engine.torch.attention.paging import empty, paged, reach_view_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.agreement import require_agreement, require_stored
 from services.engine.torch.attention.attention_scores import Scores

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from services.cli.model.make_model import make_model
-from services.engine.paged.runner import Chunk
+from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention import paged_attention
 from services.engine.torch.attention.kernels.piece_parts import OnDevice
@@ -21,7 +21,7 @@ from services.engine.torch.model.fused import fuse
 from services.engine.torch.model.fused.plain import Kernels
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.kv.carried.pool_sizes import PoolSizes
+from services.kv.tails import PoolSizes
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 

@@ -1,0 +1,314 @@
+"""An engine of either role is built with these: those of a rank's flags that are its engine's, as parsed."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from services.engine.paged.admitting import Limits
+from services.engine.paged.drafters import Mode, Speculation
+from services.engine.paged.shell.decode_engine import WriteLease
+from services.engine.paged.shell.paged_engine import CacheSettings
+from services.kv.tails import PoolSizes
+from services.net.tls import TlsConfig
+from services.settings.cluster import ClusterConfig
+from services.settings.flags import Bounds, setting
+from services.settings.hub import MODEL_HELP
+from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters, parameters_of
+from services.values.errors import ConfigError
+from services.values.rank import Role
+
+_CATCH_UP_BY_TARGET = 64  # It counts tokens.
+_MOST_GRAPH_ROWS = 512  # Above that a step computes longer than its host takes.
+DEFAULT_KV_PAGES = 2048
+_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(ClusterConfig):
+    """These belong to one rank, or to all in its process. Raises ConfigError when they do not go together."""
+
+    model: str = setting("", MODEL_HELP)
+    dp_size: int = setting(
+        1, "number of DP ranks; a process each, but with engine sglang", bounds=Bounds(at_least=1)
+    )
+    rank_index: int | None = setting(
+        None, "be this one rank instead of the supervisor of all", bounds=Bounds(at_least=0)
+    )
+    tls_peer_name: str = setting(
+        "",
+        "with --tls-mutual, name that certificates of a rank's clients must carry (a DNS alternative name); "
+        "default: --tls-server-name",
+    )
+    advertise_host: str = setting("", "address that others reach us at; default: --host, if it is one")
+    engine: Literal["torch", "fake", "sglang"] = setting("torch", "what computes")
+    engine_arg: tuple[str, ...] = setting(
+        (),
+        "engine sglang: a flag of its server, as it is",
+        split=False,
+        bounds=Bounds(pattern=r"--[a-z].*", form="one --flag or --flag=value of SGLang's"),
+    )
+    device: str = setting(
+        "cpu",
+        "cpu, cuda or cuda:N; with cuda, rank N of engine torch takes cuda:N",
+        bounds=Bounds(pattern=r"cpu|cuda(:[0-9]+)?", form="cpu, cuda or cuda:N"),
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None, "of weights and KV; default: the checkpoint's"
+    )
+    kv_dtype: Literal["fp8_e4m3"] | None = setting(
+        None, "engine torch: of KV, in half the memory of bfloat16 and a little less exact; default: --dtype"
+    )
+    weights: Literal["stored", "dequantized"] = setting(
+        "stored",
+        "engine torch on a GPU, in half precision: FP8 and INT4 weights of a quantized checkpoint are "
+        "multiplied as they are stored, which rounds what FP8 is multiplied by; or dequantized",
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
+    )
+    kv_pages: int | None = setting(
+        None,
+        "pages in a rank's KV pool; default: 2048, or fewer on a CPU whose memory would not hold them",
+        bounds=Bounds(at_least=1),
+    )
+    page_size: int = setting(64, "tokens per page", bounds=Bounds(at_least=1))
+    window_pages: int | None = setting(
+        None,
+        "pages for each window of a model that has some; default: twice what running sequences take",
+        bounds=Bounds(at_least=1),
+    )
+    state_slots: int | None = setting(
+        None,
+        "recurrent states of a model that has some; default: 2 for each that may run, and 32",
+        bounds=Bounds(at_least=1),
+    )
+    self_check: Literal["on", "off"] = setting(
+        "on",
+        "engine torch: try at the start whether the model computed in pieces is the model; off: nobody "
+        "notices where it is not",
+    )
+    graph_mib: int | None = setting(
+        None,
+        "engine torch on a GPU: MiB for CUDA graphs of steps; default: a 64th of the card, 256 at "
+        "least; 0: none",
+        bounds=Bounds(at_least=0),
+    )
+    share_weights: Literal["on", "off"] = setting(
+        "off",
+        "engine torch on a CPU: keep weights in files of the user's cache, which this machine's ranks share",
+    )
+    decode_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (decode)")
+    prefill_cache: Literal["on", "off"] = setting("on", "keep a radix cache of prefixes (prefill)")
+    protected_cache_share: float = setting(
+        0.3,
+        "share of the pool kept for prefixes requested more than once",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    transport: Literal["nixl", "local"] = setting("nixl", "KV transport; local: same host only")
+    nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
+        "UCX", "NIXL's plugin that moves KV, if NIXL has it; tried with UCX alone"
+    )
+    nixl_parameter: tuple[str, ...] = setting(
+        (),
+        "of that plugin, NAME=VALUE: device_list=mlx5_0,mlx5_1",
+        split=False,
+        bounds=Bounds(pattern=r"[A-Za-z_][A-Za-z0-9_]*=.+", form="NAME=VALUE"),
+    )
+    expect_kv_path: Literal["any", "rdma"] = setting(
+        "any", "rdma: warn and alert where KV is transferred over TCP (prefill)"
+    )
+    chunk_size: int | None = setting(
+        None,
+        "prompt tokens computed per step; default: 512, or 2048 where engine torch computes on a GPU",
+        bounds=Bounds(at_least=1),
+    )
+    max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
+    itl_target_ms: float | None = setting(
+        None,
+        "target ITL: bounds batch and prompt chunks by measured step time (decode)",
+        bounds=Bounds(above=0),
+    )
+    step_limit_s: float = setting(
+        120.0,
+        "seconds after which a hung step, or transport call (30 s at most), ends its rank; 0: never",
+        bounds=Bounds(at_least=0),
+    )
+    write_lease_s: float = setting(
+        10.0,
+        "seconds that prefill may write KV without renewal of its lease (decode)",
+        bounds=Bounds(above=0),
+    )
+    fence_margin_s: float = setting(
+        5.0,
+        "seconds after that lease before pages of a silent writer are reused (decode)",
+        bounds=Bounds(at_least=0),
+    )
+    kv_digest_share: float = setting(
+        0.01,
+        "share of transfers whose pages are verified by digests of what prefill wrote (decode)",
+        bounds=Bounds(at_least=0, at_most=1),
+    )
+    fake_step_s: float = setting(0.0, "engine fake: seconds per step", bounds=Bounds(at_least=0))
+    fake_prompt_token_s: float = setting(
+        0.0, "engine fake: seconds per prompt token", bounds=Bounds(at_least=0)
+    )
+    speculation: Mode = setting(
+        "off",
+        "draft what follows, verified in one step; text stays the same: lookup goes on as the request itself "
+        "did, tree also as others of its cache salt, draft as --draft-model does (decode)",
+    )
+    draft_tokens: int = setting(
+        5, "drafts of a sequence in a step, at most (decode)", bounds=Bounds(at_least=1, at_most=64)
+    )
+    speculate_unsalted: bool = setting(
+        False,
+        "--speculation=tree: learn from requests without a cache salt for each other, too; speed then tells "
+        "clients what others were answered (decode)",
+    )
+    draft_model: str = setting(
+        "",
+        "engine torch: directory of a small checkpoint with the model's tokenizer, to draft with; prefill "
+        "ranks that have it compute and send its KV, too",
+    )
+    fake_draft: str = setting(
+        "",
+        "engine fake: a draft model, right in a share of positions, as agree:0.8, or with the seconds that a "
+        "draft takes agree:0.8:0.001",
+    )
+    fake_carried: str = setting(
+        "",
+        "engine fake: groups beside full attention, as window:8,chunk:16,state; state:500 weighs 500 tokens",
+    )
+
+    def __post_init__(self) -> None:
+        ClusterConfig.__post_init__(self)
+        parameters = parameters_of(self.nixl_parameter)
+        if self.nixl_backend == UCX:
+            check_parameters(UCX, parameters)
+        if self.speculation != "off" and self.engine == "sglang":
+            raise ConfigError(
+                "--speculation is for --engine=torch: SGLang has --engine-arg=--speculative-algorithm=..."
+            )
+        if self.kv_dtype and self.engine != "torch":
+            also = ": SGLang has --engine-arg=--kv-cache-dtype=..." * (self.engine == "sglang")
+            raise ConfigError(f"--kv-dtype is for --engine=torch{also}")
+        if self.draft_model and self.engine != "torch":
+            also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
+            raise ConfigError(f"--draft-model is for --engine=torch{also}")
+        if self.speculation == "draft" and not self.has_draft:
+            raise ConfigError("--speculation=draft needs --draft-model")
+
+    def tls(self) -> TlsConfig | None:
+        """Return the rank's TLS: it obeys the cluster's services alone, for a CA may have signed for others,
+        too."""
+        tls = ClusterConfig.tls(self)
+        if tls is None or not tls.mutual:
+            if self.tls_peer_name:
+                raise ConfigError("--tls-peer-name needs --tls-mutual, which asks clients for a certificate")
+            return tls
+        return replace(tls, peer_name=self.tls_peer_name or self.tls_server_name)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Return --chunk-size, or its default: a GPU is idle with short chunks."""
+        on_gpu = self.engine == "torch" and self.device != "cpu"
+        return self.chunk_size or (_GPU_CHUNK_TOKENS if on_gpu else _CHUNK_TOKENS)
+
+    @property
+    def has_draft(self) -> bool:
+        return bool(self.fake_draft if self.engine == "fake" else self.draft_model)
+
+    @property
+    def draft_catch_up_tokens(self) -> int:
+        """Return how many prompt tokens a draft model computes in a step at most.
+
+        With a target for the time between tokens they are few: what they take is known only afterwards.
+        """
+        most = self.chunk_tokens
+        return most if self.itl_target_ms is None else min(most, _CATCH_UP_BY_TARGET)
+
+    @property
+    def graph_rows(self) -> int:
+        """Return how many single tokens a decode rank's step has at most, drafts included."""
+        drafts = self.draft_tokens if self.speculation != "off" else 0
+        return min(self.max_running_requests * (1 + drafts), _MOST_GRAPH_ROWS)
+
+    @property
+    def draft_graph_rows(self) -> int:
+        """Return how many sequences a draft model drafts for in a round at most."""
+        return min(self.max_running_requests, _MOST_GRAPH_ROWS) if self.speculation == "draft" else 0
+
+    @property
+    def speculates(self) -> Speculation:
+        return Speculation(self.speculation, self.draft_tokens, self.speculate_unsalted)
+
+    @property
+    def model_directory(self) -> Path | None:
+        return Path(self.model) if self.model else None
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name or "fake"
+
+    @property
+    def reached_at(self) -> str:
+        return self.advertise_host or self.host
+
+    @property
+    def rank_device(self) -> str:
+        """Return where this rank computes. SGLang places its ranks itself."""
+        if self.engine == "torch" and self.device == "cuda" and self.dp_size > 1:
+            return f"cuda:{self.rank_index or 0}"
+        return self.device
+
+    @property
+    def threads(self) -> int:
+        return self.num_threads or max(1, (os.cpu_count() or 1) // self.dp_size)
+
+    @property
+    def pool_pages(self) -> int:
+        return self.kv_pages or DEFAULT_KV_PAGES
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        return PoolSizes(
+            num_window_pages=self.window_pages,
+            num_slots=self.state_slots,
+            max_running_requests=self.max_running_requests,
+            chunk_size=self.chunk_tokens,
+        )
+
+    @property
+    def nixl(self) -> NixlSettings:
+        parameters = parameters_of(self.nixl_parameter)
+        return NixlSettings(self.nixl_backend, parameters, self.expect_kv_path == "rdma")
+
+    @property
+    def lease(self) -> WriteLease:
+        return WriteLease(self.write_lease_s, self.fence_margin_s)
+
+    def has_cache(self, role: Role) -> bool:
+        return (self.decode_cache if role is Role.DECODE else self.prefill_cache) == "on"
+
+    def check_blocks(self) -> None:
+        """Raise ConfigError unless blocks of the index are whole pages."""
+        if self.index_block % self.page_size != 0:
+            raise ConfigError(
+                f"--index-block {self.index_block} must be a multiple of --page-size {self.page_size}"
+            )
+
+    def cache(self, role: Role) -> CacheSettings:
+        """Return the cache's settings. Raises ConfigError as check_blocks."""
+        self.check_blocks()
+        enabled = self.has_cache(role)
+        return CacheSettings(self.served_name, self.index_block, enabled, self.protected_cache_share)
+
+    def limits(self, role: Role) -> Limits:
+        target_ms = self.itl_target_ms if role is Role.DECODE else None
+        return Limits(
+            self.max_running_requests,
+            self.chunk_tokens,
+            itl_target_s=target_ms / 1e3 if target_ms is not None else None,
+            step_limit_s=self.step_limit_s,
+        )

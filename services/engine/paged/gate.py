@@ -1,0 +1,270 @@
+"""The gate lets those that wait into the pool, by what there is, what each takes, and what those that run
+need.
+
+admitting.py decides. A round of decisions is made only when there is news, that is when
+something has happened that may let somebody in: weighing takes time, which those that decode would feel at
+every token.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+
+from services.engine.paged.admitting import (
+    Growing,
+    Growth,
+    Limits,
+    Newcomer,
+    OutputEstimate,
+    Patience,
+    QueueRate,
+)
+from services.engine.paged.sequence import RUNNING, Phase, Sequence
+from services.engine.paged.step_time import StepTimes
+from services.engine.paged.waiting_queue import WaitingQueue, gives_way, tenant_of
+from services.kv.prefix_cache import PrefixCache
+
+
+class BatchSlots:
+    """It bounds the batch by number, and by how long a step takes. `active` are those that have pages."""
+
+    def __init__(self, limits: Limits, times: StepTimes, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._times = times
+        self._clock = clock
+
+    def one_more_runs(self, active: SequenceOf[Sequence]) -> bool:
+        return self._allows(sum(seq.phase in RUNNING for seq in active) + 1, receiving=0)
+
+    def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
+        """Return whether one more would find a slot when all have landed; those that are overdue do not
+        count."""
+        now_s = self._clock()
+        overdue = sum(self._is_overdue(seq, now_s) for seq in active)
+        receiving = sum(seq.phase not in RUNNING for seq in active) - overdue
+        return self._allows(len(active) - overdue + 1, receiving)
+
+    def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
+        since_s = seq.admitted_s
+        waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
+        return waited and seq.phase is Phase.RECEIVING
+
+    def _allows(self, batch: int, receiving: int) -> bool:
+        target_s = self._limits.itl_target_s
+        if batch > self._limits.max_running_requests:
+            return False
+        return target_s is None or self._times.allows(batch, target_s, receiving)
+
+
+def _running(active: Collection[Sequence]) -> Counter[str]:
+    return Counter(map(tenant_of, active))
+
+
+class Gate:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_context_tokens: int,
+        patience: Patience,
+        expected_output: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._max_context_tokens = max_context_tokens
+        self._clock = clock
+        self._queue = WaitingQueue(patience)
+        self._rate = QueueRate()
+        self._output_estimate = OutputEstimate(expected_output)
+        self._news = 0
+        self._blocked_at = (
+            -1,
+            True,
+            True,
+        )  # By this news nobody could be let in, though these might have been.
+        # By this news an exchange of these two would not have been enough.
+        self._no_exchange: tuple[int, Sequence, Sequence] | None = None
+        self.reserved_pages = 0  # It is for the growth of those that run, when last looked at.
+        self.overtakes = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    @property
+    def admitted_per_s(self) -> float:
+        """Return how many of those that wait come in a second; 0 where nobody does, or it is not known
+        yet."""
+        return self._rate.per_s(self._clock())
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def note_news(self) -> None:
+        self._news += 1
+
+    def add(self, seq: Sequence) -> None:
+        self._queue.add(seq)
+        if seq.admitted_s is not None:
+            self._rate.came_back()
+        self._rate.waits(self._clock())
+        self._news += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Take out one that was cancelled; those behind it come into reach."""
+        self._queue.remove(seq)
+        self._note_if_empty()
+        self._news += 1
+
+    def note_end(self, seq: Sequence) -> None:
+        if not seq.single_token:
+            self._output_estimate.ended(seq.num_output, self._allowed_tokens(seq))
+
+    def note_retraction(self) -> None:
+        self._output_estimate.retracted()
+
+    # -- who comes in -----------------------------------------------------------------------------
+
+    def next(
+        self, active: Collection[Sequence], *, may_receive: bool = True, may_compute: bool = True
+    ) -> Sequence | None:
+        """Return who would come in beside `active`; None where nobody has room, or only one that may not."""
+        if not self._queue or self._is_blocked(may_receive, may_compute):
+            return None
+        self._order(active)
+        growth = Growth(self._growing(active), self._cache.page_size)
+        self.reserved_pages = growth.peak
+        available = self._cache.available_pages
+
+        def fits(seq: Sequence, waiting: Newcomer) -> bool:
+            if not (may_receive if seq.receives else may_compute):
+                return False
+            if not active or waiting.num_pages > available:
+                return waiting.num_pages <= available
+            return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
+
+        def looks_small(seq: Sequence) -> bool:
+            return self._pages_wanted(seq) + self.reserved_pages <= available
+
+        seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
+        if seq is None:
+            self._blocked_at = (self._news, may_receive, may_compute)
+        return seq
+
+    def exchange(
+        self, active: Collection[Sequence], has_place: Callable[[Sequence, list[Sequence]], bool]
+    ) -> tuple[Sequence, Sequence] | None:
+        """Return who is to come in, the first in turn, and who of `active` is to go back for it.
+
+        The latter is one of a tenant that will still run no fewer than that one's. `has_place(seq, others)`
+        says whether it could run beside the others, apart from pages.
+
+        Returns:
+            None where the tenants run as many as each other, or to send one back would not be enough.
+        """
+        if not (self._queue and self._are_of_others(active)):
+            return None
+        self._order(active)
+        seq = next(iter(self._queue))
+        # A sequence that has landed and waits for its slot has none to give.
+        victim = gives_way(seq, [each for each in active if seq.receives or each.phase in RUNNING])
+        if victim is None:
+            return None
+        others = [each for each in active if each is not victim]
+        if self._no_exchange == (self._news, seq, victim) or not has_place(seq, others):
+            return None
+        if not self._would_fit(seq, others, victim):
+            self._no_exchange = (self._news, seq, victim)
+            return None
+        return seq, victim
+
+    def _order(self, active: Collection[Sequence]) -> None:
+        self._queue.order(_running(active))
+
+    def _are_of_others(self, active: Collection[Sequence]) -> bool:
+        first = tenant_of(next(iter(self._queue)))
+        return not self._queue.is_of_one_tenant or any(tenant_of(seq) != first for seq in active)
+
+    def _would_fit(self, seq: Sequence, others: list[Sequence], victim: Sequence) -> bool:
+        assert victim.pages is not None
+        available = self._cache.available_pages + self._cache.own_pages(victim.pages)
+        waiting = self._weigh(seq)
+        growth = Growth(self._growing(others), self._cache.page_size)
+        return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
+
+    def _is_blocked(self, may_receive: bool, may_compute: bool) -> bool:
+        """Return whether nobody may come in, or nobody has since the last news though all might that may
+        now."""
+        news, received, computed = self._blocked_at
+        same = news == self._news and may_receive <= received and may_compute <= computed
+        return same or not (may_receive or may_compute)
+
+    def reserve(self, seq: Sequence, active: Collection[Sequence]) -> bool:
+        """Take in whom `next` or `exchange` has named: lock its cached prefix, take pages for the rest.
+
+        Returns:
+            False when part of that prefix is cached no more, evicted for one that came in since it was
+            weighed. Then it waits on, to be weighed again.
+        """
+        assert seq.lookup is not None
+        pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
+        if len(pages.pages) < seq.lookup.cached_pages:
+            self._cache.close(pages)
+            seq.lookup = None
+            return False
+        fitted = self._cache.extend(pages, self._pages_wanted(seq) - len(pages.pages))
+        assert fitted, f"{seq} does not fit into {self._cache} though it was found to"
+        seq.pages = pages
+        if seq.retractions == 0:  # Otherwise it has matched what it computed itself.
+            self._cache.protect(pages)
+        if seq.lookup.cached_pages > seq.lookup.locked_pages:
+            self._news += 1  # It is news to those who share that prefix, which is held now.
+        self._order(active)
+        self.overtakes += self._queue.take(seq, self._clock())
+        self._rate.taken(self._clock())
+        self._note_if_empty()
+        return True
+
+    def _note_if_empty(self) -> None:
+        if not self._queue:
+            self._rate.empty()
+
+    def _weigh(self, seq: Sequence) -> Newcomer:
+        if seq.lookup is None or seq.looked_up_at != self._news:
+            salt, limit = seq.request.cache_salt, seq.matchable_tokens
+            seq.lookup = self._cache.look_up(seq.ids, salt, limit, seq.lookup)
+            seq.looked_up_at = self._news
+        cached, locked = seq.lookup.cached_pages, seq.lookup.locked_pages
+        since_s = seq.overtaken_since_s
+        return Newcomer(
+            new_pages=self._pages_wanted(seq) - cached,
+            unheld_pages=cached - locked,
+            shares=2 * locked * self._cache.page_size >= len(seq.ids),
+            overtaken=seq.overtaken,
+            overtaken_for_s=0.0 if since_s is None else self._clock() - since_s,
+        )
+
+    def _pages_wanted(self, seq: Sequence) -> int:
+        return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
+
+    def _growing(self, active: Collection[Sequence]) -> list[Growing]:
+        own_pages, growing = self._cache.own_pages, list[Growing]()
+        for seq in active:
+            if (more_tokens := self._more_tokens(seq)) > 0:
+                assert seq.pages is not None
+                pages = seq.pages
+                growing.append(Growing(len(seq.ids), len(pages.pages), own_pages(pages), more_tokens))
+        return growing
+
+    def _newcomer(self, seq: Sequence, waiting: Newcomer) -> Growing:
+        return Growing(len(seq.ids), self._pages_wanted(seq), waiting.new_pages, self._more_tokens(seq))
+
+    def _more_tokens(self, seq: Sequence) -> int:
+        if seq.single_token:
+            return 0
+        return self._output_estimate.more_tokens(self._allowed_tokens(seq) - seq.num_output)
+
+    def _allowed_tokens(self, seq: Sequence) -> int:
+        context = self._max_context_tokens - len(seq.request.prompt_ids)
+        limit = seq.request.sampling.max_tokens
+        return context if limit is None else min(limit, context)

@@ -1,0 +1,261 @@
+"""The thread here owns a rank's state.
+
+asyncio posts frozen commands on one queue; the thread applies them between steps and hands what happened back
+to the loop, one `call_soon_threadsafe` a step. Pages that a prefill rank offers go from here to the sender's
+thread; the loop has no part in that. Nothing else touches the core.
+
+A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from services.engine.paged.core import EngineCore
+from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported
+from services.engine.paged.model_runner import RunnerFailed, Sampled
+from services.engine.paged.sequence import Sequence
+from services.process.turn_watch import TurnWatch, stack_of
+from services.values.errors import IsthmusError, Unavailable
+from services.values.kv import CacheEvents, PageBooks
+from services.values.load import RankLoad
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A runner that fails so often in a row does not recover (a CUDA context that has faulted never does): only a
+# new incarnation of the rank can help, and would not come while this one reports that it is well.
+_MAX_FAILED_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLanded:
+    seq: Sequence
+    first_token: Sampled
+    with_draft: bool = False  # The draft model's KV of it landed, too.
+
+
+@dataclass(frozen=True, slots=True)
+class Renegotiate:
+    seq: Sequence
+    start: int  # It counts tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    seq: Sequence
+    quarantine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuarantine:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnded:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CheckBooks:
+    answer: Callable[[PageBooks | AssertionError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    free: bool  # The pool is freed too, for no transfer touches it any more.
+
+
+Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    events: list[tuple[Sequence, Reported]]
+    cache_events: CacheEvents
+    load: RankLoad
+
+
+class EngineThread:
+    def __init__(
+        self,
+        build: Callable[[], EngineCore],
+        deliver: Callable[[StepReport], None],
+        on_crash: Callable[[BaseException], None],
+        loop: asyncio.AbstractEventLoop,
+        offer: Callable[[Offer], None] | None = None,
+    ) -> None:
+        """`offer` is called on this thread with every Offered and Carried, which are in no report then; it
+        must neither raise nor wait. The others are called on `loop`."""
+        self._offer = offer
+        self._build = build
+        self._deliver = deliver
+        self._on_crash = on_crash
+        self._loop = loop
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._failures: list[tuple[Sequence, Failed]] = []
+        self._busy = False  # Another step would then do something without a command.
+        self._frees = False
+        self.watch = TurnWatch()
+        self._started: asyncio.Future[EngineCore] = loop.create_future()
+        self._gone = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> EngineCore:
+        """Start the thread and wait until its core stands; what building it raised is raised here."""
+        self._thread.start()
+        return await self._started
+
+    def post(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    async def stop(self, free: bool = True) -> None:
+        """Return when the thread has made its last iteration, or was given up. With `free` the pool is
+        freed."""
+        self.post(Stop(free))
+        await self._gone.wait()
+
+    def abandon(self) -> str:
+        """Return where it hangs, as far as Python knows; nobody waits for it any more."""
+        self._gone.set()
+        return stack_of(self._thread)
+
+    def _run(self) -> None:
+        self._live()
+        self.watch.rests()
+        self._call(self._note_gone, None)
+
+    def _note_gone(self, _: None) -> None:
+        self._gone.set()
+
+    def _live(self) -> None:
+        try:
+            core = self._build()
+        except BaseException as error:
+            self._call(self._start_failed, error)
+            return
+        self._call(self._start_succeeded, core)
+        try:
+            while self._turn(core):
+                pass
+        except BaseException as error:
+            # This is our own mistake: the rank's books cannot be trusted any more.
+            log.critical("engine_crashed", exc_info=True)
+            self._call(self._on_crash, error)
+            return
+        if self._frees:
+            core.runner.close()
+
+    def _start_succeeded(self, core: EngineCore) -> None:
+        if not self._started.cancelled():
+            self._started.set_result(core)
+
+    def _start_failed(self, error: BaseException) -> None:
+        if not self._started.cancelled():
+            self._started.set_exception(error)
+
+    def _turn(self, core: EngineCore) -> bool:
+        self.watch.begins()
+        running = self._apply_commands(core)
+        if running:
+            self._step(core)
+        self._report(core)
+        return running
+
+    def _apply_commands(self, core: EngineCore) -> bool:
+        # Without anything to compute it sleeps until a command comes: a sequence that waits for pages or for
+        # its prefill is freed by a command only.
+        wait = not self._busy
+        try:
+            while True:
+                command = self._next_command(wait)
+                wait = False
+                if isinstance(command, Stop):
+                    self._frees = command.free
+                    return False
+                self._apply(core, command)
+        except Empty:
+            return True
+
+    def _next_command(self, wait: bool) -> Command:
+        if not wait:
+            return self._inbox.get_nowait()
+        self.watch.rests()
+        command = self._inbox.get()
+        self.watch.begins()
+        return command
+
+    def _apply(self, core: EngineCore, command: Command) -> None:
+        match command:
+            case Submit(seq):
+                try:
+                    core.submit(seq)
+                except IsthmusError as error:
+                    self._failures.append((seq, Failed(error)))
+            case DeltaLanded(seq, first_token, with_draft):
+                core.landed(seq, first_token, with_draft=with_draft)
+            case Renegotiate(seq, start):
+                core.renegotiate(seq, start)
+            case Cancel(seq, quarantine):
+                core.cancel(seq, quarantine=quarantine)
+            case EndQuarantine(seq):
+                core.end_quarantine(seq)
+            case RoomEnded(seq):
+                core.room_ended(seq)
+            case CheckBooks(answer):
+                self._call(answer, _checked(core))
+
+    def _step(self, core: EngineCore) -> None:
+        try:
+            self._busy = core.step()
+        except RunnerFailed as error:
+            # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
+            log.exception("engine_step_failed")
+            if core.failed_steps >= _MAX_FAILED_STEPS:
+                raise
+            failure = Failed(Unavailable(f"the engine failed: {error}"))
+            self._busy = True  # Those that wait may have room now.
+            self._failures += [(seq, failure) for seq in core.fail_active()]
+
+    def _report(self, core: EngineCore) -> None:
+        events = [*self._offered(core.take_outputs()), *self._failures]
+        self._failures = []
+        report = StepReport(events, core.take_cache_events(), core.load())
+        self._call(self._deliver, report)
+
+    def _offered(self, events: list[tuple[Sequence, Reported]]) -> list[tuple[Sequence, Reported]]:
+        """Hand on what the sender takes from this thread; return the other events."""
+        if self._offer is None:
+            return events
+        others: list[tuple[Sequence, Reported]] = []
+        for seq, event in events:
+            if isinstance(event, Offered | Carried):
+                self._offer(event)
+            else:
+                others.append((seq, event))
+        return others
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            # The loop has been closed: nobody is left to tell.
+            log.debug("engine_loop_closed")
+
+
+def _checked(core: EngineCore) -> PageBooks | AssertionError:
+    try:
+        return core.check()
+    except AssertionError as error:
+        return error

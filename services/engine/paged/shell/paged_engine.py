@@ -1,0 +1,440 @@
+"""The decode and the prefill engine have this in common: the asyncio side of the engine thread.
+
+The first steps are for nobody, before the rank serves. What a device sets up lazily (kernels, workspaces) is
+set up then, and a prompt chunk of full size that does not fit into memory fails the start instead of the
+first client:
+
+    a chunk      the first of a prompt
+    a token      after it
+    drafts       after each, where there is a draft model
+    a chunk      on a GPU: the last of the longest prompt there can be, after pages that are still zero
+
+(What many sequences beside it take on top is not tried.) On a CPU the last one is left out: there it takes as
+long as a client's does, up to minutes, sets nothing up, and cannot fail, for a CPU allocates more memory than
+it has. Pages are allocated like any others and given back; nothing is published.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from services.engine.paged.admitting import Limits
+from services.engine.paged.core import EngineCore
+from services.engine.paged.core_events import Event, Failed, Offer, Reported, Token
+from services.engine.paged.drafters import Speculation
+from services.engine.paged.model_runner import Chunk, ModelRunner, TailPages, scores_of
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell.engine_thread import CheckBooks, Command, EngineThread, StepReport
+from services.engine.start_fault import start_fault
+from services.grammar.grammars import Grammars
+from services.grammar.matcher import Matcher
+from services.kv.carried_cache import CarriedCache, SequenceCarried
+from services.kv.page_digest import ReadPages
+from services.kv.prefix_cache import PrefixCache, SequencePages
+from services.process.turn_watch import TurnWatch, until_it_hangs
+from services.values.errors import Unavailable
+from services.values.kv import CacheEvents, KvLayout, PageBooks, PoolMemory
+from services.values.load import ConstraintCounts, RankLoad
+from services.values.request import GenerationRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+# A share of the pool is evicted ahead; the bound keeps an eviction short beside a step. On a mix of
+# conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages
+# were allocated instead of 1.03.
+_EVICT_AHEAD = 16
+_MAX_EVICTED_AHEAD = 256
+
+# A step's limit is at least so many times what the warm-up took. A step of the same size takes several times
+# as long with a long context before it; and a slow rank does not hang.
+_WARM_UPS = 10
+
+
+_NO_EVENTS = CacheEvents()
+
+
+class ThreadHangs(Exception):
+    """An iteration of a thread has not ended within its limit."""
+
+    event = ""  # It names the event in the log.
+
+
+class EngineHangs(ThreadHangs):
+    event = "engine_hangs"
+
+
+class SenderHangs(ThreadHangs):
+    """A call of the transport, as a rule, has not come back to the sender's thread."""
+
+    event = "sender_hangs"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    model: str  # It is the name that seeds the block hashes.
+    index_block: int = 64  # It counts tokens.
+    enabled: bool = True
+    protected_share: float = 0.3  # This share of the pool is for prefixes requested more than once.
+
+
+class Mailbox:
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._come = asyncio.Event()
+        self.tell: Callable[[int], None] | None = None  # It takes tokens with nothing queued before them.
+
+    def put(self, event: Reported) -> None:
+        if isinstance(event, int):
+            if self.tell is not None and not self._events:
+                self.tell(event)
+                return
+            event = Token(event, None, None)
+        self._events.append(event)
+        self._come.set()
+
+    async def get(self) -> Event:
+        """Return the next event. Raises what the sequence failed with."""
+        while not self._events:
+            self._come.clear()
+            await self._come.wait()
+        event = self._events.popleft()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+    def take_tokens(self) -> list[Token]:
+        tokens: list[Token] = []
+        while self._events and isinstance(event := self._events[0], Token):
+            tokens.append(event)
+            self._events.popleft()
+        return tokens
+
+
+class PagedEngine:
+    tells_resume_points = True
+    takes_turns = True
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        limits: Limits,
+        cache: CacheSettings,
+        speculation: Speculation | None = None,
+        model_directory: Path | None = None,
+    ) -> None:
+        """`model_directory` has the tokenizer that constraints are kept to with."""
+        self._make_runner = make_runner
+        self._limits = limits
+        self._speculation = speculation or Speculation()
+        self._cache_settings = cache
+        self._model_directory = model_directory
+        self._grammars = Grammars(None, 0)
+        self._thread: EngineThread | None = None
+        self._core: EngineCore | None = None
+        self._offer: Callable[[Offer], None] | None = None  # EngineThread calls it.
+        self._mailboxes: dict[Sequence, Mailbox] = {}
+        self._arrivals = 0
+        self._load = RankLoad()
+        # None says that there are no more.
+        self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._crashed = asyncio.Event()
+        self._hangs = False
+        self._warm_up_s = 0.0
+        self._watches: list[TurnWatch] = []
+        self._watching: list[asyncio.Task[None]] = []
+
+    # -- the boundary -----------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._running_core.runner.layout
+
+    @property
+    def memories(self) -> tuple[PoolMemory, ...]:
+        """Return the layout's pools, by group, then the draft model's."""
+        runner = self._running_core.runner
+        draft = (runner.draft.memory,) if runner.draft is not None else ()
+        return (runner.memory, *runner.carried_memory, *draft)
+
+    @property
+    def read_pages(self) -> ReadPages:
+        return self._running_core.runner.read_pages
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._running_core.max_context_tokens
+
+    @property
+    def model_context_tokens(self) -> int:
+        return self._running_core.runner.max_context_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self._running_core.runner.vocab_size
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        thread = EngineThread(self._build_core, self._deliver, self._fail_all, loop, self._offer)
+        self._core = await thread.start()
+        self._thread = thread
+        self._grammars = Grammars(self._model_directory, self.vocab_size)
+        self._load = self._core.load()
+        if self._limits.step_limit_s > 0:
+            limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
+            self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
+
+    async def stop(self) -> None:
+        """End every request with Unavailable and stop the thread; one that hangs is not waited for.
+
+        The caller goes on consuming what it iterates until that has ended; memory stays until no writer can
+        write it any more.
+        """
+        self._stopping = True
+        for mailbox in self._mailboxes.values():
+            mailbox.put(Failed(Unavailable("the rank is stopping")))
+        await self._idle.wait()
+        untouched = await self._stop_transfers()
+        if self._thread is not None:
+            await self._thread.stop(free=untouched)
+        for watching in self._watching:
+            watching.cancel()
+        self._cache_events.put_nowait(None)
+
+    async def crashed(self) -> bool:
+        """Return when the engine's thread, or the sender's, has died of a bug or hangs, and True where one
+        hangs.
+
+        The process should then end and be restarted.
+        """
+        await self._crashed.wait()
+        return self._hangs
+
+    def load(self) -> RankLoad:
+        stalled, constraints = any([watch.stalled for watch in self._watches]), self._constraints()
+        if (stalled, constraints) != (self._load.stalled, self._load.constraints):
+            self._load = replace(self._load, stalled=stalled, constraints=constraints)
+        return self._load
+
+    def _constraints(self) -> ConstraintCounts:
+        if self._core is None:
+            return ConstraintCounts()
+        grammars, masks = self._grammars.counts, self._core.runner.mask_counts
+        return ConstraintCounts(
+            grammars.asked, grammars.compiled, grammars.compile_s, masks.rows, masks.seconds
+        )
+
+    def metrics(self) -> Iterable[Metric]:
+        return steps_metric({} if self._core is None else self._core.runner.steps_by_way)
+
+    async def cache_events(self) -> AsyncIterator[CacheEvents]:
+        while (events := await self._cache_events.get()) is not None:
+            yield events
+
+    async def books(self) -> PageBooks:
+        answer: asyncio.Future[PageBooks | AssertionError] = asyncio.get_running_loop().create_future()
+        self.post(CheckBooks(answer.set_result))
+        books = await answer
+        if isinstance(books, AssertionError):
+            raise books
+        return books
+
+    # -- for the two roles ------------------------------------------------------------------------
+
+    async def _stop_transfers(self) -> bool:
+        """Return once no transfer touches the pool: the thread frees it after that.
+
+        Returns:
+            False where that cannot be waited for: the pool has to stay for as long as the process does.
+        """
+        return True
+
+    def post(self, command: Command) -> None:
+        """Hand a command to the engine thread. Any thread may call; after a crash nothing happens."""
+        assert self._thread is not None, "the engine has not been started"
+        self._thread.post(command)
+
+    @contextlib.contextmanager
+    def _mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
+        """Yield a mailbox in which the events of a sequence, once submitted, arrive while the context is
+        open."""
+        if self._stopping:
+            raise Unavailable("the rank is stopping")
+        mailbox = self._mailboxes[seq] = Mailbox()
+        self._idle.clear()
+        try:
+            yield mailbox
+        finally:
+            del self._mailboxes[seq]
+            if not self._mailboxes:
+                self._idle.set()
+
+    def _sequence(
+        self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
+    ) -> Sequence:
+        """Raises InvalidRequest where what is requested of its prompt is not in it."""
+        self._arrivals += 1
+        scores = scores_of(request)
+        scores = None if receives else scores
+        return Sequence(request, self._arrivals, receives=receives, matcher=matcher, scores=scores)
+
+    async def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        """Raises InvalidRequest where its constraint cannot be kept to."""
+        constraint, output_ids = request.sampling.constraint, request.output_ids_so_far
+        if constraint is None:
+            return None
+        matcher = self._grammars.matcher
+        return await self._grammars.beside(matcher, constraint, output_ids, request.ending_ids)
+
+    @property
+    def _running_core(self) -> EngineCore:
+        assert self._core is not None, "the engine has not been started"
+        return self._core
+
+    def _build_core(self) -> EngineCore:
+        runner = self._make_runner()
+        settings = self._cache_settings
+        carried = CarriedCache(
+            runner.layout,
+            [memory.num_pages for memory in runner.carried_memory],
+            index_block=settings.index_block,
+            chunk_size=self._limits.chunk_size,
+            copy_slot=lambda source, target: runner.copy_slots([(source, target)]),
+        )
+        cache = PrefixCache(
+            runner.memory.num_pages,
+            runner.layout.page_size,
+            settings.index_block,
+            settings.model,
+            enabled=settings.enabled,
+            protected_share=settings.protected_share,
+            evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
+            forget=carried.points.forget,
+            lent=runner.draft.lent if runner.draft is not None else lambda pages: None,
+        )
+        began = time.monotonic()
+        warm_up(runner, cache, carried, self._limits.chunk_size)
+        self._warm_up_s = time.monotonic() - began
+        drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
+        return EngineCore(runner, cache, self._limits, time.monotonic, carried, drafting)
+
+    def _watch(
+        self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
+    ) -> None:
+        """Fail what runs with `error`, as by a crash, once that thread hangs.
+
+        `abandon` gives the thread up, for which nobody waits any more, and returns where it hangs.
+        """
+
+        self._watches.append(watch)
+
+        async def fail_when_it_hangs() -> None:
+            await until_it_hangs(watch, limit_s)
+            log.critical("%s limit_s=%g\n%s", error.event, limit_s, abandon())
+            self._hangs = True
+            self._fail_all(error)
+
+        self._watching.append(asyncio.create_task(fail_when_it_hangs(), name=error.event))
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._stopping = True
+        for mailbox in self._mailboxes.values():
+            mailbox.put(Failed(Unavailable(f"the engine crashed: {type(error).__name__}")))
+        self._crashed.set()
+
+    def _deliver(self, report: StepReport) -> None:
+        try:
+            self._deliver_all(report)
+        except Exception as error:
+            # This is our own mistake: others' events of the step are lost, and they would wait for ever.
+            log.critical("engine_report_lost", exc_info=True)
+            self._fail_all(error)
+
+    def _deliver_all(self, report: StepReport) -> None:
+        self._load = report.load
+        if report.cache_events != _NO_EVENTS:
+            self._cache_events.put_nowait(report.cache_events)
+        for seq, event in report.events:
+            if (mailbox := self._mailboxes.get(seq)) is not None:
+                mailbox.put(event)
+
+
+def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
+    """Yield the metric of ModelRunner.steps_by_way."""
+    steps = CounterMetricFamily(
+        "isthmus_steps",
+        "Steps of engine torch on a GPU, by way: graph (replayed from a CUDA graph), eager (launched anew).",
+        labels=["way"],
+    )
+    for way, count in steps_by_way.items():
+        steps.add_metric([way], count)
+    yield steps
+
+
+_GREEDY = SamplingParams(temperature=0)
+_DRAFTS = 2  # It drafts one after the chunk, and one after a single token.
+
+
+def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:
+    """Compute chunks as long as a step may have and the pool holds, and a token.
+
+    Raises:
+        ConfigError: the runner cannot.
+        Unavailable: it cannot now: memory is short, or the device is lost.
+    """
+    longest = min(runner.max_context_tokens, cache.num_pages * runner.layout.page_size) - 1
+    chunk_len = min(chunk_size, longest)
+    if chunk_len < 1:
+        return
+    spans = [(0, chunk_len), (chunk_len, chunk_len + 1)]
+    if runner.memory.kind == "VRAM" and longest > chunk_len:
+        spans.append((longest - chunk_len, longest))
+    borrowed, tails = cache.open((), ""), carried.resume(None, 0)
+    try:
+        for start, end in spans:
+            _compute(runner, _chunk(cache, carried, borrowed, tails, start, end))
+    finally:
+        carried.close(tails)
+        cache.close(borrowed)
+
+
+def _chunk(
+    cache: PrefixCache,
+    carried: CarriedCache,
+    borrowed: SequencePages,
+    seq: SequenceCarried,
+    start: int,
+    end: int,
+) -> Chunk:
+    num_pages = -(-end // cache.page_size)
+    if num_pages > len(borrowed.pages):
+        cache.extend(borrowed, num_pages - len(borrowed.pages))
+    carried.skip(seq, start)
+    carried.extend(seq, end)
+    tails = tuple(TailPages(tail.first_page, tail.pages) for tail in seq.tails)
+    pages, ids = borrowed.pages[:num_pages], [0] * end
+    return Chunk(ids[start:], start, pages, True, _GREEDY, history=ids, tails=tails, slot=seq.slot)
+
+
+def _compute(runner: ModelRunner, chunk: Chunk) -> None:
+    start, end = chunk.start, chunk.end
+    try:
+        runner.run([chunk])
+        if runner.draft is not None:
+            runner.draft.propose([chunk], [_DRAFTS])
+    except RuntimeError as error:
+        after = f" after {start} others" if start else ""
+        raise start_fault(
+            f"the engine cannot compute {end - start} tokens{after} in a step: {error} "
+            "(where memory is short: a smaller --chunk-size, fewer --kv-pages)",
+            error,
+        ) from error

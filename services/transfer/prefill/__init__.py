@@ -1,1 +1,0 @@
-"""The prefill end of a transfer writes: it has the rooms, the posts, and the thread that makes them."""

@@ -1,0 +1,133 @@
+"""The Handshake service of a rank that sends reads what the receiver says and passes it to the sender.
+
+Hello --> checked --> our Hello --> KvTicket | RenewLease | Abort ... --> link_lost when the stream ends
+                          Status | AbortAck <-- queue <-- the sender's thread
+
+When that thread is given up no word comes any more, so every stream ends: decode then has its pages back by
+fence time, and need not wait for a word.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from services.transfer.hello import check_hello, read_hello
+from services.transfer.sending.room import Send
+from services.transfer.sending.sender import KvSender
+from services.values.errors import ProtocolError, Unavailable
+from services.values.rank import Room
+from services.wire import convert
+from services.wire.fields import finite
+from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_GONE = "the rank sends no KV any more"
+
+_Messages = AsyncIterator[handshake_pb2.HandshakeMessage]
+_Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
+
+
+class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
+    """It is to be served with net/guard.ErrorInterceptor, which answers what is raised here."""
+
+    def __init__(self, sender: KvSender, sender_gone: asyncio.Event | None = None) -> None:
+        """`sender_gone` is set when nobody waits for the sender's thread any more."""
+        self._sender = sender
+        self._sender_gone = sender_gone or asyncio.Event()
+        self._link_ids = itertools.count()
+
+    async def Connect(
+        self,
+        request_iterator: _Messages,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Serve one decode rank's stream.
+
+        Raises:
+            ProtocolError: the two ranks do not fit, or decode breaks the protocol.
+            Unavailable: the sender's thread is given up.
+        """
+        if self._sender_gone.is_set():
+            raise Unavailable(_GONE)
+        link_id = next(self._link_ids)
+        outbox: _Outbox = asyncio.Queue()
+        await self._greet(link_id, request_iterator, outbox)
+        writer = asyncio.create_task(_write(outbox, context), name=f"handshake-{link_id}")
+        try:
+            await self._read_while_it_lasts(link_id, request_iterator)
+        finally:
+            self._sender.link_lost(link_id)
+            writer.cancel()
+            # A write that fails tells that the stream has ended, which the reader has seen as well.
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def DescribeRanks(
+        self, request: handshake_pb2.DescribeRanksRequest, context: grpc.aio.ServicerContext
+    ) -> handshake_pb2.DescribeRanksResponse:
+        raise ProtocolError("this rank serves Connect at this endpoint; its engine has no processes beside")
+
+    async def _greet(self, link_id: int, messages: _Messages, outbox: _Outbox) -> None:
+        first = await anext(messages, None)
+        if first is None:
+            raise ProtocolError("the Handshake stream ended before Hello")
+        peer, _ = read_hello(first)
+        own = self._sender.own_hello
+        check_hello(own, peer)
+        outbox.put_nowait(own.message(self._sender.clock()))
+        self._sender.hello(link_id, peer, _send_into(outbox))
+        log.info("kv_link_up decode=%s link=%d", peer.rank, link_id)
+
+    async def _read_while_it_lasts(self, link_id: int, messages: _Messages) -> None:
+        reading = asyncio.ensure_future(self._read(link_id, messages))
+        gone = asyncio.ensure_future(self._sender_gone.wait())
+        try:
+            await asyncio.wait([reading, gone], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise Unavailable(_GONE)
+            await reading
+        finally:
+            reading.cancel()
+            gone.cancel()
+
+    async def _read(self, link_id: int, messages: _Messages) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "ticket":
+                    self._pass_ticket(link_id, message.ticket)
+                case "renew":
+                    until_s = finite("renew.write_until_s", message.renew.write_until_s)
+                    self._sender.renew(link_id, Room(message.renew.room), until_s)
+                case "abort":
+                    self._sender.abort(link_id, Room(message.abort.room))
+                case other:
+                    raise ProtocolError(f"a decode rank does not send {other} after its Hello")
+
+    def _pass_ticket(self, link_id: int, pb: handshake_pb2.KvTicket) -> None:
+        try:
+            ticket = convert.ticket_from_proto(pb)
+        except ProtocolError as error:
+            self._sender.refuse(link_id, Room(pb.room), str(error))
+        else:
+            self._sender.ticket(link_id, ticket)
+
+
+def _send_into(outbox: _Outbox) -> Send:
+    """Return a Send into the running loop's outbox, for any thread."""
+    loop = asyncio.get_running_loop()
+
+    def send(message: handshake_pb2.HandshakeMessage) -> None:
+        try:
+            loop.call_soon_threadsafe(outbox.put_nowait, message)
+        except RuntimeError:  # The loop is closed, and the stream with it.
+            log.debug("kv_status_undelivered message=%s", message.WhichOneof("message"))
+
+    return send
+
+
+async def _write(outbox: _Outbox, context: grpc.aio.ServicerContext) -> None:
+    while True:
+        await context.write(await outbox.get())

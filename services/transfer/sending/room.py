@@ -1,0 +1,164 @@
+"""A room is what a rank that sends knows of one transfer, and what it says of its end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.kv.handshake import ROOM_OVER, RoomEvent, RoomState
+from services.kv.ticket import hit_kind
+from services.transfer.sending.delta_write import DeltaDigests, DeltaWrite, Sources
+from services.transfer.transport import PeerName
+from services.values.kv import HitKind, KvLayout, KvTicket, PoolMemory
+from services.values.rank import RankId, Room
+from services.wire.isthmus.v1 import handshake_pb2
+
+Send = Callable[[handshake_pb2.HandshakeMessage], None]
+
+_HIT = {
+    HitKind.NONE: handshake_pb2.HIT_KIND_NONE,
+    HitKind.PARTIAL: handshake_pb2.HIT_KIND_PARTIAL,
+    HitKind.FULL: handshake_pb2.HIT_KIND_FULL,
+}
+
+
+class Outcome(Enum):
+    LANDED = "landed"
+    FAILED = "failed"
+    ABORTED = "aborted"  # Decode aborted it, or whoever cancelled the request here.
+
+
+_OUTCOMES = {
+    RoomEvent.LANDED: Outcome.LANDED,
+    RoomEvent.FAILED: Outcome.FAILED,
+    RoomEvent.WRONG_TICKET: Outcome.FAILED,
+    RoomEvent.LINK_LOST: Outcome.FAILED,
+    RoomEvent.ABORT: Outcome.ABORTED,
+    RoomEvent.CANCELLED: Outcome.ABORTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnd:
+    """It is what became of a request's transfer. `error` says why, unless it landed."""
+
+    outcome: Outcome
+    error: str | None
+    group_bytes: tuple[int, ...] = ()  # They were moved, by pool; it is empty where nothing was begun.
+    descriptors: int = 0
+    seconds: float = 0.0  # They count from when ticket and request were both there.
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(self.group_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt_len: int
+    decode: RankId
+    on_end: Callable[[RoomEnd], None]  # It is called once: no source page is read any more.
+    ticket_deadline_s: float
+    # It is called before `on_end`, where a failure is known before.
+    on_failed: Callable[[RoomEnd], None] = lambda end: None
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """`send` is safe from any thread and does not raise."""
+
+    decode: RankId
+    layout: KvLayout  # It has what both sides have.
+    memories: tuple[PoolMemory, ...]  # The layout describes them.
+    send: Send
+    agent_metadata: bytes
+    # It is None where the transport has not reached it, or a write to it has failed since.
+    peer: PeerName | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SendingRoom:
+    """A RoomTable owns it, whose `_step` alone changes the state."""
+
+    id: Room
+    decode: RankId
+    state: RoomState = RoomState.NEW
+    link: Link | None = None
+    ticket: KvTicket | None = None
+    write_until_s: float = 0.0
+    earlier_start: int = 0  # It counts tokens, and is sent when a ticket is sent back.
+    request: Request | None = None  # It is set until its on_end is called.
+    sources: Sources = field(default_factory=Sources)
+    peer: PeerName | None = None  # It writes there, from its ticket on.
+    delta: DeltaWrite | None = None
+    unsettled: bool = False  # Bytes of a failed write may land still, also when it is over.
+    digests: DeltaDigests | None = None  # They are set where its ticket wants them.
+    began_s: float = 0.0
+    late_s: float | None = None  # A write of it takes too long since then.
+    given_up: bool = False  # The write has taken longer still.
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ROOM_OVER
+
+    @property
+    def landed(self) -> bool:
+        written = self.delta is not None and self.delta.landed
+        return written and (self.digests is None or self.digests.complete)
+
+    @property
+    def stopped(self) -> bool:
+        return self.delta is not None and (self.delta.stopped or self.given_up)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Return when it has waited long enough for its other half."""
+        if self.delta is not None:
+            return None
+        if self.ticket is not None:
+            return self.write_until_s
+        return self.request.ticket_deadline_s if self.request is not None else None
+
+    @property
+    def missing(self) -> str:
+        return "ticket" if self.ticket is None else "request"
+
+    def note_outcome(self, event: RoomEvent, reason: str) -> None:
+        """Keep the first event that settles the transfer's outcome, to report it."""
+        if self.outcome is None and event in _OUTCOMES:
+            self.outcome, self.reason = _OUTCOMES[event], reason
+
+    def end(self, now_s: float) -> RoomEnd:
+        """Return what to tell the request; one that came when the transfer was over has failed."""
+        if self.delta is None:
+            outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
+            return RoomEnd(outcome, self.reason or "the room is over")
+        outcome = self.outcome or Outcome.FAILED
+        error = None if outcome is Outcome.LANDED else self.reason
+        seconds = now_s - self.began_s
+        return RoomEnd(outcome, error, self.delta.group_bytes, self.delta.descriptors, seconds)
+
+    def send_status(self, state: handshake_pb2.Status.State) -> None:
+        status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)
+        if state == handshake_pb2.Status.STATE_RENEGOTIATE:
+            status.start = self.earlier_start
+        if state == handshake_pb2.Status.STATE_FAILED:
+            status.unsettled = self.unsettled
+        if self.delta is not None:
+            status.bytes_moved, status.descriptors = self.delta.bytes_moved, self.delta.descriptors
+            if len(self.delta.group_bytes) > 1:
+                status.group_bytes.extend(self.delta.group_bytes)
+        if self.digests is not None and state == handshake_pb2.Status.STATE_LANDED:
+            status.page_digests.extend(self.digests.values)
+        if self.ticket is not None:
+            status.hit = _HIT[hit_kind(self.ticket.decode_prefix_len, self.ticket.prompt_len)]
+        self._send(handshake_pb2.HandshakeMessage(status=status))
+
+    def send_abort_ack(self) -> None:
+        ack = handshake_pb2.AbortAck(room=self.id, unsettled=self.unsettled)
+        self._send(handshake_pb2.HandshakeMessage(abort_ack=ack))
+
+    def _send(self, message: handshake_pb2.HandshakeMessage) -> None:
+        assert self.link is not None, "the table says a word only to who has spoken"
+        self.link.send(message)

@@ -1,0 +1,335 @@
+"""The sending side of every transfer is a thread that owns the transport and the rooms.
+
+    start() --> thread: open the transport, register the pools
+        handshake server --hello, ticket, renew, abort, link_lost--+
+        engine's loop --open, cancel, fail-------------------------+--> queue --> RoomTable --> Transport
+        engine's thread --pages, carried ready---------------------+                  |
+                                                                                      |
+        on_failed, on_end, link.send(Status | AbortAck) <--- from the sender's thread +
+    stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
+
+Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing
+else touches it. While writes are in flight the thread polls: without pause at first, then at up to 1 ms.
+
+A transport call that never comes back can be noticed (`watch`) and given up (`abandon`); only the end of the
+process ends it. Whatever the thread still does then reads the pool, which has to stay.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from services.kv.page_digest import ReadPages
+from services.process.turn_watch import TurnWatch, stack_of
+from services.transfer.hello import Hello
+from services.transfer.sending.room import Outcome, Request, RoomEnd, Send
+from services.transfer.sending.rooms import RoomTable
+from services.transfer.transport import Transport
+from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
+from services.values.kv_path import KvPath
+from services.values.rank import RankId, Room
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[RoomTable], None]
+
+_SPINS = 50  # Unproductive polls come so many times without a pause: about the time of a small write.
+_MIN_PAUSE_S = 50e-6
+_MAX_PAUSE_S = 1e-3
+_LATE_PAUSE_S = 0.05
+_STOP_TIMEOUT_S = 2.0
+# The thread has so long to do all that it does at its end, the transport's closing included.
+_END_LIMIT_S = 10.0
+
+
+class KvSender:
+    def __init__(
+        self,
+        open_transport: Callable[[], Transport],
+        memories: tuple[PoolMemory, ...],
+        layout: KvLayout,
+        own_id: RankId,
+        *,
+        read_pages: ReadPages,
+        clock: Callable[[], float] = time.monotonic,
+        max_post_bytes: int = 64 * 2**20,
+        max_post_s: float = 30.0,
+        heard_s: Callable[[], float] | None = None,
+        on_crash: Callable[[Exception], object] = lambda error: None,
+    ) -> None:
+        """`memories` are as in `Hello.of`. A post may take `max_post_s`, or longer while others to its decode
+        rank land. `heard_s` is as for RoomTable; any thread may call it.
+
+        `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
+        nothing can be sent any more.
+        """
+        self._open_transport = open_transport
+        self._memories = memories
+        self._layout = layout
+        self._own_id = own_id
+        self.clock = clock
+        self._max_post_bytes = max_post_bytes
+        self._max_post_s = max_post_s
+        self._heard_s = heard_s
+        self._read_pages = read_pages
+        self._on_crash = on_crash
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self.watch = TurnWatch()
+        self._gone = threading.Event()  # It has ended, or was given up.
+        self._abandoned = False
+        self._accepting = threading.Lock()  # It is held while a command is put, or the last one taken.
+        self._stopped = True
+        self._stopping = False
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._hello: Hello | None = None
+        self._transport: Transport | None = None
+        self._rooms: RoomTable | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"KvSender({self._own_id} {self._rooms!r})"
+
+    def start(self) -> None:
+        """Start the thread; return once the pools are registered. Raises ConfigError when it cannot be."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def stop(self) -> bool:
+        """End every transfer and the thread, close the transport; return when that is done.
+
+        Returns:
+            False where the thread hangs, is not waited for, and may read the pool for as long as the process
+            lives.
+        """
+        self._post(self._stop)
+        if not self._gone.wait(_END_LIMIT_S):
+            log.critical("sender_hangs limit_s=%g\n%s", _END_LIMIT_S, self.abandon())
+        return not self._thread.is_alive() or not self._abandoned
+
+    def abandon(self) -> str:
+        """Take no more commands, and return where the thread hangs; nobody waits for it any more."""
+        self._abandoned = self._stopping = True
+        with self._accepting:
+            self._stopped = True
+        self._gone.set()
+        return stack_of(self._thread)
+
+    @property
+    def own_hello(self) -> Hello:
+        """Return what the handshake server answers with; it is there once started."""
+        assert self._hello is not None, "the sender has not been started"
+        return self._hello
+
+    @property
+    def kv_paths(self) -> tuple[KvPath, ...]:
+        """Return by what KV has crossed; empty before the first write has landed."""
+        return tuple(self._transport.paths) if self._transport is not None else ()
+
+    @property
+    def bytes_moved_total(self) -> int:
+        return self._table.bytes_moved_total
+
+    @property
+    def descriptors_total(self) -> int:
+        return self._table.descriptors_total
+
+    @property
+    def open_rooms(self) -> int:
+        return self._table.open_rooms
+
+    @property
+    def writes_in_flight(self) -> int:
+        return self._table.writes_in_flight
+
+    # -- from the handshake server ----------------------------------------------------------------------
+
+    def hello(self, link_id: int, peer: Hello, send: Send) -> None:
+        """Note that a link stands. `send` is called from the sender's thread and must not raise."""
+        self._post(lambda rooms: rooms.link_up(link_id, peer, send))
+
+    def ticket(self, link_id: int, ticket: KvTicket) -> None:
+        self._post(lambda rooms: rooms.ticket(link_id, ticket))
+
+    def refuse(self, link_id: int, room: Room, reason: str) -> None:
+        self._post(lambda rooms: rooms.refuse(link_id, room, reason))
+
+    def renew(self, link_id: int, room: Room, write_until_s: float) -> None:
+        self._post(lambda rooms: rooms.renew(link_id, room, write_until_s))
+
+    def abort(self, link_id: int, room: Room) -> None:
+        self._post(lambda rooms: rooms.abort(link_id, room))
+
+    def link_lost(self, link_id: int) -> None:
+        self._post(lambda rooms: rooms.link_lost(link_id))
+
+    # -- from the engine --------------------------------------------------------------------------------
+
+    def open_room(
+        self,
+        room: Room,
+        prompt_len: int,
+        decode: RankId,
+        on_end: Callable[[RoomEnd], None],
+        ticket_timeout_s: float = 30.0,
+        on_failed: Callable[[RoomEnd], None] = lambda end: None,
+    ) -> None:
+        """Open the transfer of a Prefill call that came. `on_end` is called once, from the sender's thread.
+
+        After it no source page of the transfer is read any more; until then they must not be reused. Where it
+        is known before that a transfer fails, `on_failed` tells.
+        """
+        request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s, on_failed)
+        if not self._post(lambda rooms: rooms.open_room(room, request)):
+            on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
+
+    def pages_ready(self, room: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
+        """Note that the KV of [start_token, end_token) is final and in `pages`, in token order.
+
+        The first call of a transfer starts at 0, each next one where the last ended; only the prompt's last
+        page may be filled in part.
+        """
+        self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
+
+    def carried_ready(self, room: Room, units: Sequence[Sequence[PageId]]) -> None:
+        """Note that the state at the prompt's end is final and in `units`.
+
+        These are by group beside full attention, in the layout's order, each in token order. It is called
+        once, after the last pages_ready, where the layout has per-request state.
+        """
+        self._post(lambda rooms: rooms.carried_ready(room, units))
+
+    def cancel_room(self, room: Room) -> None:
+        """Note that the Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
+        self._post(lambda rooms: rooms.cancel_room(room))
+
+    def fail_room(self, room: Room, reason: str) -> None:
+        """Note that the Prefill call failed; decode gets `reason`. on_end comes as after cancel_room."""
+        self._post(lambda rooms: rooms.fail_room(room, reason))
+
+    # -- the thread -------------------------------------------------------------------------------------
+
+    @property
+    def _table(self) -> RoomTable:
+        assert self._rooms is not None, "the sender has not been started"
+        return self._rooms
+
+    def _post(self, command: Command) -> bool:
+        """Return False where the thread has ended, or not begun, and nothing will come of it."""
+        with self._accepting:
+            if not self._stopped:
+                self._inbox.put(command)
+            return not self._stopped
+
+    def _stop(self, rooms: RoomTable) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            transport = self._open_transport()
+            transport.register(self._memories, self._layout.unit_bytes)
+            self._hello = self._make_hello(transport)
+            self._transport = transport
+            self._rooms = RoomTable(
+                transport,
+                self._layout,
+                self._own_id,
+                self.clock,
+                self._max_post_bytes,
+                self._read_pages,
+                self._max_post_s,
+                self._heard_s,
+            )
+            self._stopped = False
+        except BaseException as error:
+            self._start_error = error
+            self._gone.set()
+            return
+        finally:
+            self._started.set()
+        self._live(self._rooms, transport)
+        self.watch.rests()
+        self._gone.set()
+
+    def _live(self, rooms: RoomTable, transport: Transport) -> None:
+        try:
+            self._serve(rooms)
+        except Exception as error:
+            log.exception("kv_sender_died rank=%s", self._own_id)
+            self._on_crash(error)
+        finally:
+            self.watch.begins()
+            self._end(rooms, transport)
+
+    def _make_hello(self, transport: Transport) -> Hello:
+        return Hello.of(self._own_id, self._layout, self._memories, transport.name, transport.metadata())
+
+    def _serve(self, rooms: RoomTable) -> None:
+        idle_turns = 0
+        while not self._stopping:
+            self._apply(rooms, self._pause_s(rooms, idle_turns))
+            self.watch.begins()
+            idle_turns = 0 if rooms.turn(self.watch.begins) else idle_turns + 1
+
+    def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
+        if idle_turns == 0:
+            return 0.0
+        if rooms.writes_in_flight:
+            late = idle_turns - _SPINS
+            return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
+        deadline_s = rooms.next_deadline_s()
+        # A deadline that is over is not acted upon before all was heard that came in time.
+        return None if deadline_s is None else max(_LATE_PAUSE_S, deadline_s - self.clock())
+
+    def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
+        try:
+            command = self._next(wait_s)
+            while True:
+                self.watch.begins()
+                command(rooms)
+                if self._stopping:  # The others are left to `_drain`.
+                    return
+                command = self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _next(self, wait_s: float | None) -> Command:
+        self.watch.rests()
+        return self._inbox.get(timeout=wait_s)
+
+    def _end(self, rooms: RoomTable, transport: Transport) -> None:
+        """Call every on_end, also when what ended the thread happens again here."""
+        try:
+            self._drain(rooms)
+            rooms.fail_all("the rank is stopping")
+            self._await_writes(rooms)
+        except Exception:
+            log.exception("kv_sender_end_failed rank=%s", self._own_id)
+        finally:
+            self._close(transport)
+            rooms.give_up_all()
+
+    def _close(self, transport: Transport) -> None:
+        try:
+            transport.close()
+        except Exception:  # It may not end as it should with writes in flight.
+            log.exception("kv_transport_close_failed rank=%s", self._own_id)
+
+    def _await_writes(self, rooms: RoomTable) -> None:
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        while rooms.open_rooms and time.monotonic() < deadline_s:
+            rooms.turn()
+            time.sleep(_MAX_PAUSE_S)
+        if rooms.writes_in_flight:
+            log.warning("kv_writes_left rank=%s writes=%d", self._own_id, rooms.writes_in_flight)
+
+    def _drain(self, rooms: RoomTable) -> None:
+        """Take no more commands; apply those that are there, so that no on_end is forgotten."""
+        with self._accepting:
+            self._stopped = True
+        while not self._inbox.empty():
+            self._inbox.get()(rooms)
