@@ -20,9 +20,8 @@ from services.engine.torch.sampling.step_masks import StepMasks
 from services.grammar.grammars import Grammars, open_tokenizer
 from services.grammar.matcher import Matcher
 from services.grammar.vocabulary import Vocabulary
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.kv import PageId
-from services.values.request import SamplingParams
+from services.values.request import Constraint, ConstraintKind, SamplingParams
 
 SCHEMA = """{"type": "array", "items": {"type": "object", "properties": {
   "name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["red", "green", "blue"]},

@@ -22,7 +22,7 @@ import aiohttp
 from bench.sglang_load import TokenIds, Turn
 from services.engine.sglang.service.sglang_process import SglangHttp
 from services.engine.sglang.service.sglang_settings import SglangSettings
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 from services.host.ports import free_ports
 from services.values.errors import ConfigError, PeerFailed
 from services.values.rank import Role

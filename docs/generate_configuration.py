@@ -17,7 +17,7 @@ from services.cli.router_client import ClientConfig
 from services.engine.sglang.service.sglang_settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
-from services.settings.cluster import ClusterConfig
+from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import Bounds, FlagDescription, describe
 
 REPOSITORY = Path(__file__).parent.parent

@@ -19,13 +19,13 @@ from prometheus_client.registry import Collector
 
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.paged.shell.paged_engine import steps_metric
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
 from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
+from services.index.joining import Schema
 from services.index.keys import ClusterKeys
 from services.index.pins import PinWriter
 from services.index.read.mirror import Mirror
-from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.net.certificates import CertificateCollector
 from services.observe import build_info
@@ -35,9 +35,8 @@ from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.values.kv import KvLayout
-from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import RankLoad, Registration
 
 TABLE = Path(__file__).parent / "metrics.md"
 _HEAD = """\

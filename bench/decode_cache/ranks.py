@@ -28,7 +28,7 @@ from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
 from services.engine.engine_settings import EngineSettings
 from services.engine.paged.drafters import Mode
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
 from services.net import servers
@@ -39,8 +39,8 @@ from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash, KvLayout
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId
+from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, GenerationRequest, Output, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 

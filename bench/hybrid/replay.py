@@ -16,7 +16,7 @@ from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Reserved, Token
 from services.engine.paged.model_runner import Chunk, Sampled
 from services.engine.paged.sequence import Sequence as CoreSequence
-from services.grammar.masks import MaskCounts
+from services.grammar.matcher import MaskCounts
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory

@@ -21,10 +21,10 @@ import numpy as np
 
 from bench.index.core import draw_hashes, life
 from bench.report import Row
-from services.etcd.client import Etcd
+from services.etcd.connection import EtcdSettings
 from services.etcd.embedded import EmbeddedEtcd
-from services.etcd.settings import EtcdSettings
-from services.host.parent_death import dying_with_us
+from services.etcd.etcd_client import Etcd
+from services.host.child_processes import dying_with_us
 from services.index.keys import ClusterKeys
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
 from services.index.write.publisher import PublisherSettings

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Row
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.etcd.watch import KeyChange
 from services.index.codec import encode_delta, encode_head, encode_snapshot
 from services.index.keys import ClusterKeys

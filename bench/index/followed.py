@@ -16,8 +16,8 @@ import numpy as np
 
 from bench.index.loop_turns import TimedSelector
 from bench.index.timed_index import TimedIndex
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror, keep_from_garbage_collector
 

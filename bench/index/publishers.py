@@ -15,15 +15,15 @@ import signal
 from collections.abc import AsyncIterator
 
 from bench.index.simulated_ledger import SimulatedLedger
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
+from services.index.joining import Schema
 from services.index.keys import ClusterKeys
-from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.index.write.publisher import PublisherSettings
 from services.values.kv import CacheEvents, KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 SCHEMA = Schema(64, "xxh3-64/1")
 _RANKS_PER_CLIENT = 50

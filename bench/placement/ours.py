@@ -19,7 +19,7 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import NO_RESUME_POINTS, Registration
+from services.values.rank_reports import NO_RESUME_POINTS, Registration
 from services.values.request import Admitted
 
 _SEED = scope_seed(MODEL)

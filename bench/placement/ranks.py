@@ -20,8 +20,8 @@ from bench.placement.resuming import Resuming
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import CacheEvents
-from services.values.load import RankLoad
 from services.values.rank import RankId
+from services.values.rank_reports import RankLoad
 
 MODEL = "sim"
 

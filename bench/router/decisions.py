@@ -36,9 +36,8 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.values.errors import NoCapacity
 from services.values.kv import KvLayout, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import Registration
+from services.values.rank_reports import RankLoad, Registration
 from services.values.request import Admitted
 
 LAYOUTS = ((4, 4), (8, 64), (200, 800))  # prefill and decode ranks

@@ -17,11 +17,11 @@ import grpc
 from bench.router.sizes import MAX_CONTEXT_TOKENS
 from services.decode.decode_service import IDLE_REPORT_S
 from services.engine.fake import FakeRunner
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.host import descriptors
 from services.host.ports import host_port
+from services.index.joining import Schema
 from services.index.keys import ClusterKeys
-from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.kv.block_hash import SCHEME
 from services.net import poller, servers
@@ -30,7 +30,7 @@ from services.rank.rank_config import RankConfig
 from services.settings.flags import load
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 from services.wire.isthmus.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 _TOKEN = 17

@@ -36,8 +36,8 @@ from services.engine.engine_settings import EngineSettings
 from services.engine.paged.drafters import Mode
 from services.kv.transfer_plan import moved_bytes
 from services.values.kv import KvLayout
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId
+from services.values.rank_reports import RankLoad
 
 OFF: Mode = "off"
 _PAGE_SIZE, _TURNS = 16, 2

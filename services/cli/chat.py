@@ -25,8 +25,7 @@ from services.cli.chat_terminal import Display, Plain, Terminal
 from services.cli.conversation import ChatTurn, Conversation, StreamedAnswer, placed, statistics
 from services.cli.look.explain import format_explanation
 from services.cli.router_client import ClientConfig, key_metadata, naming, responses
-from services.settings.flags import Bounds, check_bounds, load, setting
-from services.settings.parser import nearest
+from services.settings.flags import Bounds, check_bounds, load, nearest, setting
 from services.values.errors import InvalidRequest, IsthmusError
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 

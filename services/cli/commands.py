@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from services.settings.parser import nearest
+from services.settings.flags import nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import grpc
 
 from services.cli.router_client import RanksConfig, ask_router
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
+from services.index.joining import decode_registration
 from services.index.keys import ClusterKeys
-from services.index.registrations import decode_registration
 from services.net import channels, grpc_errors
 from services.settings.flags import load, setting
 from services.values.errors import ConfigError, NotFound

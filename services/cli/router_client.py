@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
-from services.settings.cluster import ClusterConfig
+from services.net.channels import TlsConfig
+from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import setting
 from services.values.errors import ConfigError, InvalidRequest, PeerFailed
 from services.values.request import MAX_TIMEOUT_S

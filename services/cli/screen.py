@@ -6,7 +6,7 @@ from typing import Literal, TextIO
 
 from rich.console import Console
 
-from services.observe import short_lines
+from services.observe import log_lines
 
 Color = Literal["auto", "always", "never"]
 COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is set"
@@ -21,7 +21,7 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def is_colored(choice: Color, stream: TextIO) -> bool:
-    return short_lines.is_colored(stream) if choice == "auto" else choice == "always"
+    return log_lines.is_colored(stream) if choice == "auto" else choice == "always"
 
 
 def console(stream: TextIO, choice: Color) -> Console:

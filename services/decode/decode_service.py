@@ -29,7 +29,7 @@ from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engines
 from services.net import grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.observe import log_lines, traces
 from services.rank.intake import Intake
 from services.rank.main import RankRole, Services
@@ -46,7 +46,7 @@ from services.values.errors import (
 )
 from services.values.prompt_logprobs import MAX_BYTES as MAX_PROMPT_BYTES
 from services.values.rank import Plan, RankId, Role
-from services.values.registration import (
+from services.values.rank_reports import (
     NO_CACHE,
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,

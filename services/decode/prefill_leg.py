@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values.errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -15,8 +15,8 @@ from typing import Protocol
 from prometheus_client.core import Metric
 
 from services.values.kv import CacheEvents, KvLayout, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankAddress, Rendezvous
+from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, Output, PrefillResult
 from services.wire.isthmus.v1.handshake_pb2_grpc import HandshakeServicer
 

@@ -13,7 +13,7 @@ from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.shell.decode_engine import PagedDecodeEngine
 from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
 from services.net.channels import open_channel
-from services.settings.known_models import gguf_weights_of
+from services.settings.named_models import gguf_weights_of
 from services.transfer.open_transport import open_transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role

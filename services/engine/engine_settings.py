@@ -10,10 +10,10 @@ from services.engine.paged.drafters import Mode, Speculation
 from services.engine.paged.shell.decode_engine import WriteLease
 from services.engine.paged.shell.paged_engine import CacheSettings
 from services.kv.tails import PoolSizes
-from services.net.tls import TlsConfig
-from services.settings.cluster import ClusterConfig
+from services.net.channels import TlsConfig
+from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import Bounds, setting
-from services.settings.hub import MODEL_HELP
+from services.settings.named_models import MODEL_HELP
 from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters, parameters_of
 from services.values.errors import ConfigError
 from services.values.rank import Role

@@ -27,7 +27,7 @@ from services.engine.paged.model_runner import (
     masks_asked,
 )
 from services.engine.torch.draft_tokens import single_tokens
-from services.grammar.masks import MaskCounts, MaskMaker, Masks
+from services.grammar.matcher import MaskCounts, MaskMaker, Masks
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.prompt_logprobs import PromptLogprobs

@@ -16,7 +16,7 @@ from typing import Any
 from services.engine.engine_settings import DEFAULT_KV_PAGES, EngineSettings
 from services.kv.tails import PoolSizes
 from services.model.layer_groups import LayerGroups, draft_groups, layer_groups
-from services.model.sizing import ITEM_BYTES, kv_dtype
+from services.model.model_config import ITEM_BYTES, kv_dtype
 from services.model.weights import weights
 from services.values.errors import ConfigError, Unavailable
 

@@ -14,9 +14,9 @@ import signal
 from pathlib import Path
 from types import TracebackType
 
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
-from services.host.parent_death import dying_with_us
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
+from services.host.child_processes import dying_with_us
 from services.host.ports import held_ports
 from services.values.errors import ConfigError, Unavailable
 

@@ -1,8 +1,11 @@
-"""etcd's errors are renamed at the door.
+"""etcd's errors are renamed at the door, and a backoff says how long to wait before it is asked again.
 
 The texts are those of etcd's api/v3rpc/rpctypes/error.go: a status code alone does not tell a full database
 from too many requests, or an expired token from a wrong password.
 """
+
+import asyncio
+import random
 
 import grpc
 
@@ -79,3 +82,24 @@ def is_token_refused(error: grpc.aio.AioRpcError) -> bool:
 def is_auth_off(error: grpc.aio.AioRpcError) -> bool:
     """Return whether this etcd knows no users, so that no token is needed."""
     return "authentication is not enabled" in details(error)
+
+
+class Backoff:
+    """Give waits that double from `first_s` to `max_s`; chance cuts each to between half and all of it."""
+
+    def __init__(self, rng: random.Random, *, first_s: float = 0.05, max_s: float = 2.0) -> None:
+        self._rng = rng
+        self._first_s = first_s
+        self._max_s = max_s
+        self._attempts = 0
+
+    def reset(self) -> None:
+        self._attempts = 0
+
+    def next_s(self) -> float:
+        wait_s = min(self._max_s, self._first_s * 2.0**self._attempts)
+        self._attempts = min(self._attempts + 1, 32)
+        return wait_s * self._rng.uniform(0.5, 1.0)
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(self.next_s())

@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import logging
 
-from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd
 from services.etcd.connection import EtcdStream, Method
-from services.etcd.etcd_errors import LeaseNotFound
+from services.etcd.etcd_client import Etcd
+from services.etcd.etcd_errors import Backoff, LeaseNotFound
 from services.values.errors import IsthmusError, Unavailable
 from services.wire.etcd import etcd_pb2
 

@@ -15,10 +15,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd, KeyValue, key_value, prefix_end
 from services.etcd.connection import EtcdStream, Method
-from services.etcd.etcd_errors import EtcdCompacted
+from services.etcd.etcd_client import Etcd, KeyValue, key_value, prefix_end
+from services.etcd.etcd_errors import Backoff, EtcdCompacted
 from services.values.errors import ConfigError, IsthmusError, Unavailable
 from services.wire.etcd import etcd_pb2
 

@@ -15,7 +15,7 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
-from services.values.constraint import Constraint, ConstraintKind
+from services.values.request import Constraint, ConstraintKind
 
 Schema = Any  # a schema is an object, or true or false
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.model.byte_tokens import SPACE, bytes_of_byte_level, bytes_of_sentencepiece
-from services.model.token_ids import ids_of
+from services.model.tokenizer_json import SPACE, bytes_of_byte_level, bytes_of_sentencepiece, ids_of
 from services.values.errors import ConfigError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

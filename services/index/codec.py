@@ -1,12 +1,13 @@
-"""Prefix records become the bytes that are kept in etcd, and come back.
+"""Messages and prefix records become the bytes that are kept in etcd, and come back.
 
-Every `decode_*` raises ProtocolError when the value is torn, or says another place than its key.
+`fill` and every `decode_*` raise ProtocolError when the value is torn, or says another place than its key.
 """
 
 import math
 
+from google.protobuf.message import DecodeError, Message
+
 from services.index.keys import HeadKey, LogKey, SnapshotKey
-from services.index.message import fill, to_bytes
 from services.index.records import (
     PrefixDelta,
     PrefixHead,
@@ -18,6 +19,19 @@ from services.values.errors import ProtocolError
 from services.values.rank import Generation
 from services.wire.fields import message_of
 from services.wire.isthmus.v1 import index_pb2
+
+
+def to_bytes(pb: Message) -> bytes:
+    value: bytes = pb.SerializeToString()
+    return value
+
+
+def fill(pb: Message, value: bytes) -> None:
+    """Fill the message from the bytes. Raises ProtocolError when they are no such message."""
+    try:
+        pb.ParseFromString(value)
+    except DecodeError as error:
+        raise ProtocolError(f"not a {type(pb).__name__}: {error}") from error
 
 
 def encode_head(head: PrefixHead) -> bytes:

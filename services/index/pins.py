@@ -3,22 +3,28 @@
 pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
         |--else: nothing                   |--etcd away: stays queued; full: forgotten
 
-Of two routers that pin one conversation the later write stands, and all see it.
+Of two routers that pin one conversation the later write stands, and all see it. Of very many pins a router's
+mirror knows the newest:
+
+    begin_listing --put, for each that etcd has--> end_listing: these, and no others
+
+The watch does not remember which pins it has shown, for they may be millions. So a listing shows all of them
+again, by their names, and of none that it has gone.
 """
 
 import asyncio
+import heapq
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd, put_op
-from services.etcd.etcd_errors import EtcdNoSpace, LeaseNotFound
+from services.etcd.etcd_client import Etcd, put_op
+from services.etcd.etcd_errors import Backoff, EtcdNoSpace, LeaseNotFound
 from services.etcd.lease import BucketLease
+from services.index.codec import fill, to_bytes
 from services.index.keys import ClusterKeys, pin_name
-from services.index.message import fill, to_bytes
 from services.values.errors import IsthmusError
 from services.values.rank import RankId
 from services.wire import convert
@@ -186,3 +192,50 @@ class PinWriter:
         self._remembered.move_to_end(name)
         if len(self._remembered) > self._settings.max_remembered:
             self._remembered.popitem(last=False)
+
+
+class PinMirror(Mapping[str, KnownPin]):
+    """It maps keys.pin_name(conversation) to pins."""
+
+    def __init__(self, max_pins: int) -> None:
+        self._max_pins = max_pins
+        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # They stand in the order of their revisions.
+        self._listed: list[tuple[int, str, KnownPin]] | None = None  # It is a heap, the oldest first.
+
+    def __repr__(self) -> str:
+        return f"PinMirror(pins={len(self._pins)}, listing={self._listed is not None})"
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pins)
+
+    def __getitem__(self, name: str) -> KnownPin:
+        return self._pins[name]
+
+    def put(self, name: str, pin: KnownPin) -> None:
+        """Put a pin, in a listing once for each name; what is not known yet is when the listing ends."""
+        if self._listed is not None:
+            if name in self._pins:
+                self._pins[name] = pin
+            heapq.heappush(self._listed, (pin.revision, name, pin))
+            if len(self._listed) > self._max_pins:
+                heapq.heappop(self._listed)
+            return
+        self.remove(name)
+        self._pins[name] = pin
+        if len(self._pins) > self._max_pins:
+            self._pins.popitem(last=False)
+
+    def remove(self, name: str) -> None:
+        self._pins.pop(name, None)
+
+    def begin_listing(self) -> None:
+        """Forget what a listing that was broken off has brought; the next will bring it."""
+        self._listed = []
+
+    def end_listing(self) -> None:
+        assert self._listed is not None, "no listing has begun"
+        self._pins = OrderedDict((name, pin) for _, name, pin in sorted(self._listed))
+        self._listed = None

@@ -28,7 +28,7 @@ from services.kv.resume_points import ResumePoints, SavedPoint, scan_tokens
 from services.kv.tails import tail_pages, units_of_a_chunk, units_of_a_sequence
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageBooks, PageId
-from services.values.load import CarriedPool
+from services.values.rank_reports import CarriedPool
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.model.layer_kinds import LayerKinds, layer_kinds
-from services.model.recurrent_state import LayerState, layer_state
-from services.model.sizing import ITEM_BYTES, text_part
+from services.model.layer_kinds import LayerKinds, LayerState, layer_kinds, layer_state
+from services.model.model_config import ITEM_BYTES, text_part
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup
 

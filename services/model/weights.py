@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.model.layer_groups import text_config
-from services.model.layer_kinds import LayerKinds, layer_kinds
+from services.model.layer_kinds import LayerKinds, layer_kinds, recurrent_parameters
+from services.model.model_config import ITEM_BYTES, kv_dtype
 from services.model.quantization import quantization_of
-from services.model.recurrent_state import recurrent_parameters
-from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
@@ -34,7 +33,7 @@ class WeightsMemory:
 
 
 def weights(config: Mapping[str, Any], *, dequantized: bool = False) -> WeightsMemory:
-    """Count the weights of a decoder whose layers layer_kinds and recurrent_state know. Raises ConfigError.
+    """Count the weights of a decoder whose layers layer_kinds.py knows. Raises ConfigError.
 
     Quantized ones take what they do in the checkpoint or, `dequantized`, what its dtype takes. Layers that
     only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.

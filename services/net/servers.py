@@ -1,7 +1,19 @@
-"""This module opens gRPC servers, and ends them.
+"""This module opens gRPC servers, takes up a method's calls several at a time, and ends the servers.
 
 A server's life is: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
 (NOT_SERVING, drained, then stopped with what is left of the grace).
+
+grpc.aio's server asks its core for one call of a method, and for the next one some iterations of the loop
+after that has come. A loop that is busy has long iterations: of a thousand clients that ask at once it serves
+a few, and the others wait where neither metrics nor admission see them. Takers ask for calls beside it, and
+each call then goes the way that grpc.aio's own go:
+
+    core --> grpc.aio's loop: one call ---+
+         --> taker: one call -------------+--> _handle_rpc: interceptors, handler, status
+         --> taker: one call -------------+
+
+That way is not public. `inner_server` says whether the grpcio that is installed has it; without it everything
+works, and calls are taken up one by one.
 """
 
 import asyncio
@@ -10,23 +22,99 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.net import call_takers
 from services.net.bytes_in_flight import BytesInFlight
-from services.net.call_takers import CallTakers
-from services.net.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES, message_options
-from services.net.guard import ErrorInterceptor
-from services.net.peer_door import PeerDoor
-from services.net.tls import TlsConfig
+from services.net.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES, TlsConfig, message_options
+from services.net.guard import ErrorInterceptor, PeerDoor
 from services.values.errors import ConfigError, DeadlineExceeded
 from services.values.request import MAX_TIMEOUT_S
 
+_NAMES = ("_MethodResolver", "_RequestCallError")
+_ARGUMENTS = {
+    "_handle_rpc": (
+        "method_name",
+        "method_resolver",
+        "interceptors",
+        "rpc_state",
+        "loop",
+        "concurrency_exceeded",
+    ),
+    "_schedule_rpc_coro": ("rpc_coro", "rpc_state", "loop", "method_name"),
+}
+
 logger = logging.getLogger(__name__)
+
+
+class CallTakers:
+    """These takers serve one method of a server that has started; they end when it stops."""
+
+    def __init__(
+        self,
+        server: Any,
+        method: str,
+        handler: grpc.RpcMethodHandler,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        count: int,
+    ) -> None:
+        """Start `count` takers of `method` (/package.Service/Method), which is registered at a `server` from
+        `inner_server`.
+        """
+        self._server = server
+        self._method = method
+        self._resolver = cygrpc._MethodResolver([], {method: handler})
+        self._interceptors = tuple(interceptors)
+        self._loop = asyncio.get_running_loop()
+        self._calls = set[asyncio.Task[None]]()  # The loop itself does not keep them.
+        self._takers = [self._loop.create_task(self._take()) for _ in range(count)]
+
+    async def ended(self) -> None:
+        """Return when the server, which has stopped, has told all of them."""
+        await asyncio.gather(*self._takers)
+
+    async def _take(self) -> None:
+        name = self._method.encode()
+        while True:
+            try:
+                # The call gets no name here: a taker that waits keeps no call that is over, nor what came
+                # with it.
+                self._handle(await self._server._request_registered_call(name))
+            except cygrpc._RequestCallError:
+                if not self._server.is_running():
+                    return
+            except Exception:  # Calls still come to the others, and to grpc.aio's own loop.
+                logger.exception("call_taker_failed method=%s", self._method)
+                return
+
+    def _handle(self, state: Any) -> None:
+        way = cygrpc._handle_rpc(self._method, self._resolver, self._interceptors, state, self._loop, False)
+        task = self._loop.create_task(cygrpc._schedule_rpc_coro(way, state, self._loop, self._method))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+
+def inner_server(server: grpc.aio.Server) -> Any:
+    """Return the inner server that takers ask, or None where this grpcio has another one."""
+    within = getattr(server, "_server", None)
+    known = all(hasattr(cygrpc, name) for name in _NAMES)
+    known = known and all(_arguments(name) == arguments for name, arguments in _ARGUMENTS.items())
+    if not known or not hasattr(within, "_request_registered_call"):
+        logger.warning("grpcio_unknown version=%s calls=one_by_one", grpc.__version__)
+        return None
+    return within
+
+
+def _arguments(name: str) -> tuple[str, ...]:
+    """Return the names of a grpcio function's arguments, or () where there is no such function."""
+    code = getattr(getattr(cygrpc, name, None), "__code__", None)
+    return () if code is None else tuple(code.co_varnames[: code.co_argcount])
+
 
 _MAX_PENDING_CALLS = 100_000
 _TAKERS = 16  # Each method has so many; 8 and 64 do as well.
@@ -115,7 +203,7 @@ class RpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
         """Take calls of these methods up several at a time."""
-        if handlers and (within := call_takers.find(self._server)) is not None:
+        if handlers and (within := inner_server(self._server)) is not None:
             self._takers += [
                 CallTakers(within, method, handler, interceptors, _TAKERS)
                 for method, handler in handlers.items()

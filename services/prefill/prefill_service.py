@@ -20,7 +20,7 @@ from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import PrefillMetrics
 from services.values.errors import AlreadyRunning
 from services.values.rank import RankId, Role, Room
-from services.values.registration import NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS
+from services.values.rank_reports import NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS
 from services.values.request import PrefillResult
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import (

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 from services.host.ports import held_ports
 from services.observe.log_lines import event
 from services.process.health import (

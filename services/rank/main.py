@@ -27,18 +27,18 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services.engine.base import Engine
 from services.engine.pool_memory import pool_pages, ranks_memory, read_config
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.host import descriptors, memory
 from services.host.ports import bindable, host_port, is_loopback
 from services.index.index_metrics import EtcdMetrics, MembershipCollector
+from services.index.joining import Schema
 from services.index.keys import ClusterKeys
-from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.index.write.publisher import PublisherSettings
 from services.kv.block_hash import SCHEME
 from services.net import poller, servers
 from services.net.certificates import CertificateCollector
-from services.observe import build_info, log_lines, metrics_page, traces
+from services.observe import build_info, log_lines, prometheus, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
@@ -46,11 +46,11 @@ from services.rank.intake import OPERATIONS, Intake, Operations
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import EngineCollector
 from services.settings.flags import load, refusing, to_flags
-from services.settings.hub import resolved
+from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
 from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 from services.wire.isthmus.v1 import rank_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
     build_info.register(registry, config.engine)
     registry.register(CertificateCollector(config.certificates()))
     labels = _process_labels(config, role, own_id)
-    port, stop = metrics_page.serve_metrics(config.host, config.metrics_port, registry, labels)
+    port, stop = prometheus.serve_metrics(config.host, config.metrics_port, registry, labels)
     try:
         yield ServedMetrics(registry, port)
     finally:
@@ -366,7 +366,7 @@ async def _start(engine: Engine, stopping: asyncio.Event) -> None:
 
 def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str, str]:
     return {
-        metrics_page.CLUSTER_LABEL: config.cluster,
+        prometheus.CLUSTER_LABEL: config.cluster,
         "role": role.value,
         "worker": own_id.worker,
         "rank": str(own_id.rank),

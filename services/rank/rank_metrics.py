@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.values.errors import DeadlineExceeded, KvCorrupt, PeerFailed
-from services.values.kv_path import KvPath
-from services.values.load import RankLoad
+from services.values.kv import KvPath
 from services.values.rank import Plan
+from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, PrefillResult
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)

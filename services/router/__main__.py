@@ -17,7 +17,7 @@ from services.process.notify import Notifier
 from services.router.app import OpenRouter, open_router
 from services.router.router_config import RouterConfig
 from services.settings.flags import load, refusing
-from services.settings.hub import resolved
+from services.settings.named_models import resolved
 
 _PROG = "isthmus-router"
 

@@ -16,20 +16,20 @@ import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp
 
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.grammar.grammars import Grammars
 from services.host import descriptors
 from services.host.ports import bindable, host_port, listen
 from services.index.index_metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
+from services.index.joining import Schema, keep_schema
 from services.index.keys import ClusterKeys
 from services.index.pins import PinWriter
 from services.index.read.mirror import Mirror, keep_from_garbage_collector
-from services.index.schema import Schema, keep_schema
 from services.kv.block_hash import SCHEME
 from services.net import servers
 from services.net.bytes_in_flight import BytesInFlight
 from services.net.certificates import CertificateCollector
-from services.observe import build_info, log_lines, metrics_page, traces
+from services.observe import build_info, log_lines, prometheus, traces
 from services.process.events import first_of
 from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals
@@ -123,7 +123,7 @@ async def open_router(
         observe = StalenessMetrics(registry).observe
         mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
-        registry.register(metrics_page.OnLoop(MirrorCollector(mirror, pins)))
+        registry.register(prometheus.OnLoop(MirrorCollector(mirror, pins)))
         schema = keep_schema(etcd, keys, Schema(config.index_block, SCHEME), lambda: mirror.listings)
         for work in (mirror.run(), pins.run(), schema, keep_from_garbage_collector(mirror)):
             await stack.enter_async_context(_background(work, failed))
@@ -163,7 +163,7 @@ async def open_router(
         service = GenerationService(generator, cluster, watch, defaults)
         metrics.running.set_function(lambda: generator.num_running)
         metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
-        registry.register(metrics_page.OnLoop(RankCollector(cluster, mirror)))
+        registry.register(prometheus.OnLoop(RankCollector(cluster, mirror)))
         largest = config.max_message_bytes or most_message_bytes(
             tokenizer.context_tokens, tokenizer.vocab_size
         )
@@ -177,12 +177,12 @@ async def open_router(
         server = await _serve_grpc(config, service, api_keys, largest, in_flight)
         stack.push_async_callback(server.stop)
         labels = {
-            metrics_page.CLUSTER_LABEL: config.cluster,
+            prometheus.CLUSTER_LABEL: config.cluster,
             "role": "router",
             "worker": name,
             "model": config.served_name,
         }
-        shown = metrics_page.MetricsPage(registry, labels)
+        shown = prometheus.MetricsPage(registry, labels)
         http_metrics = HttpMetrics(registry)
         front = http_app(
             generator,
@@ -201,7 +201,7 @@ async def open_router(
         http = await stack.enter_async_context(_serve_http(config, front, http_metrics))
         stack.callback(watch.close)  # it closes before HTTP does, which waits for its calls
         registry.register(CertificateCollector(config.certificates()))
-        metrics_port, stop_metrics = metrics_page.serve_metrics(
+        metrics_port, stop_metrics = prometheus.serve_metrics(
             config.host, config.metrics_port, registry, labels
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)

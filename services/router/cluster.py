@@ -14,21 +14,26 @@ from services.index.pins import PinWriter
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.connections.output_stream import Coalescing
 from services.router.connections.rank_connections import Connections, DecodeClient
 from services.router.connections.rank_health import PrefillWatch
 from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
+from services.router.placement.outcomes import length_means
 from services.router.placement.placer import Placer, PlacerSettings
-from services.router.placement.pool_ends import length_means
 from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.rank_order import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import NO_MOVED_PENALTIES, NO_TENANT_TURNS, REMOTE_ONLY, Registration
+from services.values.rank_reports import (
+    NO_MOVED_PENALTIES,
+    NO_TENANT_TURNS,
+    REMOTE_ONLY,
+    RankLoad,
+    Registration,
+)
 from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from services.host.ports import check_port
-from services.net.tls import TlsConfig
-from services.settings.cluster import ClusterConfig
+from services.net.channels import TlsConfig
+from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import Bounds, setting
-from services.settings.hub import MODEL_HELP
+from services.settings.named_models import MODEL_HELP
 from services.values.errors import ConfigError
 from services.values.rank import Plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.model.gguf import read_gguf
 from services.model.gguf_model import GgufModel, model_of
-from services.settings.known_models import GGUF_LINK
+from services.settings.named_models import GGUF_LINK
 from services.values.errors import ConfigError
 
 # What is written depends on this code, too: a newer one writes anew.

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from services.kv.transfer_plan import PageMove
 from services.transfer.transport import Extents, PeerName, RankPools, pieces_of
 from services.values.errors import ConfigError, PeerFailed
-from services.values.kv import PoolMemory
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind, PoolMemory
 
 _IOV_MAX = 1024  # One call takes no more pieces (UIO_MAXIOV of linux/uio.h).
 _MAX_CALL_BYTES = 1 << 30  # It is below MAX_RW_COUNT (2 GiB less a page), where the kernel cuts a call short.

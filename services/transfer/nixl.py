@@ -35,8 +35,7 @@ from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters
 from services.transfer.transport import CopiedPieces, Extents, PeerName, RankPools, Unsettled, pieces_of
 from services.transfer.ucx_log import quieten, ucx_log
 from services.values.errors import ConfigError, PeerFailed
-from services.values.kv import PoolMemory
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind, PoolMemory
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.host.ports import is_loopback
 from services.values.errors import ConfigError
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from services.kv.transfer_plan import PageMove
 from services.values.errors import PeerFailed, ProtocolError
-from services.values.kv import PoolMemory
-from services.values.kv_path import KvPath
+from services.values.kv import KvPath, PoolMemory
 
 PeerName = NewType("PeerName", str)
 

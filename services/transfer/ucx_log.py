@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from services.transfer.ucx_tables import UcxTables
-from services.values.kv_path import KvPath
+from services.values.kv import KvPath
 
 log = logging.getLogger(__name__)
 

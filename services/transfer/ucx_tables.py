@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind
 
 _CELLS = re.compile(r"^(?:\[[^\]]*\] *)*[|+](.*)[|+]$")
 _HEAD = re.compile(r"^(\S+) (self|intra-node|inter-node) cfg#\d+")

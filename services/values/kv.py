@@ -1,8 +1,10 @@
-"""KV is spoken of by ranks in these values: pages, blocks, layouts, pools, tickets. README.md has a
-glossary."""
+"""KV is spoken of by ranks in these values: pages, blocks, layouts, pools, tickets, and the paths it takes.
+
+README.md has a glossary.
+"""
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NewType
 
 from services.values.rank import Generation, Room
@@ -187,3 +189,20 @@ class PageBooks:
     @property
     def balanced(self) -> bool:
         return self.total == self.free + self.cached + self.locked + self.private + self.quarantined
+
+
+class KvPathKind(StrEnum):
+    RDMA = "rdma"
+    TCP = "tcp"
+    CUDA_IPC = "cuda_ipc"  # It goes from GPU to GPU of one node, over NVLink or PCIe.
+    SHARED_MEMORY = "shared_memory"  # It goes between processes of one host, by the kernel's copies too.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    """A transport has chosen it for writes to some of its peers; `lanes` are in its own words."""
+
+    kind: KvPathKind
+    reach: str  # It is intra-node or inter-node, and empty where it is not known.
+    lanes: str  # It reads like rc_mlx5/mlx5_0:1, or 52% on tcp/lo and 48% on tcp/eth0.

@@ -16,13 +16,13 @@ from services.values.kv import (
     GroupTarget,
     KvGroup,
     KvLayout,
+    KvPath,
+    KvPathKind,
     KvTicket,
     PageBooks,
     PageRun,
     PoolMemory,
 )
-from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import RankLoad
 from services.values.rank import (
     Generation,
     Plan,
@@ -32,6 +32,7 @@ from services.values.rank import (
     Role,
     Room,
 )
+from services.values.rank_reports import RankLoad
 from services.wire.fields import finite, message_of, value_of
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
 

@@ -9,13 +9,14 @@ they come back rounded to that.
 from collections.abc import Mapping
 from typing import Any
 
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, Rendezvous
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     GenerationRequest,
     Output,

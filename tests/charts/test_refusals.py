@@ -8,7 +8,7 @@ import pytest
 from charts.rendering import CHART, LEAST, merged, render
 from services.rank.rank_config import _NOT_SGLANG, RankConfig
 from services.router.router_config import RouterConfig
-from services.settings.cluster import ClusterConfig
+from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import describe
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}

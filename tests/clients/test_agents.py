@@ -27,7 +27,7 @@ from clients.agent_proxy import ANSWER, CALL, PARALLEL, SUBMIT, AgentProxy, Turn
 from clients.clusters import ENVIRONMENTS, running
 from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, OPEN
 from services.cli.model.fetch_model import ensure_cached
-from services.settings.known_models import KNOWN
+from services.settings.named_models import KNOWN
 from services.values.errors import Unavailable
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]

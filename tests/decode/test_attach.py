@@ -11,8 +11,8 @@ from services.decode.prefill_leg import PrefillChannels
 from services.rank.intake import Intake
 from services.rank.rank_metrics import DecodeMetrics
 from services.values.errors import ProtocolError
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankId
+from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, Output, SamplingParams
 from services.wire import convert_request
 from services.wire.isthmus.v1 import common_pb2, decode_pb2

@@ -13,7 +13,7 @@ from services.engine.engine_settings import EngineSettings
 from services.engine.paged.core import EngineCore
 from services.engine.paged.shell.paged_engine import PagedEngine
 from services.net import servers
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.prefill.prefill_service import PrefillService
 from services.rank.rank_metrics import PrefillMetrics
 from services.values.prompt_logprobs import PromptLogprobs

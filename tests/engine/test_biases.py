@@ -14,10 +14,9 @@ from exactness.reference import random_prompt
 from exactness.ruled import Rules, ruled_generation
 from services.engine.fake import FakeModel, choose
 from services.router.text.tokenizer import Tokenizer
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
 from services.values.rank import Plan
-from services.values.request import FinishReason, SamplingParams
+from services.values.request import Constraint, ConstraintKind, FinishReason, SamplingParams
 
 PROMPT, COUNT = random_prompt(21, seed=4), 16
 GREEDY = SamplingParams(temperature=0)

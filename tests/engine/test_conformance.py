@@ -30,7 +30,7 @@ from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.values.rank import Plan
 from services.values.request import FinishReason, SamplingParams

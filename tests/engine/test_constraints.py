@@ -18,10 +18,9 @@ from exactness.checkpoints import tiny_checkpoint
 from grammar.written import text_of
 from services.engine.engine_settings import EngineSettings
 from services.grammar.vocabulary import read_vocabulary
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, PeerFailed
 from services.values.rank import Plan
-from services.values.request import FinishReason, SamplingParams
+from services.values.request import Constraint, ConstraintKind, FinishReason, SamplingParams
 
 PROMPT = tuple(range(10, 31))
 FLAT = {

@@ -1,7 +1,7 @@
 """What an operator deletes by hand, or etcd itself: our services delete in transactions alone."""
 
-from services.etcd.client import Etcd, prefix_end
 from services.etcd.connection import Method
+from services.etcd.etcd_client import Etcd, prefix_end
 from services.wire.etcd import etcd_pb2
 
 _DELETE = Method("/etcdserverpb.KV/DeleteRange", etcd_pb2.DeleteRangeRequest, etcd_pb2.DeleteRangeResponse)

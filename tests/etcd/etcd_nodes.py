@@ -10,7 +10,7 @@ class EtcdNodes(etcd_nodes.EtcdNodes):
     """With short elections.
 
     One of them is stopped, not killed: etcd 3.5.1, all that PyPI has, may lose what a member that is killed
-    had applied, and the mirrors of two routers then disagree for ever (services/etcd/client.py).
+    had applied, and the mirrors of two routers then disagree for ever (services/etcd/etcd_client.py).
     """
 
     def __init__(self, folder: Path) -> None:

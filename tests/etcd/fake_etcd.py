@@ -2,7 +2,7 @@
 
 import random
 
-from services.etcd.client import KeyValue, TxnResult
+from services.etcd.etcd_client import KeyValue, TxnResult
 from services.etcd.etcd_errors import LeaseNotFound
 from services.etcd.watch import KeyChange
 from services.values.errors import Unavailable

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from etcd.real_etcd import FAST, client
-from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 
 _numbers = itertools.count()

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from services.etcd.client import Etcd
-from services.etcd.connection import Observe, unobserved
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings, Observe, unobserved
+from services.etcd.etcd_client import Etcd
 
 # Short elections: a restart takes a fraction of a second, and a lease may be as short as 1 s.
 FAST = ("--heartbeat-interval=20", "--election-timeout=200", "--unsafe-no-fsync")

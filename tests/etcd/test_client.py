@@ -7,7 +7,9 @@ import pytest
 from etcd.etcd_users import require_users
 from etcd.real_etcd import FAST, client
 from net import certificates as shared
-from services.etcd.client import (
+from services.etcd.connection import EtcdSettings
+from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import (
     _RANGE,
     Etcd,
     delete_range_op,
@@ -17,12 +19,10 @@ from services.etcd.client import (
     unchanged,
     warn_of_version,
 )
-from services.etcd.embedded import EmbeddedEtcd
 from services.etcd.etcd_errors import EtcdCompacted, EtcdNoSpace, LeaseNotFound
-from services.etcd.settings import EtcdSettings
 from services.etcd.watch import PrefixWatch
 from services.index.keys import ClusterKeys
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values.errors import ConfigError, ProtocolError, Unavailable
 from services.wire.etcd import etcd_pb2
 

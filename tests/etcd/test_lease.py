@@ -2,8 +2,8 @@ import asyncio
 
 from etcd.real_etcd import client, until
 from etcd.silent_member import SilentMember
-from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import Etcd
 from services.etcd.lease import BucketLease, EtcdLease
 from services.index.keys import ClusterKeys
 

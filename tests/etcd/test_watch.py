@@ -8,9 +8,9 @@ import pytest
 from etcd.deletions import delete
 from etcd.real_etcd import FAST, client, running, until
 from etcd.silent_member import SilentMember
-from services.etcd.client import Etcd, delete_range_op, put_op
 from services.etcd.connection import EtcdStream
 from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import Etcd, delete_range_op, put_op
 from services.etcd.etcd_errors import EtcdTooLarge
 from services.etcd.watch import PrefixWatch, WatchBatch
 from services.index.keys import ClusterKeys

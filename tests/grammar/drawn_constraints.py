@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from services.values.constraint import Constraint, ConstraintKind
+from services.values.request import Constraint, ConstraintKind
 
 
 @dataclass(frozen=True)

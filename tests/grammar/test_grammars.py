@@ -7,11 +7,10 @@ import pytest
 
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import ids_of_text
-from services.grammar import lowering
-from services.grammar.grammars import Grammars
+from services.grammar.grammars import _IS_LARK, Grammars
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
+from services.values.request import Constraint, ConstraintKind
 
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 GBNF = 'root ::= "x" [0-9]+ | "y"\n'
@@ -148,5 +147,5 @@ def test_what_a_model_cannot_write_is_refused(subtests):
 def test_blank_lines_are_no_work() -> None:
     """Each was looked at from each before it: hours for these."""
     lines = "\n" * 1_000_000
-    assert not lowering._IS_LARK.search(f"{lines}x")
-    assert lowering._IS_LARK.search(f"{lines} \t{LARK}") and lowering._IS_LARK.search(f"# a\r\n{LARK}")
+    assert not _IS_LARK.search(f"{lines}x")
+    assert _IS_LARK.search(f"{lines} \t{LARK}") and _IS_LARK.search(f"# a\r\n{LARK}")

@@ -17,8 +17,8 @@ from grammar.written import ids_of_text
 from services.grammar.grammars import Grammars
 from services.grammar.json_schema import Apart, fitted
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
+from services.values.request import Constraint, ConstraintKind
 
 BIG = 9007199254740993  # 2^53 + 1
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import ids_of_text, write_tokenizer
 from services.grammar.grammars import Grammars
-from services.grammar.masks import MaskMaker, MaskRequest, Masks
-from services.grammar.matcher import Matcher
+from services.grammar.matcher import MaskMaker, MaskRequest, Masks, Matcher
 from services.grammar.vocabulary import read_vocabulary
-from services.values.constraint import Constraint, ConstraintKind
+from services.values.request import Constraint, ConstraintKind
 
 VOCAB_SIZE = 300  # more than there are tokens
 EOS, SPECIAL, AB = 256, 257, 260

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.host.child_lines import child_lines
+from services.host.child_processes import child_lines
 
 
 async def lines_of(*chunks):

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 
 _PARENT = """
 import subprocess, sys, time
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 program = "print('up', flush=True); import time; time.sleep(60)"
 child = subprocess.Popen(dying_with_us([sys.executable, "-c", program]))
 print(child.pid, flush=True)

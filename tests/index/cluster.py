@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from etcd.real_etcd import running, until
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
+from services.index.joining import Schema
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror
-from services.index.schema import Schema
 from services.index.write.membership import Membership
 from services.index.write.prefix_writer import LogLimits
 from services.index.write.publisher import PublisherSettings
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 SCHEMA = Schema(index_block=64, hash_scheme="xxh3-64/1")
 # Snapshots every few deltas and in several chunks, so that every path is walked.

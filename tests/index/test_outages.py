@@ -11,7 +11,7 @@ import pytest
 from etcd.etcd_nodes import EtcdNodes
 from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.index.degraded import Degraded
 from services.index.keys import ClusterKeys
 from services.index.pins import PinSettings, PinWriter

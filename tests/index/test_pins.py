@@ -1,7 +1,7 @@
 import pytest
 
 from etcd.real_etcd import client, running, until
-from services.etcd.client import Etcd, TxnResult
+from services.etcd.etcd_client import Etcd, TxnResult
 from services.etcd.etcd_errors import EtcdNoSpace
 from services.index.keys import ClusterKeys, pin_name
 from services.index.pins import KnownPin, Pin, PinSettings, PinWriter, decode_pin, encode_pin

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from index.cluster import registration
-from services.index.registrations import decode_registration, encode_registration
+from services.index.joining import decode_registration, encode_registration
 from services.wire.isthmus.v1 import index_pb2
 
 

@@ -10,8 +10,8 @@ import pytest
 from etcd.etcd_backup import restore, save
 from etcd.real_etcd import FAST, client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.pins import PinSettings, PinWriter
 from services.index.read.mirror import Mirror, RankState

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.index.staleness import Staleness
+from services.index.records import Staleness
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 9)), max_size=40), st.floats(0, 5))

@@ -7,7 +7,7 @@ import pytest
 from isthmus import AsyncClient, Client, Retries, Tls, Unavailable
 from net.certificates import make_certificates
 from router.scripted_router import ScriptedRouter, finished, serving
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 
 NAME = "router.isthmus.internal"
 ONCE = Retries(attempts=1)

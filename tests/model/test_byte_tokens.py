@@ -1,5 +1,5 @@
 from router.conftest import byte_backend
-from services.model.byte_tokens import bytes_of_byte_level, bytes_of_piece
+from services.model.tokenizer_json import bytes_of_byte_level, bytes_of_piece
 
 
 def test_every_byte_of_a_byte_level_vocabulary() -> None:

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from services.model.context_length import context_tokens
+from services.model.model_config import context_tokens
 
 QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {

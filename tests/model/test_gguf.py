@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.gguf_files import ARRAY, BOOL, F32, TEXT, U32, gguf_bytes
-from services.model.gguf import floats_of, read_gguf
-from services.model.gguf_blocks import BLOCK_TYPES
+from services.model.gguf import BLOCK_TYPES, floats_of, read_gguf
 from services.values.errors import ConfigError
 
 HALVES = st.floats(-60_000, 60_000, width=16)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.model.sizing import Pool, kv_dtype
+from services.model.model_config import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from net.echo import NAMES, stub_of
-from services.net import call_takers, channels, grpc_errors, servers
+from services.net import channels, grpc_errors, servers
 from services.values.errors import NoCapacity
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -84,7 +84,7 @@ async def until(told):
 
 def test_the_grpcio_that_is_installed_is_known(caplog):
     async def look():
-        return call_takers.find(grpc.aio.server())
+        return servers.inner_server(grpc.aio.server())
 
     assert asyncio.run(look()) is not None
     assert "grpcio_unknown" not in caplog.text
@@ -187,7 +187,7 @@ async def test_another_grpcio_serves_one_by_one_and_says_so(subtests, monkeypatc
         ("_ARGUMENTS", {"no_such_name": ("one",)}),
     ]:
         with subtests.test(name=name, other=other), monkeypatch.context() as patch:
-            patch.setattr(call_takers, name, other)
+            patch.setattr(servers, name, other)
             service = Generation()
             service.release.set()
             async with serving(service) as (server, channel):
@@ -211,20 +211,18 @@ class Broken:
 
 async def takers_of(server, count=1):
     handler = grpc.unary_stream_rpc_method_handler(lambda *_: None)
-    takers = call_takers.CallTakers(server, GENERATE, handler, (), count)
+    takers = servers.CallTakers(server, GENERATE, handler, (), count)
     await asyncio.wait_for(takers.ended(), 10)
 
 
 async def test_takers_that_fail_or_wait(subtests, caplog):
     with subtests.test("a call that never comes is asked for again"):
-        missed = call_takers.cygrpc._RequestCallError
+        missed = servers.cygrpc._RequestCallError
         server = Broken(missed(), missed(), missed())
         await takers_of(server)
         assert not server.is_running()
     with subtests.test("a taker that fails says so and leaves the others and the stop alone"):
-        await takers_of(
-            Broken(ZeroDivisionError("of the core"), call_takers.cygrpc._RequestCallError()), count=2
-        )
+        await takers_of(Broken(ZeroDivisionError("of the core"), servers.cygrpc._RequestCallError()), count=2)
         assert caplog.text.count("call_taker_failed") == 1 and "of the core" in caplog.text
 
 

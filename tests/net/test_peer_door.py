@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from net.certificates import make_another, make_certificates
 from net.echo import Service, call, serving, stub_of
 from services.net import channels
-from services.net.peer_door import carries
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
+from services.net.guard import carries
 from services.router.http.bounded_connection import HttpTls
 from services.values.errors import Forbidden, PeerFailed
 from services.wire.isthmus.v1 import generation_pb2

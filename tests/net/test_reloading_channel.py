@@ -8,8 +8,7 @@ import pytest
 
 from net.certificates import Mounted, make_another, make_certificates
 from services.net import channels, grpc_errors, servers
-from services.net.reloading_channel import ReloadingChannel
-from services.net.tls import TlsConfig
+from services.net.channels import ReloadingChannel, TlsConfig
 from services.values import errors
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 

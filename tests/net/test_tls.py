@@ -6,7 +6,7 @@ import pytest
 from net.certificates import make_certificates
 from net.echo import NAMES, Service, call, serving
 from services.net import channels, servers
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values import errors
 
 

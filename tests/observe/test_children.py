@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.observe.children import Children
+from services.observe.prometheus import Children
 
 
 def test_a_child_is_asked_for_once_and_counts_for_the_metric(monkeypatch):

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from net.ipv6 import LOOPBACKS, needs_ipv6
-from services.observe import metrics_page
+from services.observe import prometheus
 from services.values.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_metrics_are_served_until_stopped():
     by_tenth = prometheus_client.Histogram("took", "Seconds.", ["role"], registry=registry)
     by_tenth.labels("theirs").observe(0.1, {"trace_id": "ab"})
     labels = {"role": "decode", "rank": "1"}
-    port, stop = metrics_page.serve_metrics("127.0.0.1", 0, registry, labels)
+    port, stop = prometheus.serve_metrics("127.0.0.1", 0, registry, labels)
     url = f"http://127.0.0.1:{port}/metrics"
     plain = page_at(url, "text/plain")
     assert 'moved_bytes_total{rank="1",role="decode"} 7.0' in plain
@@ -35,7 +35,7 @@ def test_metrics_are_served_until_stopped():
     assert "_created" not in plain and "trace_id" not in plain
     assert '# {trace_id="ab"} 0.1' in page_at(url, "application/openmetrics-text")
     with pytest.raises(ConfigError, match=str(port)):
-        metrics_page.serve_metrics("127.0.0.1", port, registry, labels)
+        prometheus.serve_metrics("127.0.0.1", port, registry, labels)
     stop()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=10)
@@ -45,7 +45,7 @@ def test_metrics_are_served_until_stopped():
 def test_metrics_are_served_over_ipv6_too(subtests):
     for host, heard in [("::", LOOPBACKS), ("::1", LOOPBACKS[1:])]:
         with subtests.test(host=host, heard=heard):
-            port, stop = metrics_page.serve_metrics(host, 0, prometheus_client.CollectorRegistry(), {})
+            port, stop = prometheus.serve_metrics(host, 0, prometheus_client.CollectorRegistry(), {})
             for address in heard:
                 assert page_at(f"http://{address}:{port}/metrics", "text/plain") == ""
             stop()
@@ -60,8 +60,8 @@ async def test_what_a_loop_owns_is_collected_on_that_loop():
             yield GaugeMetricFamily("owned", "Of the loop.", asyncio.get_running_loop() is loop)
 
     loop, threads, registry = asyncio.get_running_loop(), [], prometheus_client.CollectorRegistry()
-    registry.register(metrics_page.OnLoop(Owned()))
-    port, stop = metrics_page.serve_metrics("127.0.0.1", 0, registry, {})
+    registry.register(prometheus.OnLoop(Owned()))
+    port, stop = prometheus.serve_metrics("127.0.0.1", 0, registry, {})
     plain = await asyncio.to_thread(page_at, f"http://127.0.0.1:{port}/metrics", "text/plain")
     assert "owned 1.0" in plain
     assert [metric.name for metric in registry.collect()] == ["owned"]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from services.observe.repeated_histogram import RepeatedHistogram
+from services.observe.prometheus import RepeatedHistogram
 
 BOUNDS = (0.25, 0.5, 1.0, 5.0)
 

@@ -24,10 +24,10 @@ from cluster.harness import BLOCK, ids_request
 from net.fault_proxy import FaultProxy
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.engine.fake import continuation
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
+from services.index.joining import decode_registration
 from services.index.keys import ClusterKeys, RegistrationKey
-from services.index.registrations import decode_registration
 from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 

@@ -19,7 +19,7 @@ from net.certificates import make_certificates
 from processes.harness import COMMON_FLAGS, LONG_S, MARK, RANK_FLAGS, until
 from services.engine.fake import continuation
 from services.net import channels
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.wire.isthmus.v1 import generation_pb2_grpc
 
 COMMAND = (sys.executable, "-m", "services.cli")

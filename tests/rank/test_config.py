@@ -14,7 +14,7 @@ from services.settings.flags import load, to_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Plan, Role
-from services.values.registration import (
+from services.values.rank_reports import (
     NO_CACHE,
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,

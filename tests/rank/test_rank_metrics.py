@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from services.rank.rank_metrics import DecodeMetrics, PoolCollector, PrefillMetrics, RequestMetrics
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
-from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import CarriedPool, ConstraintCounts, DraftCount, RankLoad
+from services.values.kv import KvPath, KvPathKind
 from services.values.rank import Plan
+from services.values.rank_reports import CarriedPool, ConstraintCounts, DraftCount, RankLoad
 from services.values.request import Admitted
 
 

@@ -21,8 +21,8 @@ from router.templates.formats import FORMATS
 from services.cli.local import demo
 from services.cli.model.fetch_model import ensure_cached
 from services.grammar.grammars import Grammars
-from services.grammar.masks import MaskMaker, MaskRequest
-from services.settings.known_models import KNOWN
+from services.grammar.matcher import MaskMaker, MaskRequest
+from services.settings.named_models import KNOWN
 from services.values.errors import Unavailable
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.router_config import RouterConfig
-from services.settings.cluster import ClusterConfig
+from services.settings.cluster_config import ClusterConfig
 from services.values.errors import ConfigError
 
 CA, CERT, KEY = Path("ca.pem"), Path("cert.pem"), Path("key.pem")

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from model.gguf_files import gguf_bytes, llama_entries
-from services.settings import hub
-from services.settings.hub import HubName, hub_name, resolved
+from services.settings import named_models
+from services.settings.named_models import HubName, hub_name, resolved
 from services.values.errors import ConfigError, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -92,7 +92,7 @@ def test_a_revision_is_another_snapshot(cache):
 
 
 def test_half_a_download_is_enough_for_who_needs_no_weights(subtests, cache, monkeypatch):
-    for files in [{"config.json": "{}"}, {**WHOLE, hub._INDEX: INDEX, "one.safetensors": ""}]:
+    for files in [{"config.json": "{}"}, {**WHOLE, named_models.INDEX: INDEX, "one.safetensors": ""}]:
         with subtests.test(files=files), monkeypatch.context() as patch:
             directory = cache(files)
             assert resolved(Config("org/name"), weights=False).model == directory

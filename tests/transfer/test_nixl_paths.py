@@ -15,7 +15,7 @@ from services.kv.transfer_plan import PageMove
 from services.transfer.nixl_settings import NixlSettings, check_parameters, keep_to_loopback, parameters_of
 from services.transfer.open_transport import open_transport
 from services.values.errors import ConfigError
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind
 
 SCRIPT = Path(__file__).parent / "told_paths.py"
 

@@ -1,7 +1,7 @@
 """By what KV crosses, from UCX's own tables; those over RDMA were not seen here, but made alike."""
 
 from services.transfer.ucx_tables import UcxTables, kind_of
-from services.values.kv_path import KvPath, KvPathKind
+from services.values.kv import KvPath, KvPathKind
 
 PREFIX = "[1795327206.303543] [vm:7773 :0]   "
 SELF = """

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.values.step_histogram import EDGES_S, StepHistogram
+from services.values.rank_reports import EDGES_S, StepHistogram
 
 steps = st.lists(st.tuples(st.one_of(st.floats(0, 100), st.sampled_from(EDGES_S)), st.integers(1, 5)))
 

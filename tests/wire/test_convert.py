@@ -15,13 +15,13 @@ from services.values.kv import (
     GroupTarget,
     KvGroup,
     KvLayout,
+    KvPath,
+    KvPathKind,
     KvTicket,
     PageBooks,
     PageRun,
     PoolMemory,
 )
-from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import RankLoad
 from services.values.rank import (
     Generation,
     Plan,
@@ -29,6 +29,7 @@ from services.values.rank import (
     Role,
     Room,
 )
+from services.values.rank_reports import RankLoad
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
 from wire.wire_values import (

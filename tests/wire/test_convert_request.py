@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.kv import (
     GroupKind,
@@ -17,6 +16,8 @@ from services.values.rank import Generation, Plan, RankAddress, RankId, Rendezvo
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     GenerationRequest,
     Output,

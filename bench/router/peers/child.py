@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import dying_with_us
 
 
 @asynccontextmanager

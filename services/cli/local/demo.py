@@ -18,8 +18,7 @@ from services.cli.router_client import responses
 from services.cli.table import format_bytes, format_table
 from services.net import channels
 from services.settings.flags import load, refusing, setting
-from services.settings.hub import resolved
-from services.settings.known_models import KNOWN
+from services.settings.named_models import KNOWN, resolved
 from services.values.errors import Unavailable
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

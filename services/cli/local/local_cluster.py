@@ -27,8 +27,7 @@ from services.cli.local import preflight
 from services.cli.router_client import key_metadata
 from services.etcd.embedded import EmbeddedEtcd
 from services.host import memory
-from services.host.child_lines import child_lines
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import child_lines, dying_with_us
 from services.host.ports import host_port, is_wildcard
 from services.net import channels, grpc_errors
 from services.observe import log_lines
@@ -36,7 +35,7 @@ from services.process import supervisor
 from services.process.health import Lifecycle, ProcessPhase
 from services.process.notify import listening
 from services.router.router_config import RouterConfig
-from services.settings.cluster import ClusterConfig
+from services.settings.cluster_config import ClusterConfig
 from services.values.errors import ConfigError, Unavailable
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 

@@ -21,12 +21,12 @@ from typing import Any
 from services.engine.pool_memory import pool_pages, ranks_memory
 from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
-from services.model.architectures import disagreement
+from services.model.model_config import disagreement
 from services.model.quantization import quantization_of
 from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
-from services.settings.known_models import GGUF_LINK
+from services.settings.named_models import GGUF_LINK
 from services.values.errors import ConfigError
 
 _LOCK = "in-use"

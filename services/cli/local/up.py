@@ -28,9 +28,9 @@ from services.cli.router_client import ClientConfig
 from services.cli.table import format_bytes
 from services.host.ports import check_port, host_port, is_wildcard
 from services.observe import json_lines
-from services.observe.short_lines import LogLine, read_line
+from services.observe.log_lines import LogLine, read_line
 from services.settings.flags import load, refusing, setting
-from services.settings.hub import MODEL_HELP, resolved
+from services.settings.named_models import MODEL_HELP, resolved
 from services.values.errors import Unavailable
 
 _QUIET = ("DEBUG", "INFO")

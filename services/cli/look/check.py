@@ -19,12 +19,11 @@ from services.cli.look.size import carried_bytes, read_config, tail_bytes
 from services.cli.router_client import ClientConfig, key_metadata, responses
 from services.cli.table import fold, format_bytes, format_table
 from services.engine.choose import check_checkpoint
-from services.model.context_length import context_tokens
 from services.model.layer_groups import LayerGroups, RecurrentGroup, draft_groups, layer_groups, text_config
+from services.model.model_config import ITEM_BYTES, context_tokens, kv_dtype
 from services.model.quantization import is_quantized, quantization_of
-from services.model.sizing import ITEM_BYTES, kv_dtype
 from services.settings.flags import Bounds, check_bounds, load, setting
-from services.settings.hub import MODEL_HELP, resolved
+from services.settings.named_models import MODEL_HELP, resolved
 from services.values.errors import ConfigError, DeadlineExceeded, PeerFailed, Unavailable
 from services.values.kv import GroupKind
 from services.wire.isthmus.v1 import common_pb2, generation_pb2

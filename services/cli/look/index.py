@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.cli import screen
 from services.cli.router_client import RanksConfig, ask_router
 from services.cli.table import format_table
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror
 from services.settings.flags import load

@@ -12,13 +12,12 @@ from typing import Any, Literal
 from services.cli import screen
 from services.cli.table import fold, format_bytes
 from services.kv.tails import PoolSizes, units_at, units_for
-from services.model.context_length import context_tokens
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
+from services.model.model_config import Pool, context_tokens, kv_dtype
 from services.model.quantization import MODELOPT_FILE, is_quantized, with_modelopt
-from services.model.sizing import Pool, kv_dtype
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
-from services.settings.hub import MODEL_HELP, resolved
+from services.settings.named_models import MODEL_HELP, resolved
 from services.values.errors import ConfigError
 
 

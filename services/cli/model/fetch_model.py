@@ -27,7 +27,7 @@ from services.model.gguf import read_gguf
 from services.model.gguf_model import GgufModel, model_of
 from services.settings.flags import load, refusing, setting
 from services.settings.gguf_directory import mapped, write_configs
-from services.settings.known_models import KNOWN, WEIGHTS, KnownModel, is_whole, known_model
+from services.settings.named_models import KNOWN, WEIGHTS, KnownModel, is_whole, known_model
 from services.values.errors import ConfigError, Unavailable
 
 # It is called with what, the bytes that are done, and of how many.

@@ -35,7 +35,7 @@ from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
 from services.values.kv import CacheEvents, PageBooks
-from services.values.load import RankLoad
+from services.values.rank_reports import RankLoad
 from services.values.request import FinishReason
 
 Clock = Callable[[], float]

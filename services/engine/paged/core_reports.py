@@ -13,8 +13,7 @@ from services.engine.paged.step_time import StepTimes
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import CacheEvents, PageBooks
-from services.values.load import RankLoad
-from services.values.step_histogram import NO_STEPS
+from services.values.rank_reports import NO_STEPS, RankLoad
 
 
 class StepFigures:

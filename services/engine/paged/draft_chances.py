@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 
-from services.values.load import DraftCount
+from services.values.rank_reports import DraftCount
 
 Kind = tuple[str, int]  # It is the source, and the length of its match by its bits: 3, 4..7, 8..15, 16.
 

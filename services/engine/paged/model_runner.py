@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.grammar.masks import MaskCounts, MaskRequest
-from services.grammar.matcher import Matcher
+from services.grammar.matcher import MaskCounts, MaskRequest, Matcher
 from services.values.errors import PeerFailed
 from services.values.kv import KvLayout, PageId, PoolMemory
 from services.values.prompt_logprobs import PromptLogprobs

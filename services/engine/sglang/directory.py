@@ -11,7 +11,7 @@ import grpc
 
 from services.engine.sglang.reports import Active
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values.errors import IsthmusError, ProtocolError, Unavailable
 from services.values.rank import RankId
 from services.wire import convert

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.transfer.nixl_settings import UCX, NixlSettings
 from services.values.errors import ConfigError
 

@@ -29,10 +29,9 @@ from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.engine.torch.quantized.gguf_weights import gguf_weights, sampled_gguf
 from services.engine.torch.quantized.parts import PARTS, named_weights, open_tensors
-from services.model.architectures import disagreement
-from services.model.context_length import context_tokens
+from services.model.model_config import context_tokens, disagreement
 from services.model.quantization import MODELOPT_FILE, Quantization, quantization_of, with_modelopt
-from services.settings.known_models import INDEX, WEIGHTS, gguf_weights_of
+from services.settings.named_models import INDEX, WEIGHTS, gguf_weights_of
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)

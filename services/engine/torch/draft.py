@@ -29,7 +29,7 @@ from services.engine.torch.sampling.device_sampler import DeviceSampler, also_fo
 from services.engine.torch.sampling.sample import sample
 from services.kv.shadow_validity import ShadowValidity
 from services.kv.tails import PoolSizes
-from services.model.token_ids import first_difference
+from services.model.tokenizer_json import first_difference
 from services.values.errors import ConfigError
 from services.values.kv import DraftKv, PageId, PoolMemory
 from services.values.request import SamplingParams

@@ -29,7 +29,7 @@ from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
-from services.grammar.masks import MaskCounts
+from services.grammar.matcher import MaskCounts
 from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
+from services.etcd.etcd_errors import Backoff
 from services.etcd.watch import KeyChange
 from services.index.codec import decode_record
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey

@@ -14,18 +14,17 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from services.etcd.backoff import Backoff
-from services.etcd.client import Etcd
+from services.etcd.etcd_client import Etcd
+from services.etcd.etcd_errors import Backoff
 from services.etcd.lease import EtcdLease
+from services.index.joining import Schema, check_schema, register
 from services.index.keys import ClusterKeys
-from services.index.registrations import register
-from services.index.schema import Schema, check_schema
 from services.index.write.publisher import Publisher, PublisherSettings
 from services.index.write.rank_ledger import RankLedger
 from services.process.events import first_of
 from services.values.errors import ConfigError, IsthmusError, StaleGeneration
 from services.values.kv import CacheEvents
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
-from services.etcd.client import Etcd, delete_range_op, prefix_end, put_op, unchanged
+from services.etcd.etcd_client import Etcd, delete_range_op, prefix_end, put_op, unchanged
 from services.index.codec import decode_record, encode_delta, encode_head, encode_snapshot
 from services.index.keys import ClusterKeys, HeadKey
 from services.index.records import (

@@ -31,12 +31,12 @@ from typing import TypeVar
 import grpc
 
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.connections.output_stream import Coalescing, OutputStream
 from services.router.connections.rank_health import PrefillWatch, SilenceLimit
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, PeerFailed, ProtocolError
-from services.values.load import RankLoad
 from services.values.rank import RankAddress, RankKey
+from services.values.rank_reports import RankLoad
 from services.values.request import Output
 from services.wire import convert, convert_request
 from services.wire.generation_messages import PackedIds, length_delimited

@@ -28,10 +28,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.index.read.mirror import Mirror, RankView
 from services.net import channels, grpc_errors
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values.errors import ConfigError, IsthmusError
-from services.values.load import RankLoad
 from services.values.rank import RankAddress, RankId, RankKey
+from services.values.rank_reports import RankLoad
 from services.wire import convert
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from services.net.certificates import Pem
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.dialects.http_errors import ConnectionsFull, TooSlow, error_json, status_of
 from services.router.http.middleware import answer_error, headers_of
 from services.values.errors import InvalidRequest, IsthmusError

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.observe import build_info
-from services.observe.metrics_page import MetricsPage
+from services.observe.prometheus import MetricsPage
 from services.router import callers
 from services.router.cluster_watch import Pace, Watch
 from services.router.dialects import messages_answer as anthropic

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.net.bytes_in_flight import BytesInFlight
-from services.observe.metrics_page import MetricsPage
+from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
 from services.router.cluster_watch import Watch
 from services.router.dialects.choice_formats import ChatFormat, CompletionFormat

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.ranks.balance import Liveness
 from services.values.rank import Plan, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 TOO_SMALL = "prompt and max_tokens do not fit its pool"
 TOO_LONG = "its queue is too long"

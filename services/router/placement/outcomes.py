@@ -5,6 +5,8 @@ sent --> admitted (what the ranks really had) --> finished --> ended
   |          |                                       +--> the answer predicted where it was made
   |          +--> speeds and trust learned, index corrected, prompt predicted at both ranks
   +--> prompt predicted where it will be computed
+
+A request may also come to the end of a decode rank's pool: `length_means` says what that is for its client.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -18,7 +20,7 @@ from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
-from services.values.request import Admitted
+from services.values.request import Admitted, FinishReason
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
 
@@ -147,3 +149,16 @@ class Outcomes:
                 self._index.resume_points.remove(rank, blocks[present_depth:])
             else:
                 self._index.correct(rank, blocks, present_depth)
+
+
+def length_means(
+    *, num_tokens: int, output_tokens: int, max_tokens: int | None, model_tokens: int, longest_tokens: int
+) -> FinishReason | None:
+    """Return what it is for the client that a decode rank ended its request with LENGTH.
+
+    It is None where another rank holds more. `num_tokens` are the prompt's and the output's together,
+    `longest_tokens` what the roomiest rank holds, `model_tokens` the model's context.
+    """
+    if num_tokens >= model_tokens or (max_tokens is not None and output_tokens >= max_tokens):
+        return FinishReason.LENGTH
+    return FinishReason.CAPACITY if num_tokens >= longest_tokens else None

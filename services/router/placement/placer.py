@@ -18,20 +18,25 @@ from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.tails import carried_bytes
 from services.kv.ticket import difference
 from services.router.placement import exclusion
-from services.router.placement.admission import bound_s, refusal, waits_of
-from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.candidates import (
+    Asked,
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+    bound_s,
+    refusal,
+    waits_of,
+)
 from services.router.placement.decision import Decision, Nowhere, place
-from services.router.placement.hits import Found, Hit, Hits
-from services.router.placement.layouts import common_layout
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
-from services.router.placement.rank_snapshot import Queue, RankSnapshot
+from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Plan, RankKey, Role
-from services.values.registration import NO_CACHE, Registration
+from services.values.rank_reports import NO_CACHE, Registration
 
 _FEW = 16  # ranks of a role that are all priced
 _LEAST_LOADED = 6  # of many, priced in any case

@@ -1,15 +1,51 @@
-"""The ranks as one decision sees them: each is looked up once, though several steps ask for it. Pure."""
+"""A snapshot shows the ranks as one decision sees them: each is looked up once, though several ask. Pure.
 
-from collections.abc import Callable, Mapping
+Hits say what ranks hold of the prompt, in tokens. Of 4,096 tokens that the index says a rank holds
+(`matched`) some count (`worth`): as far as its word is trusted, or was sent there and is to be there soon. A
+rank that reports its checkpoints goes on computing at one of them, though it hold more (`matched_resume`,
+`resume`: the index's word, and how much of it counts). Plan remote goes by one of the KV layouts in a cluster
+(`common_layout`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
-from services.index.read.prefix_index import Held, PrefixIndex
+from services.index.read.prefix_index import Held, PrefixIndex, deepest
 from services.router.placement import exclusion
 from services.router.placement.candidates import Asked
 from services.router.ranks.balance import Balance, RankNow
 from services.router.ranks.predictions import Guessed
+from services.values.kv import KvLayout
 from services.values.rank import RankKey, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
+
+
+def common_layout(
+    decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
+) -> KvLayout | None:
+    """Return the layout of the most pairs of a decode and a prefill rank; without pairs, of the most decode
+    ranks.
+
+    So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
+    with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees and draft
+    models do not count. None: there is no decode rank.
+    """
+    staying = [rank for rank in decodes if rank.id.key not in draining]
+    if staying:
+        decodes, prefills = staying, [rank for rank in prefills if rank.id.key not in draining]
+    receivers, senders = (
+        Counter(replace(rank.layout, tp_size=1, draft=None) for rank in ranks)
+        for ranks in (decodes, prefills)
+    )
+
+    def pairs(layout: KvLayout) -> tuple[int, int]:
+        return receivers[layout] * senders[layout], receivers[layout]
+
+    return max(receivers, key=pairs, default=None)
 
 
 class RankSnapshot:
@@ -114,3 +150,62 @@ class Queue:
     @property
     def compute_wait_s(self) -> float:
         return self._snapshot.now(self._rank).compute_wait_s
+
+
+Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
+
+
+class Hit(NamedTuple):
+    matched: int
+    worth: int
+    matched_resume: int | None = None
+    resume: int | None = None
+
+
+class Hits:
+    """These are the hits as one router knows them. `index_block` is in tokens."""
+
+    def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
+        self.telling: frozenset[RankKey] = frozenset()  # ranks that tell their resume points
+        self._index = index
+        self._balance = balance
+        self._block = index_block
+
+    def of(self, found: Sequence[Found], snapshot: RankSnapshot) -> list[Hit]:
+        """One of each rank."""
+        asked, now, block, telling = snapshot.asked, self._balance.clock(), self._block, self.telling
+        resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, snapshot, now)
+        trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
+        guessed = snapshot.guessed()
+        hits = []
+        for key, _, blocks in found:
+            matched, soon = blocks * block, guessed.depth(key) * block
+            worth = trusted(key, matched, now) if blocks else 0
+            if soon > worth:
+                worth = soon
+            if key in resumed:
+                points, point = resumed[key]
+                hits.append(Hit(matched, worth, points, min(worth, point)))
+            elif limited:
+                hits.append(Hit(matched, worth, resume=min(worth, asked.most_reused)))
+            else:
+                hits.append(Hit(matched, worth))
+        return hits
+
+    def _resumed(
+        self, telling: dict[RankKey, int], snapshot: RankSnapshot, now: float
+    ) -> dict[RankKey, tuple[int, int]]:
+        """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
+        if not telling:
+            return {}
+        asked, balance, block = snapshot.asked, self._balance, self._block
+        furthest = asked.most_reused // block
+        most = {key: min(blocks, furthest) for key, blocks in telling.items()}
+        matched = self._index.resume_points.deepest(asked.hashes, most)
+        guessed = deepest(snapshot.guessed().resumable(), dict.fromkeys(telling, furthest))
+        resumed = {}
+        for key in telling:
+            tokens = matched.get(key, 0) * block
+            trusted = balance.resume_trust.worth(key, tokens, now)
+            resumed[key] = tokens, max(trusted, guessed.get(key, 0) * block)
+        return resumed

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from services.router.ranks.learned import Speeds, Trust
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey
+from services.values.rank_reports import RankLoad
 from services.values.request import Admitted
 
 _REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart

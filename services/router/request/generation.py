@@ -22,7 +22,7 @@ from services.grammar.grammars import Grammars
 from services.observe import traces
 from services.router.cluster import Cluster, Explained
 from services.router.parsing.parser_choice import ParserChoice
-from services.router.placement.admission import allowed_wait_s
+from services.router.placement.candidates import allowed_wait_s
 from services.router.request import story
 from services.router.request.client_request import ClientRequest
 from services.router.request.failover import AnswerContext

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.grammar.grammars import Grammars
-from services.grammar.lowering import lark_of
+from services.grammar.grammars import Grammars, lark_of
 from services.router.parsing.answer_formats import CALL_TEXTS, NONE, CallText
 from services.router.parsing.answer_grammars import AnswerWriting, ToolConstraint
 from services.router.parsing.arguments import text_of
@@ -22,9 +21,8 @@ from services.router.request.client_request import ChatTools, read_tools
 from services.router.text.answer_ends import unended
 from services.router.text.detokenizer import MarkerDecoder, TokenDecoder
 from services.router.text.tokenizer import SHOWS_NO_TOOLS, Tokenizer
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
-from services.values.request import SamplingParams
+from services.values.request import Constraint, ConstraintKind, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 _ANY: Mapping[str, Any] = {"type": "object"}

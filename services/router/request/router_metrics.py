@@ -9,18 +9,16 @@ from prometheus_client.registry import Collector
 
 from services.index.read.mirror import Mirror
 from services.observe import traces
-from services.observe.children import Children
-from services.observe.repeated_histogram import RepeatedHistogram
+from services.observe.prometheus import Children, RepeatedHistogram
 from services.router.api_keys import FRONTS, REASONS
 from services.router.cluster import Cluster, Placed
 from services.router.request.progress import Progress
 from services.router.request.stages import STAGES
 from services.router.request.story import GenAiMetrics
 from services.router.text.prompt import OUTCOMES
-from services.values.constraint import ConstraintKind
 from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role
-from services.values.request import Admitted, FinishReason
+from services.values.request import Admitted, ConstraintKind, FinishReason
 
 # Edges go up to what a request may wait (--max-wait-s), whole requests' to their time (--request-timeout-s).
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.observe import log_lines, traces
-from services.observe.children import Children
+from services.observe.prometheus import Children
 from services.router.cluster import Placed
 from services.router.request.progress import Progress
 from services.values.request import MAX_ID_CHARS, Admitted

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from services.model.byte_tokens import SPACE, bytes_of_byte_level, bytes_of_sentencepiece
+from services.model.tokenizer_json import SPACE, bytes_of_byte_level, bytes_of_sentencepiece
 
 _FALLBACK = [
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

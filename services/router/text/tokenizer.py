@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from services.model.byte_tokens import bytes_of_piece
-from services.model.context_length import context_tokens
+from services.model.model_config import context_tokens
+from services.model.tokenizer_json import bytes_of_piece
 from services.router.text.answer_ends import EndOfSequence, find_end_of_sequence
 from services.router.text.answer_message import AnswerCall
 from services.router.text.chat_turns import ChatTurns, Turn, with_text

@@ -27,8 +27,7 @@ from services.transfer.hello import Hello
 from services.transfer.sending.room import Outcome, Request, RoomEnd, Send
 from services.transfer.sending.rooms import RoomTable
 from services.transfer.transport import Transport
-from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
-from services.values.kv_path import KvPath
+from services.values.kv import KvLayout, KvPath, KvTicket, PageId, PoolMemory
 from services.values.rank import RankId, Room
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The table of `isthmus index`."""
 
 from services.cli.look.index import format_answer
-from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import RankLoad
+from services.values.kv import KvPath, KvPathKind
+from services.values.rank_reports import RankLoad
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 

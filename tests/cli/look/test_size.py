@@ -10,7 +10,7 @@ from services.cli.look.size import SizeConfig, report, run
 from services.cli.model.make_model import ARCHITECTURES
 from services.engine.torch.runner import TorchRunner
 from services.model.layer_groups import layer_groups
-from services.model.sizing import Pool, kv_dtype
+from services.model.model_config import Pool, kv_dtype
 from services.values.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from services.cli import generate
 from services.cli.look import explain
 from services.engine.fake import continuation
 from services.net import channels
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.values import errors
 from services.wire.isthmus.v1 import (
     decode_pb2_grpc,

@@ -9,7 +9,7 @@ from cluster.harness import FakeCluster
 from services.cli.local import demo
 from services.cli.model import fetch_model
 from services.net import channels
-from services.settings.known_models import KNOWN
+from services.settings.named_models import KNOWN
 from services.values.errors import Unavailable
 
 
@@ -55,7 +55,7 @@ def test_without_a_package_source_a_random_model_is_taken_unless_one_was_named(
     # A checkpoint in the cache is taken without a word of a package source.
     KNOWN["smollm2"].cached.parent.mkdir(parents=True)
     KNOWN["smollm2"].cached.symlink_to(model_dir)
-    monkeypatch.setattr("services.settings.known_models.is_whole", lambda directory: True)
+    monkeypatch.setattr("services.settings.named_models.is_whole", lambda directory: True)
     monkeypatch.setattr(fetch_model, "is_whole", lambda directory: True)
     talk = replace(demo._ON_A_TEXT, warning=KNOWN["smollm2"].warning)
     assert demo._chosen(demo.DemoConfig(), tmp_path) == (KNOWN["smollm2"].cached, talk)

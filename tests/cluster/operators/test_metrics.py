@@ -16,7 +16,7 @@ from services.rank.rank_metrics import DecodeMetrics, PrefillMetrics
 from services.router.request.router_metrics import RouterMetrics
 from services.router.request.stages import STAGES
 from services.router.router_config import RouterConfig
-from services.values.load import RankLoad
+from services.values.rank_reports import RankLoad
 from services.wire.isthmus.v1 import generation_pb2
 
 PROMPT = [(11 * i) % 500 for i in range(40)]

@@ -10,7 +10,7 @@ from cluster.harness import FAKE_RANK, FakeCluster, ids_request, prompt_of
 from cluster.metrics_page import moves
 from services.engine import fake
 from services.engine.fake import continuation
-from services.index import registrations
+from services.index import joining
 from services.wire.isthmus.v1 import generation_pb2, index_pb2
 
 NEW_PAGES = FAKE_RANK.kv_pages + 1  # in the pools of the ranks that are upgraded
@@ -26,7 +26,7 @@ class Runner(fake.FakeRunner):
 @pytest.fixture
 def two_versions(monkeypatch):
     """Workers 1 are upgraded; workers 0 are from before a registration said its version."""
-    encode = registrations.encode_registration
+    encode = joining.encode_registration
 
     def encoded(registration):
         pb = index_pb2.Registration.FromString(encode(registration))
@@ -35,7 +35,7 @@ def two_versions(monkeypatch):
         return pb.SerializeToString()
 
     monkeypatch.setattr(fake, "FakeRunner", Runner)
-    monkeypatch.setattr(registrations, "encode_registration", encoded)
+    monkeypatch.setattr(joining, "encode_registration", encoded)
     pools = {worker: NEW_PAGES for worker in ("decode-1", "prefill-1")}
     return {"decode": (1, 1), "prefill": (1, 1), "pools": pools}
 

@@ -15,11 +15,11 @@ from engine.sglang.settings import sglang_settings
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.router_client import responses
 from services.engine.sglang.service.leftovers import RunFolder
-from services.etcd.client import Etcd
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
+from services.etcd.etcd_client import Etcd
 from services.host.ports import free_ports
+from services.index.joining import decode_registration
 from services.index.keys import ClusterKeys
-from services.index.registrations import decode_registration
 from services.net import channels
 from services.values.errors import IsthmusError
 from services.values.rank import RankKey

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from etcd.fake_etcd import FakeEtcd
 from etcd.real_etcd import until
 from index.cluster import registration
-from services.etcd.client import KeyValue
+from services.etcd.etcd_client import KeyValue
 from services.etcd.watch import KeyChange, WatchBatch
 from services.index.codec import encode_delta, encode_head, encode_snapshot
+from services.index.joining import encode_registration
 from services.index.keys import ClusterKeys, HeadKey, LogKey, SnapshotKey
 from services.index.pins import Pin, encode_pin
 from services.index.read.block_mirror import BlockMirror
 from services.index.read.mirror import Mirror
 from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot, hashes_of
-from services.index.registrations import encode_registration
 from services.values.errors import ProtocolError, Unavailable
 from services.values.rank import Generation, RankId, RankKey
 

@@ -11,18 +11,17 @@ import pytest
 from etcd.deletions import delete, delete_prefix
 from etcd.real_etcd import FAST, client, running, until
 from index.cluster import SCHEMA, FakeRank, mirroring, registration
-from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd, etcd_binary
+from services.etcd.etcd_client import Etcd
 from services.etcd.etcd_errors import EtcdNoSpace
 from services.etcd.watch import KeyChange, WatchBatch
 from services.index.codec import decode_record
 from services.index.degraded import Degraded
+from services.index.joining import Schema, check_schema, keep_schema, register
 from services.index.keys import ClusterKeys, LogKey, pin_name
 from services.index.pins import KnownPin, Pin, encode_pin
 from services.index.read import block_mirror
 from services.index.read.mirror import Mirror, RankState, keep_from_garbage_collector
-from services.index.registrations import register
-from services.index.schema import Schema, check_schema, keep_schema
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, RankKey
 

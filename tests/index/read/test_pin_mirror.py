@@ -1,8 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.index.pins import KnownPin, Pin
-from services.index.read.pin_mirror import PinMirror
+from services.index.pins import KnownPin, Pin, PinMirror
 from services.values.rank import Generation, RankId
 
 PIN = Pin(RankId("d", 0, Generation(1)))

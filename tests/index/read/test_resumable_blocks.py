@@ -3,9 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.index.read import resumable_blocks
-from services.index.read.prefix_index import PrefixIndex
-from services.index.read.resumable_blocks import ResumableBlocks
+from services.index.read import prefix_index
+from services.index.read.prefix_index import PrefixIndex, ResumableBlocks
 from services.values.rank import Generation, RankId, RankKey
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 14, 15, 16], [21, 22])
@@ -135,7 +134,7 @@ def test_blocks_of_the_same_ranks_share_their_set(monkeypatch: pytest.MonkeyPatc
     found = dict(points.along([1, 2, 3, 4]))
     assert found == {1: {key(0), key(1)}, 2: {key(0)}, 3: {key(1)}, 4: {key(1)}}
     assert found[3] is found[4]
-    monkeypatch.setattr(resumable_blocks, "_MAX_SHARED", 2)
+    monkeypatch.setattr(prefix_index, "_MAX_SHARED", 2)
     points.add(key(2), range(5, 9))
     assert all(len({id(ranks) for _, ranks in points.along(those)}) == 1 for those in ([5, 6], [7, 8]))
     assert len(points._shared) <= 2

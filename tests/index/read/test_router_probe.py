@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from services.index.keys import ClusterKeys
-from services.index.read.router_probe import Probe
+from services.index.read.mirror import Probe
 
 
 @dataclass

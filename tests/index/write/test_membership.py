@@ -6,8 +6,8 @@ import pytest
 
 from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
-from services.etcd.client import Etcd
 from services.etcd.embedded import EmbeddedEtcd
+from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import RankState
 from services.values.errors import StaleGeneration

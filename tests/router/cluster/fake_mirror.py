@@ -10,9 +10,8 @@ from services.router.cluster import Cluster, ClusterSettings
 from services.router.placement.placer import PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.values.kv import KvLayout
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import RankLoad, Registration
 
 LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
 

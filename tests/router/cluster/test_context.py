@@ -2,7 +2,7 @@
 
 from router.cluster.fake_mirror import D0, D1, cluster_of, started, view
 from services.values.rank import Plan, Role
-from services.values.registration import REMOTE_ONLY
+from services.values.rank_reports import REMOTE_ONLY
 from services.values.request import FinishReason
 
 BOUNDS = [

@@ -10,14 +10,13 @@ from net.certificates import make_certificates
 from router.cluster.fake_mirror import D0, D0_KEY, D1, D1_KEY, LAYOUT, P0, cluster_of, connect, started, view
 from services.index.pins import Pin
 from services.index.read.mirror import RankState
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.connections import rank_connections as connections
 from services.router.placement.placer import Placer
 from services.router.ranks.balance import Balance, Liveness
 from services.values.errors import Unavailable
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey, Role
-from services.values.registration import NO_MOVED_PENALTIES, NO_TENANT_TURNS
+from services.values.rank_reports import NO_MOVED_PENALTIES, NO_TENANT_TURNS, RankLoad
 
 
 async def test_a_burst_of_changes_is_looked_at_once_and_before_anyone_asks(cluster, mirror, monkeypatch):

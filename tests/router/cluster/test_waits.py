@@ -4,8 +4,8 @@ import pytest
 
 from router.cluster.fake_mirror import D0, D0_KEY, D1, D1_KEY, P0, queue, view
 from services.values.errors import NoCapacity, Unavailable
-from services.values.load import RankLoad
 from services.values.rank import Plan, Role
+from services.values.rank_reports import RankLoad
 
 
 async def test_who_would_wait_too_long_everywhere_is_refused_and_told_why(two_decodes, clock, balance):

@@ -12,8 +12,8 @@ from services.prefill import prefill_service as prefill_server
 from services.prefill.prefill_service import PrefillService
 from services.router.connections import rank_health
 from services.router.connections.rank_health import PrefillWatch
-from services.values.load import RankLoad
 from services.values.rank import Generation, RankAddress, RankId
+from services.values.rank_reports import RankLoad
 from services.wire.isthmus.v1 import prefill_pb2_grpc
 
 RANK = RankId("prefill", 0, Generation(7))

@@ -10,7 +10,7 @@ from net.certificates import make_certificates
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror, RankState, RankView
 from services.net import servers
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.router.connections.rank_health import SuspectChecks
 from services.values.rank import RankAddress, RankId
 

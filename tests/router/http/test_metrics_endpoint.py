@@ -5,7 +5,7 @@ import prometheus_client
 import pytest
 
 from router.http.backend import FakeBackend
-from services.observe.metrics_page import MetricsPage
+from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
 from services.router.http.routes import http_app
 

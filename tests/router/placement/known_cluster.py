@@ -9,9 +9,8 @@ from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash, GroupKind, KvGroup, KvLayout, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
-from services.values.registration import Registration
+from services.values.rank_reports import RankLoad, Registration
 from services.values.request import Admitted
 
 BLOCK = 64

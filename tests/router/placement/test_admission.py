@@ -7,7 +7,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.admission import allowed_wait_s, bound_s, refusal, waits_of
+from services.router.placement.candidates import allowed_wait_s, bound_s, refusal, waits_of
 from services.values.rank import Plan
 
 LOCAL, REMOTE = frozenset({Plan.LOCAL}), frozenset({Plan.REMOTE})

@@ -16,7 +16,7 @@ from services.router.placement.exclusion import (
 from services.router.ranks.balance import Liveness
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 LAYOUT = KvLayout(page_size=16, page_bytes=1024, model_fingerprint=1)
 D = Registration(

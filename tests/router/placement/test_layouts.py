@@ -5,10 +5,10 @@ from itertools import product
 
 from router.placement.known_cluster import LAYOUT, REMOTE, Router, of_other_layout
 from services.router.placement.decision import Nowhere
-from services.router.placement.layouts import common_layout
+from services.router.placement.rank_snapshot import common_layout
 from services.values.kv import DraftKv, GroupKind, KvGroup
 from services.values.rank import Plan
-from services.values.registration import Registration
+from services.values.rank_reports import Registration
 
 
 def test_a_decode_rank_of_another_layout_computes_alone(subtests):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted, chains
 from router.ranks.observed import predicted
 from services.values.rank import Plan
-from services.values.registration import NO_CACHE
+from services.values.rank_reports import NO_CACHE
 
 
 def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.placement.placement_ranks import LOCAL, REMOTE, choose, decode, prefill, request
 from services.router.placement.exclusion import TOO_SMALL, beside_others
-from services.router.placement.pool_ends import length_means
+from services.router.placement.outcomes import length_means
 from services.values.errors import Unavailable
 from services.values.rank import Plan
 from services.values.request import FinishReason

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from router.placement.placement_ranks import WEIGHTS
 from router.placement.test_oracle import decode_ranks, prefill_ranks, requests
+from services.router.placement.decision import least_crowded_first, shortlist
 from services.router.placement.price import Option, PriceList
-from services.router.placement.shortlist import least_crowded_first, shortlist
 
 
 def bandwidth(sender, receiver) -> float:

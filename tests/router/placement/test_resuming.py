@@ -19,7 +19,7 @@ from router.placement.known_cluster import (
     chains,
 )
 from services.values.rank import Plan
-from services.values.registration import NO_RESUME_POINTS
+from services.values.rank_reports import NO_RESUME_POINTS
 
 LOCAL = frozenset({Plan.LOCAL})
 PROMPT = 40 * BLOCK + 7

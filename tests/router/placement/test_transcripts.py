@@ -29,9 +29,8 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.values.kv import BlockHash, KvLayout, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankAddress, RankId, Role
-from services.values.registration import Registration
+from services.values.rank_reports import RankLoad, Registration
 
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 101)]

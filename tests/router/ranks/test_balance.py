@@ -6,8 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, known, moved, predicted, took
 from services.router.ranks.balance import Balance, Liveness
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankKey
+from services.values.rank_reports import RankLoad
 
 
 def test_a_remote_request_pends_on_prefill_until_admitted(balance):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.ranks.observed import D0, D1, P0, hashes, known, predicted
-from services.index.read.resumable_blocks import deepest
+from services.index.read.prefix_index import deepest
 from services.router.ranks import predictions as predictions_module
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash

@@ -12,8 +12,8 @@ from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
 from services.router.ranks import learned as speeds_module
 from services.router.ranks.balance import Balance
-from services.values.load import RankLoad
 from services.values.rank import Generation, Plan, RankId, RankKey
+from services.values.rank_reports import RankLoad
 
 
 def test_what_is_assumed_before_it_was_measured(subtests):

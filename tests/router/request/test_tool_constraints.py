@@ -9,14 +9,13 @@ import pytest
 
 from router.templates.formats import FORMATS, Call, Said
 from services.grammar.grammars import Grammars
-from services.grammar.masks import MaskMaker, MaskRequest
+from services.grammar.matcher import MaskMaker, MaskRequest
 from services.router.parsing.parser_choice import ParserChoice, choose
 from services.router.request.client_request import CallMode, ChatTools
 from services.router.request.parsers import Parsers
 from services.router.text.tokenizer import Tokenizer
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest
-from services.values.request import SamplingParams
+from services.values.request import Constraint, ConstraintKind, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool
 
 SIZE = 512

@@ -22,7 +22,7 @@ from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
 from services.values.kv import CacheEvents, PageBooks
-from services.values.load import RankLoad
+from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
 

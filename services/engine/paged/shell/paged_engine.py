@@ -41,7 +41,7 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.process.turn_watch import TurnWatch, until_it_hangs
 from services.values.errors import Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks, PoolMemory
-from services.values.load import ConstraintCounts, RankLoad
+from services.values.rank_reports import ConstraintCounts, RankLoad
 from services.values.request import GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)

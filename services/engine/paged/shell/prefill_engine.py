@@ -17,8 +17,8 @@ from services.transfer.sending.sender import KvSender
 from services.transfer.transport import Transport
 from services.transfer.waits import Hearing, both
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
-from services.values.load import RankLoad
 from services.values.rank import RankId, Rendezvous
+from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, PrefillResult
 
 # The sender posts, polls or digests a piece of one transfer in one go, which takes milliseconds.

@@ -21,8 +21,7 @@ from services.host.ports import bindable, host_port
 from services.net import servers
 from services.transfer.nixl import known_paths
 from services.values.errors import ProtocolError
-from services.values.kv import DRAFT
-from services.values.kv_path import KvPath
+from services.values.kv import DRAFT, KvPath
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)

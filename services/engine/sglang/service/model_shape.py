@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.start_fault import start_fault
-from services.host.parent_death import dying_with_us
-from services.model.architectures import disagreement
-from services.model.context_length import context_tokens
+from services.host.child_processes import dying_with_us
 from services.model.layer_groups import LayerGroups, layer_groups, text_config
+from services.model.model_config import context_tokens, disagreement
 from services.values.errors import ConfigError, Unavailable
 
 # These are lists of what each layer is, and the words for full attention; 1 is MiniMax's.

@@ -12,10 +12,9 @@ from struct import pack
 from typing import Any
 
 from services.grammar.json_schema import fitted_text
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.request import GenerationRequest, SamplingParams
+from services.values.request import Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
 _BAN = -1e30
 

@@ -22,9 +22,8 @@ from typing import Any
 from services.kv.block_hash import BlockLedger, extend_hash, scope_seed
 from services.values.errors import ProtocolError
 from services.values.kv import BlockHash, CacheEvents, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Role
-from services.values.step_histogram import NO_STEPS, StepHistogram
+from services.values.rank_reports import NO_STEPS, RankLoad, StepHistogram
 
 # These are sglang.srt.disaggregation.kv_events.StorageMedium's: the device's own pages, or not said.
 _OUR_TIER = ("GPU", None)

@@ -35,8 +35,8 @@ from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks
-from services.values.load import RankLoad
 from services.values.rank import Plan, RankId, Rendezvous, Room
+from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, FinishReason, GenerationRequest, Output, PrefillResult
 
 log = logging.getLogger(__name__)

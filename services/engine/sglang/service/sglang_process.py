@@ -22,8 +22,7 @@ import psutil
 
 from services.engine.sglang.service import leftovers
 from services.engine.sglang.service.sglang_settings import IDLE_CONNECTION_S
-from services.host.child_lines import child_lines
-from services.host.parent_death import dying_with_us
+from services.host.child_processes import child_lines, dying_with_us
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -56,10 +56,9 @@ from services.engine.torch.checkpoint import model_fingerprint
 from services.host.ports import held_ports
 from services.process.events import first_of
 from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
-from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout
-from services.values.kv_path import KvPath, KvPathKind
-from services.values.load import RankLoad
+from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout, KvPath, KvPathKind
 from services.values.rank import RankId, Room
+from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk, masks_asked
-from services.grammar.masks import MaskCounts, MaskMaker, Masks
+from services.grammar.matcher import MaskCounts, MaskMaker, Masks
 
 
 @dataclass(frozen=True, slots=True)

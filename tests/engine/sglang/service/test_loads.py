@@ -5,7 +5,7 @@ import pytest
 from services.engine.sglang.service import scheduler_reports
 from services.engine.sglang.service.scheduler_reports import MeanStepTimes
 from services.values.rank import Role
-from services.values.step_histogram import StepHistogram
+from services.values.rank_reports import StepHistogram
 
 PAGE = 16
 DECODE = {

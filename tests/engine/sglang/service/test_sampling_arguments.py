@@ -9,9 +9,8 @@ from services.engine.sglang.service.request_arguments import (
     check_sampling,
     sampling_arguments,
 )
-from services.values.constraint import Constraint, ConstraintKind
 from services.values.errors import InvalidRequest, Unavailable
-from services.values.request import GenerationRequest, SamplingParams
+from services.values.request import Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
 
 def test_what_sglang_cannot_give_is_refused(subtests):

@@ -9,7 +9,7 @@ import torch
 from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import RowMasks
-from services.grammar.masks import Masks
+from services.grammar.matcher import Masks
 from services.values.request import SamplingParams
 
 VOCAB_SIZE = 300

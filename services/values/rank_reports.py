@@ -1,10 +1,82 @@
-"""A rank's load is what it is doing now."""
+"""A rank reports these of itself: a registration for as long as it lives, and its load, what it does now."""
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.values.kv import PageBooks
-from services.values.kv_path import KvPath
-from services.values.step_histogram import NO_STEPS, StepHistogram
+from services.values.kv import KvLayout, KvPath, PageBooks
+from services.values.rank import RankAddress, RankId, Role
+
+# A decode rank with this capability has an engine that computes no prompts: plan local does not work there.
+REMOTE_ONLY = "remote-only"
+# A decode rank with this one has an engine that counts penalties over its own output alone: a request that
+# has penalties and output from elsewhere cannot go on there.
+NO_MOVED_PENALTIES = "no-moved-penalties"
+# A rank of either role with this one keeps no radix cache: no request will find there what an earlier one
+# computed.
+NO_CACHE = "no-cache"
+# A rank of either role with this one has a layout with tails or states, and an engine that does not tell
+# where it keeps them: wherever it holds a prefix counts as resumable, until its answers say otherwise.
+NO_RESUME_POINTS = "no-resume-points"
+# A rank of either role with this one has an engine that lets no tenants take turns: who asks for little
+# beside another's crowd waits for the crowd.
+NO_TENANT_TURNS = "no-tenant-turns"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    role: Role
+    address: RankAddress
+    layout: KvLayout
+    model: str
+    max_context_tokens: int  # The rank can hold so many, prompt and output together; on prefill, the prompt.
+    total_pages: int
+    engine: str
+    model_path: str = ""
+    capabilities: tuple[str, ...] = ()
+    draining: bool = False  # It takes no new requests: it is being stopped, or an operator wants it so.
+    model_context_tokens: int = 0  # This holds whatever its pool holds of it; 0 says that it is not told.
+
+    @property
+    def id(self) -> RankId:
+        return self.address.id
+
+    @property
+    def tells_resume_points(self) -> bool:
+        """Return whether the rank reports where it can go on. One that does not can, as far as is known,
+        wherever it holds."""
+        return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities
+
+
+# Each is inclusive. A decode step takes milliseconds to tenths; one with a long prompt chunk, on a CPU,
+# seconds.
+EDGES_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04),
+    *(0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0, 30.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHistogram:
+    """`counts` are by edge, and beyond the last one."""
+
+    counts: tuple[int, ...] = (0,) * (len(EDGES_S) + 1)
+    sum_s: float = 0.0
+
+    def with_steps(self, took_s: float, steps: int = 1) -> "StepHistogram":
+        at = bisect_left(EDGES_S, took_s)
+        counts = (*self.counts[:at], self.counts[at] + steps, *self.counts[at + 1 :])
+        return StepHistogram(counts, self.sum_s + steps * took_s)
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield (edge, steps that took no longer), as Prometheus has them."""
+        total = 0
+        for edge, count in zip((*map(str, EDGES_S), "+Inf"), self.counts, strict=True):
+            total += count
+            yield edge, total
+
+
+NO_STEPS = StepHistogram()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
-from services.etcd.connection import EtcdConnection, Method, Observe, unobserved
+from services.etcd.connection import EtcdConnection, EtcdSettings, Method, Observe, unobserved
 from services.etcd.etcd_errors import EtcdCompacted, EtcdTooLarge
-from services.etcd.settings import EtcdSettings
 from services.wire.etcd import etcd_pb2
 
 _RANGE = Method("/etcdserverpb.KV/Range", etcd_pb2.RangeRequest, etcd_pb2.RangeResponse)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.etcd.settings import EtcdSettings
+from services.etcd.connection import EtcdSettings
 from services.host.ports import check_port
 from services.index.keys import NAME
 from services.net.certificates import Certificates, certificate_health
-from services.net.tls import TlsConfig
+from services.net.channels import TlsConfig
 from services.process.health import Health
 from services.settings.flags import Bounds, check_bounds, setting
 from services.values.errors import ConfigError

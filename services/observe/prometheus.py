@@ -1,18 +1,67 @@
-"""Prometheus reads the page of metrics: /metrics on a port of its own, or wherever somebody shows it."""
+"""Prometheus reads the page of metrics: /metrics on a port of its own, or wherever somebody shows it.
+
+For what is counted with every request or every token, children of a metric are kept by their labels, and a
+histogram takes in one value many times at the cost of one.
+"""
 
 import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TypeVar
 
 import prometheus_client
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from services.host.ports import bindable, host_port
 from services.values.errors import ConfigError
+
+_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+
+
+class Children(dict[tuple[str, ...], _Metric]):
+    """This does as `metric.labels`, which checks and locks each time: a child is found in a tenth of that."""
+
+    def __init__(self, metric: _Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def __missing__(self, labels: tuple[str, ...]) -> _Metric:
+        child = self[labels] = self._metric.labels(*labels)
+        return child
+
+
+class RepeatedHistogram(Collector):
+    """It has neither labels nor exemplars. One thread writes it; it is read when scraped."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        """Make one with these `buckets`: upper bounds, which belong to them, rising.
+
+        Another bucket is for what is above.
+        """
+        self._name, self._text = name, text
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
 
 # There is no `cluster` here: by that many a Prometheus tells Kubernetes clusters apart (external_labels,
 # relabelings), and with honor_labels a label of ours would take its place.
