@@ -35,7 +35,7 @@ import torch
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, spread, table, write_json
-from services.engine.torch.page_reader import PageReader, page_reader
+from services.engine.torch.pools import PageReader, page_reader
 from services.kv.page_allocator import PageAllocator
 from services.kv.page_digest import digest_of
 from services.kv.transfer_plan import runs_of

@@ -19,12 +19,10 @@ from transformers import PreTrainedModel
 from bench.engine import FIRST_ID, GREEDY, _gather
 from bench.gpu.captured import Captured
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import PartsView
-from services.engine.torch.attention.layers import PagedLayers
-from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.step_view import view_step
-from services.engine.torch.attention.stores import store_layer
+from services.engine.torch.attention.page_pieces import PartsView
+from services.engine.torch.attention.paged_attention import store_layer
+from services.engine.torch.attention.paged_kv import PagedKv, Scores
+from services.engine.torch.attention.step_view import PagedLayers, view_step
 from services.values.kv import PageId
 
 # Layer, query [rows, heads, dim], key and value [rows, kv_heads, dim]; the result is as the query.

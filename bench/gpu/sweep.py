@@ -19,15 +19,12 @@ from bench.engine import FIRST_ID, GREEDY, seconds
 from bench.gpu.captured import Captured, finish
 from bench.report import Row
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, view_parts
-from services.engine.torch.attention.kernels.pieces import pieces_of
-from services.engine.torch.attention.layers import Reach
-from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.step_view import read_of
+from services.engine.torch.attention.page_pieces import AttendParts, OnDevice, pieces_of, view_parts
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape, Scores
+from services.engine.torch.attention.step_view import Reach, read_of
 from services.values.kv import PageId
 
-_KERNEL = "services.engine.torch.attention.kernels.triton_kernel"
+_KERNEL = "services.engine.torch.attention.gpu_attention_kernel"
 _TIMED = 5
 
 

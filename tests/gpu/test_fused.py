@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from engine.torch.model.fused.fused_models import COUNTS, counts_of, loaded, logits_of, off_by
-from services.engine.torch.model.check.model_probe import probe
-from services.engine.torch.model.fused import plain
+from services.engine.torch.model.fused import plain_kernels
 from services.engine.torch.model.fused.fuse import fuse
-from services.engine.torch.model.fused.plain import NormForm, RotaryForm
-from services.engine.torch.model.fused.trials import MOST_UNLIKE, unlike
+from services.engine.torch.model.fused.known_operations import MOST_UNLIKE, unlike
+from services.engine.torch.model.fused.plain_kernels import NormForm, RotaryForm
+from services.engine.torch.model.model_probe import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -37,17 +37,17 @@ def cases(kernels, device, dtype, total):
     query = product[..., : HEADS * DIM].view(1, total, HEADS, DIM)
     key = product[..., HEADS * DIM : (HEADS + KV_HEADS) * DIM].view(1, total, KV_HEADS, DIM)
     for form in (NormForm(1e-6, False, True), NormForm(1e-6, False, False), NormForm(1e-6, True, False)):
-        yield tuple(each.normalize(hidden, weight, form) for each in (kernels, plain.PLAIN))
+        yield tuple(each.normalize(hidden, weight, form) for each in (kernels, plain_kernels.PLAIN))
         for heads in (query, key.transpose(1, 2)):
-            yield tuple(each.normalize(heads, of_heads, form) for each in (kernels, plain.PLAIN))
+            yield tuple(each.normalize(heads, of_heads, form) for each in (kernels, plain_kernels.PLAIN))
     for angles, form in [(DIM, RotaryForm(DIM // 2, True)), (DIM // 4, RotaryForm(DIM // 8, True))]:
         cos, sin = random(1, total, angles), random(1, total, angles)
         states = query.transpose(1, 2), key.transpose(1, 2)
-        rotated = [each.rotate(*states, cos, sin, form) for each in (kernels, plain.PLAIN)]
+        rotated = [each.rotate(*states, cos, sin, form) for each in (kernels, plain_kernels.PLAIN)]
         yield from zip(*rotated, strict=True)
     gate, up = random(1, total, 2 * 6912).split(6912, -1)
     for activation in ("silu", "gelu_tanh"):
-        yield tuple(each.activate(gate, up, activation) for each in (kernels, plain.PLAIN))
+        yield tuple(each.activate(gate, up, activation) for each in (kernels, plain_kernels.PLAIN))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

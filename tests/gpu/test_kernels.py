@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
 from services.engine.torch.attention.agreement import require_agreement, require_causal, require_stored
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import open_device
 
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.attention.kernels.triton_kernel import attend_parts
+    from services.engine.torch.attention.gpu_attention_kernel import attend_parts
 
     return attend_parts
 
@@ -62,7 +62,7 @@ def test_single_tokens_agree_with_prompts(device, attend_parts, dtype, page_size
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (7, 80), (16, 12)])
 def test_tokens_are_stored_as_torch_stores_them(device, attend_parts, dtype, page_size, head_dim):
-    from services.engine.torch.attention.kernels.triton_kernel import store_kv
+    from services.engine.torch.attention.gpu_attention_kernel import store_kv
 
     require_stored(store_kv, pool(device, dtype, page_size, head_dim))
 

@@ -10,10 +10,10 @@ from engine.torch.attention.plain_prompts import varlen_plainly
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention import prompts
 from services.engine.torch.attention.agreement import require_gathered, require_packed
-from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.prompts import Packing
+from services.engine.torch.attention.step_view import Reach
 from services.engine.torch.device import open_device
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams
@@ -26,7 +26,7 @@ REACHES = [Reach(0), Reach(0, GroupKind.SLIDING_WINDOW, 1000)]
 
 @pytest.fixture
 def gather_pages(device, monkeypatch):
-    from services.engine.torch.attention.kernels.gather_kernel import gather_pages
+    from services.engine.torch.attention.gather_kernel import gather_pages
 
     if device == "cpu":  # no flash attention is there
         monkeypatch.setattr(prompts, "varlen_attn", varlen_plainly)

@@ -8,15 +8,17 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import random_prompt
 from services.engine.torch.quantized.as_stored import kernels_on
 from services.engine.torch.quantized.dequantize import Grouped, scaled
-from services.engine.torch.quantized.float8_products import (
+from services.engine.torch.quantized.stored_products import (
+    PLAIN,
     BlockProduct,
     BlockWeight,
+    Int4Product,
+    Int4Weight,
     RowProduct,
     RowWeight,
     round_groups_plainly,
     round_rows_plainly,
 )
-from services.engine.torch.quantized.int4_products import PLAIN, Int4Product, Int4Weight
 from services.engine.torch.runner import TorchRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

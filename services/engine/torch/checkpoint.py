@@ -27,8 +27,13 @@ from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from services.engine.start_fault import reading, start_fault
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
-from services.engine.torch.quantized.gguf_weights import gguf_weights, sampled_gguf
-from services.engine.torch.quantized.parts import PARTS, named_weights, open_tensors
+from services.engine.torch.quantized.stored_tensors import (
+    PARTS,
+    gguf_weights,
+    named_weights,
+    open_tensors,
+    sampled_gguf,
+)
 from services.model.model_config import context_tokens, disagreement
 from services.model.quantization import MODELOPT_FILE, Quantization, quantization_of, with_modelopt
 from services.settings.named_models import INDEX, WEIGHTS, gguf_weights_of

@@ -20,13 +20,13 @@ import torch
 from services.engine.paged.model_runner import NO_TOKEN, Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
-from services.engine.torch.graphs.step_graphs import open_graphs
-from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.remembered import whole_group
+from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for
 from services.engine.torch.sampling.sample import sample
+from services.engine.torch.step_graphs import open_graphs
 from services.kv.shadow_validity import ShadowValidity
 from services.kv.tails import PoolSizes
 from services.model.tokenizer_json import first_difference

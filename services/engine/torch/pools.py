@@ -1,20 +1,231 @@
-"""A runner has a pool for each group of its layout."""
+"""A runner has a pool for each group of its layout.
 
-from collections.abc import Iterator, Mapping, Sequence
+    KvPool     one allocation, page-major, so that a page is one run of bytes over all its layers
+    SlotPool   a slot is one run of bytes, the states of all recurrent layers of one sequence
+    Pools      a pool for each group, and how attention finds them
+
+The bytes of pages are read into the host's memory, for digests. A pool in host memory is read where it lies.
+One on a GPU comes through a piece of pinned memory that each reading thread has and keeps: as many pages at a
+time as fit, a copy for each run of neighbours, one wait for all of them. They are copied on a stream of their
+own; on the one that computes they would wait for steps.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from services.engine.start_fault import start_fault
 from services.engine.torch.attention.in_place import choose_in_place, choose_packings, end_threads
-from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
-from services.engine.torch.model.remembered import Remembered, attention_groups, recurrent_group
-from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.page_reader import PageReader
-from services.engine.torch.pool import KvPool
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
+from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach
+from services.engine.torch.model.remembered import (
+    Remembered,
+    State,
+    StateName,
+    attention_groups,
+    recurrent_group,
+)
 from services.kv.tails import PoolSizes
+from services.kv.transfer_plan import runs_of
+from services.transfer.transport import map_memory
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
+
+PageReader = Callable[[Sequence[PageId]], Iterator[memoryview]]
+
+# A thread keeps so many bytes, or a page where that is more.
+_STAGING_BYTES = 8 << 20
+
+
+def page_reader(pages: Tensor) -> PageReader:
+    """Return a reader of the pool `pages`, uint8 [num_pages, page_bytes] and contiguous.
+
+    See ModelRunner.read_pages.
+    """
+    if pages.device.type == "cuda":
+        return StagedPages(pages, torch.cuda.Stream(pages.device), pinned=True).read
+    whole, page_bytes = memoryview(pages.view(-1).numpy()), pages.shape[1]
+    return lambda wanted: _slices(whole, wanted, page_bytes)
+
+
+class StagedPages:
+    """Any thread may read, and each has one reading at a time."""
+
+    def __init__(
+        self, pages: Tensor, stream: torch.cuda.Stream, *, pinned: bool, staging_bytes: int = _STAGING_BYTES
+    ) -> None:
+        self._pages = pages
+        self._stream = stream
+        self._pinned = pinned
+        self._num_staged = max(1, staging_bytes // pages.shape[1])
+        self._of_thread = threading.local()
+
+    def read(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
+        staging = self._staging()
+        staged, page_bytes = memoryview(staging.view(-1).numpy()), self._pages.shape[1]
+        for first in range(0, len(pages), self._num_staged):
+            wanted = pages[first : first + self._num_staged]
+            self._fetch(wanted, staging)
+            yield from _slices(staged, range(len(wanted)), page_bytes)
+
+    def _staging(self) -> Tensor:
+        if not hasattr(self._of_thread, "staging"):
+            shape = (self._num_staged, self._pages.shape[1])
+            self._of_thread.staging = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned)
+        staging: Tensor = self._of_thread.staging
+        return staging
+
+    def _fetch(self, pages: Sequence[PageId], staging: Tensor) -> None:
+        end = 0
+        with torch.cuda.stream(self._stream):
+            for run in runs_of(pages):
+                start, end = end, end + run.num_pages
+                staging[start:end].copy_(self._pages[run.first_page : run.end], non_blocking=True)
+        self._stream.synchronize()
+
+
+def _slices(whole: memoryview, pages: Sequence[int], page_bytes: int) -> Iterator[memoryview]:
+    return (whole[page * page_bytes : (page + 1) * page_bytes] for page in pages)
+
+
+class KvPool:
+    """This owns the memory of a group of attention layers, full or windowed; `kv` is what is in it.
+
+    Where K and V are alike, the bytes are those of [num_pages, num_layers, 2, num_kv_heads, page_size,
+    head_dim]. The group's own unit_bytes are not read: they come of its shape.
+    """
+
+    def __init__(
+        self,
+        group: KvGroup,
+        *,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate and zero the pool. `compute_dtype` is the model's, where it is not the group's.
+
+        Raises:
+            ConfigError: it is empty, or larger than all the memory that the device has.
+            Unavailable: there is not so much memory now.
+        """
+        if num_pages < 1 or page_size < 1:
+            raise ConfigError(f"a KV pool needs pages: num_pages={num_pages}, page_size={page_size}")
+        dtype: torch.dtype = getattr(torch, group.dtype)
+        shape = page_shape(group, page_size)
+        self.group = group
+        self.unit_bytes = shape.page_numbers * dtype.itemsize
+        memory = allocate(num_pages * self.unit_bytes, device)
+        widened = compute_dtype if compute_dtype is not dtype else None
+        self.kv = PagedKv(memory.view(dtype), shape, widened)
+        self.read_pages: PageReader = page_reader(memory.view(num_pages, self.unit_bytes))
+
+    @property
+    def memory(self) -> PoolMemory:
+        return pool_memory(self.kv.numbers, self.kv.num_pages)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.kv.layer(index)
+
+    def close(self) -> None:
+        self.kv = replace(self.kv, numbers=self.kv.numbers.new_empty(0))
+        self.read_pages = closed_pool
+
+
+def pool_memory(units: Tensor, num_units: int) -> PoolMemory:
+    on_cuda = units.device.type == "cuda"
+    kind, device_id = ("VRAM", units.device.index or 0) if on_cuda else ("DRAM", 0)
+    return PoolMemory(units.data_ptr(), num_units, kind, device_id)
+
+
+def page_shape(group: KvGroup, page_size: int) -> PageShape:
+    v_head_dim = group.head_dim if group.v_head_dim is None else group.v_head_dim
+    return PageShape(len(group.layer_ids), group.num_kv_heads, page_size, group.head_dim, v_head_dim)
+
+
+def closed_pool(pages: Sequence[PageId]) -> Iterator[memoryview]:
+    raise ProtocolError(f"{len(pages)} pages are to be read of a pool that is closed")
+
+
+def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> torch.Tensor:
+    """Return zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool does."""
+    try:
+        if device.type == "cpu":  # the kernel gives zeros, which it does where a page is first written
+            return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8)
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        message = f"{what} of {size_bytes} bytes does not fit on {device}: {error}"
+        if size_bytes > _total_bytes(device):
+            raise ConfigError(message) from error
+        raise start_fault(message, error) from error
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+_ALIGNMENT = 64  # in bytes: no state shares a cache line with another
+
+
+class SlotPool:
+    """This owns the memory; a state's numbers are in the model's own type, recurrent ones mostly float32."""
+
+    def __init__(self, states: Sequence[State], *, num_slots: int, device: torch.device) -> None:
+        """Allocate and zero the pool.
+
+        Raises:
+            ConfigError: it is empty, or larger than all the memory that the device has.
+            Unavailable: there is not so much memory now.
+        """
+        if num_slots < 1:
+            raise ConfigError(f"a pool of states needs slots: {num_slots=}")
+        places, self.slot_bytes = _state_places(states)
+        memory = allocate(
+            num_slots * self.slot_bytes, device, f"a pool of {num_slots} states (--state-slots)"
+        )
+        self._slots = memory.view(num_slots, self.slot_bytes)
+        self.of_state: dict[StateName, Tensor] = {  # [num_slots, *state.shape]
+            state.name: self._slots[:, place].view(state.dtype).unflatten(1, state.shape)
+            for state, place in places.items()
+        }
+        self.read_slots: PageReader = page_reader(self._slots)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def memory(self) -> PoolMemory:
+        return pool_memory(self._slots, self.num_slots)
+
+    def zero(self, slots: Sequence[int]) -> None:
+        self._slots[list(slots)] = 0
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self._slots[target] = self._slots[source]
+
+    def close(self) -> None:
+        self.of_state = {}
+        self._slots = self._slots.new_empty(0, self.slot_bytes)
+        self.read_slots = closed_pool
+
+
+def _state_places(states: Sequence[State]) -> tuple[dict[State, slice], int]:
+    places, end = {}, 0
+    for state in states:
+        places[state] = slice(end, end + state.size_bytes)
+        end += -(-state.size_bytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
 
 KvDtype = Literal["fp8_e4m3"]
 _KV_DTYPES: Mapping[KvDtype, str] = {"fp8_e4m3": "float8_e4m3fn"}

@@ -19,16 +19,16 @@ from services.engine.torch.checkpoint import (
 from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
 from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
-from services.engine.torch.graphs.step_graphs import graph_budget, open_graphs
-from services.engine.torch.linear.shared_weights import SharedWeights
-from services.engine.torch.model.check.self_check import check
 from services.engine.torch.model.packed_model import PackedModel
+from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored, way_of
 from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import tell_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
+from services.engine.torch.shared_weights import SharedWeights
+from services.engine.torch.step_graphs import graph_budget, open_graphs
 from services.grammar.matcher import MaskCounts
 from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError

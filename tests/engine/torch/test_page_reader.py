@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.torch.page_reader import StagedPages, page_reader
+from services.engine.torch.pools import StagedPages, page_reader
 from services.kv.page_digest import differing_pages, digest_of
 
 NUM_PAGES, PAGE_BYTES = 12, 24

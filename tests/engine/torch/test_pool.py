@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.torch.attention.paging import alike
-from services.engine.torch import pool as pool_module
-from services.engine.torch.pool import KvPool
+from services.engine.torch import pools as pool_module
+from services.engine.torch.pools import KvPool
 from services.values.errors import ConfigError, ProtocolError, Unavailable
 from services.values.kv import GroupKind, KvGroup
 

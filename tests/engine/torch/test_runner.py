@@ -18,7 +18,7 @@ from services.engine.torch import runner as torch_runner
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
-from services.engine.torch.model.check.self_check import ROUNDING
+from services.engine.torch.model.self_check import ROUNDING
 from services.engine.torch.runner import TorchRunner
 from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError

@@ -17,14 +17,11 @@ from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
 from services.engine.start_fault import start_fault
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice, PartsView, StoreKv
-from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
-from services.engine.torch.attention.paged_attention import paged_attention
-from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.page_pieces import AttendParts, OnDevice, PartsView, StoreKv
+from services.engine.torch.attention.paged_attention import paged_attention, put
+from services.engine.torch.attention.paged_kv import PagedKv, Scores
 from services.engine.torch.attention.prompts import GatherPages, Packing, gather_plainly
-from services.engine.torch.attention.step_view import StepView, view_step
-from services.engine.torch.attention.stores import put
+from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach, StepView, view_step
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
 from services.values.request import SamplingParams

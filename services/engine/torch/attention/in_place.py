@@ -1,11 +1,11 @@
 """The kernel that attends to pages where they lie is chosen once, when the runner starts.
 
-On a CPU that is numba_kernel.py, for all tokens; on a GPU triton_kernel.py, for single ones, if it compiles
-there and agrees with the gather path, which copies each sequence's K and V and needs nothing but torch. If
-not, that path serves them too, as it serves all chunks of several tokens there, and latents; it is tried
-itself, before that (agreement.py). Where the kernel is taken, so is one that stores K and V, if it does that
-to the bit; else torch stores them. (A kernel that breaks the CUDA context ends the process, for torch cannot
-go on either.) Chunks of several tokens are packed (prompts.py) where that is right, too.
+On a CPU that is cpu_attention_kernel.py, for all tokens; on a GPU gpu_attention_kernel.py, for single ones,
+if it compiles there and agrees with the gather path, which copies each sequence's K and V and needs nothing
+but torch. If not, that path serves them too, as it serves all chunks of several tokens there, and latents; it
+is tried itself, before that (agreement.py). Where the kernel is taken, so is one that stores K and V, if it
+does that to the bit; else torch stores them. (A kernel that breaks the CUDA context ends the process, for
+torch cannot go on either.) Chunks of several tokens are packed (prompts.py) where that is right, too.
 """
 
 import logging
@@ -22,12 +22,10 @@ from services.engine.torch.attention.agreement import (
     require_packed,
     require_stored,
 )
-from services.engine.torch.attention.kernels.piece_parts import TUNING, OnDevice, StoreKv
-from services.engine.torch.attention.kernels.pieces import Read, pieces_of
-from services.engine.torch.attention.layers import InPlace
+from services.engine.torch.attention.page_pieces import TUNING, OnDevice, Read, StoreKv, pieces_of
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import GatherPages, Packing, gather_plainly, is_packable
-from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace
 from services.values.kv import PageId
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
     properties = torch.cuda.get_device_properties(kv.numbers.device)
     try:
         # torch for CUDA alone brings Triton along, and it takes a second to import.
-        from services.engine.torch.attention.kernels.triton_kernel import attend_parts
+        from services.engine.torch.attention.gpu_attention_kernel import attend_parts
 
         num_programs = TUNING.programs * properties.multi_processor_count
         on_device = OnDevice(attend_parts, heads, num_programs)
@@ -98,7 +96,7 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
 
 def _storing(kv: PagedKv) -> StoreKv | None:
     try:
-        from services.engine.torch.attention.kernels.triton_kernel import store_kv
+        from services.engine.torch.attention.gpu_attention_kernel import store_kv
 
         require_stored(store_kv, kv)
     except Exception as error:
@@ -135,7 +133,7 @@ def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
 
 def _gathering(kv: PagedKv) -> GatherPages:
     try:
-        from services.engine.torch.attention.kernels.gather_kernel import gather_pages
+        from services.engine.torch.attention.gather_kernel import gather_pages
 
         require_gathered(gather_pages, kv)
     except Exception as error:

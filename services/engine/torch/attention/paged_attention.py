@@ -7,36 +7,187 @@
                                        2. attend to pages where they lie, by the kernel that was chosen at
                                           start (in_place.py): on a CPU all tokens, on a GPU single ones
                                        3. where there is none: gather what all chunks see, attend at once
-                                          (prompts.py), or chunk by chunk (gathered.py)
+                                          (prompts.py), or chunk by chunk, gathered
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
 implementation it does not know, transformers passes attention_mask None; the view says it all.
 
 Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them. On
 a CPU what a token gets is the same to the bit, whoever else is in the step and however its prompt is cut
-(numba_kernel.py). On a GPU what a sequence reads alone and what it shares is joined by the log-sum-exps
-(Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys carry their positions
+(cpu_attention_kernel.py). On a GPU what a sequence reads alone and what it shares is joined by the log-sum-
+exps (Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys carry their positions
 already (rotary embedding), so pages may be taken in any order.
+
+Gathered: one chunk attends to K and V that were copied together; this needs nothing but torch, whose own
+attention knows neither soft caps nor sinks: where a layer has one, scores are made one by one. On a GPU it
+gets no mask of ours either. The kernel that torch has there for masks was wrong for short chunks far into a
+window, and some shapes made it read where nothing is (torch 2.11 on an H100; alike pytorch/pytorch#191937).
+So where windows cut what a chunk sees, scores are made there. Few come here in half precision, for prompts
+attend together then.
+
+Latents (DeepSeek-V3) are kept of a token: its keys and values are computed of them. The model hands its
+latents to the cache, expands what it gets back, and attends to that: so the cache gives it the latents of all
+sequences of the step, one after the other. A latent is a group with one KV head and no values; the latents of
+a token (that of keys and values, and the rotated key) lie side by side in its slot. Each step expands the
+whole context of each sequence, layer by layer. That is cheap beside a long chunk, and dear for single tokens
+of long contexts.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.gathered import attend_gathered, gather
-from services.engine.torch.attention.kernels.numba_kernel import Floats, attend_pages
-from services.engine.torch.attention.kernels.piece_parts import PartsView
-from services.engine.torch.attention.latent import contexts
-from services.engine.torch.attention.layers import Reach
+from services.engine.torch.attention.cpu_attention_kernel import Floats, attend_pages, store_tokens
+from services.engine.torch.attention.page_pieces import PartsView
+from services.engine.torch.attention.paged_kv import Scores
 from services.engine.torch.attention.prompts import attend_packed
-from services.engine.torch.attention.step_view import InPlaceView, ReachView, StepView
-from services.engine.torch.attention.stores import store_layer
+from services.engine.torch.attention.step_view import (
+    ChunkView,
+    InPlaceView,
+    Reach,
+    ReachView,
+    StepView,
+    as_numpy,
+    seen_by,
+)
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
+
+
+def store_layer(key: Tensor, value: Tensor, view: ReachView, layer: int) -> None:
+    """Store the step's `key` and `value`, [1, num_kv_heads, total, ..]; `layer` is one of the pool's."""
+    if view.numbers is not None:
+        key, value = view.kv.rounded(key), view.kv.rounded(value)
+        keys, values = (as_numpy(numbers)[0].transpose(1, 0, 2) for numbers in (key, value))
+        store_tokens(keys, values, view.numbers, view.kv.shape, layer, view.slots)
+        return
+    if view.store is not None:
+        view.store(key[0].transpose(0, 1), value[0].transpose(0, 1), view.kv, layer, *view.slot_tensors)
+        return
+    for numbers, pages in zip((key, value), view.kv.layer(layer), strict=True):
+        store(view.kv.rounded(numbers), pages, view)
+
+
+def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
+    """Store the step's `numbers`, [1, num_kv_heads, total, head_dim]; `pages` are a layer's K or V."""
+    rows, token_pages, token_slots = view.slot_tensors
+    of_tokens = numbers[0].transpose(0, 1)
+    if len(rows) < len(of_tokens) or view.static_slots is not None:
+        of_tokens = of_tokens[rows]
+    put(of_tokens, pages, token_pages, token_slots)
+
+
+def put(numbers: Tensor, pages: Tensor, token_pages: Tensor, token_slots: Tensor) -> None:
+    """Put [num_tokens, num_kv_heads, head_dim] into a layer's pages, each token's into its page and slot."""
+    if pages.itemsize == 1:  # torch puts no numbers of 8 bits in places, but bytes
+        pages, numbers = pages.view(torch.uint8), numbers.view(torch.uint8)
+    pages[token_pages, :, token_slots] = numbers
+
+
+# So many bytes of scores are held at once, float32: so many rows of a chunk are computed together. On a CPU
+# they are as many as its caches hold, for they are gone over six times; on a GPU enough for all its
+# processors.
+_SCORE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+
+
+def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
+    """Return what the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
+    # The pages are selected by heads first: so they are copied once, not a second time to put the heads
+    # first. Selected from the transposed pool instead, torch would copy all of that.
+    numbers, pages = pages.dtype, pages.view(torch.uint8) if pages.itemsize == 1 else pages
+    own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
+    torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
+    return own.view(numbers).flatten(1, 2)[:, chunk.skip : chunk.skip + chunk.num_seen]
+
+
+def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
+    """Let a chunk attend to what was copied for it.
+
+    `query` is [length, num_heads, head_dim], `keys` and `values` are [num_kv_heads, end - first, ..].
+
+    Returns [length, num_heads, head dimension of the values].
+    """
+    cut_on_gpu = chunk.in_windows and query.is_cuda
+    # KV heads are the batch, the query heads of a group its heads: nothing is repeated for GQA.
+    grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
+    attend = _attend if scores.are_plain and not cut_on_gpu else _attend_by_scores
+    return attend(grouped, keys, values, chunk, scores).flatten(0, 1).transpose(0, 1)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
+    group = query.shape[1]
+    return scaled_dot_product_attention(
+        query,
+        keys[:, None].expand(-1, group, -1, -1),
+        values[:, None].expand(-1, group, -1, -1),
+        attn_mask=chunk.mask,
+        is_causal=chunk.is_causal and chunk.length > 1,
+        scale=scores.scaling,
+    )
+
+
+def _attend_by_scores(
+    query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
+) -> Tensor:
+    """Compute what `_attend` does in float32, some rows of the chunk after others: each with what it sees."""
+    num_kv_heads, group = query.shape[:2]
+    keys, values = keys.float().transpose(1, 2), values.float()
+    score_bytes = 4 * num_kv_heads * group * chunk.num_seen
+    num_rows = max(1, _SCORE_BYTES[query.device.type] // score_bytes)
+    outputs = []
+    for offset in range(0, chunk.length, num_rows):
+        rows = query[:, :, offset : offset + num_rows].float()
+        start = chunk.end - chunk.length + offset
+        end = start + rows.shape[2]
+        first = max(chunk.first, chunk.reach.first_seen(start))
+        of_rows = slice(first - chunk.first, end - chunk.first)
+        seen = seen_by(torch.arange(start, end, device=rows.device), chunk.reach, first, end)
+        # A group's heads are taken as more rows: K and V are not repeated for them.
+        products = (rows.flatten(1, 2) @ keys[:, :, of_rows]).unflatten(1, (group, -1))
+        weights = _weights(products, seen, scores).flatten(1, 2)
+        outputs.append((weights @ values[:, of_rows]).unflatten(1, (group, -1)))
+    return torch.cat(outputs, dim=2).to(query.dtype)
+
+
+def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Return the softmax of products [num_kv_heads, group, length, num_seen] over what each token sees."""
+    if scores.softcap is None:
+        capped = products.mul_(scores.scaling)
+    else:
+        capped = products.mul_(scores.scaling / scores.softcap).tanh_().mul_(scores.softcap)
+    capped.masked_fill_(~seen, -torch.inf)
+    if scores.sinks is None:
+        return capped.softmax(-1)
+    # A sink is one more score, of a token without a value.
+    sinks = scores.sinks.float().view(*capped.shape[:2], 1, 1).expand(*capped.shape[:3], 1)
+    return torch.cat([capped, sinks], dim=-1).softmax(-1)[..., :-1]
+
+
+def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[Tensor, ...]:
+    """Keep the step's latents, each [1, 1, total, its width], and return those of all contexts, in order.
+
+    Each comes back as [1, 1, the contexts' tokens, its width].
+    """
+    of_reach, index = view.of_layer(layer_idx)
+    keys, _ = of_reach.kv.layer(index)
+    store(torch.cat(latents, dim=-1), keys, of_reach)
+    gathered = torch.cat([gather(keys, chunk) for chunk in of_reach.chunks], dim=1)[None]
+    each: tuple[Tensor, ...] = gathered.split([latent.shape[-1] for latent in latents], dim=-1)
+    return each
+
+
+def contexts(of_reach: ReachView) -> Iterator[tuple[ChunkView, slice]]:
+    """Yield each chunk of the step, and where what it sees is in what store_and_gather gave."""
+    end = 0
+    for chunk in of_reach.chunks:
+        start, end = end, end + chunk.num_seen
+        yield chunk, slice(start, end)
+
 
 IMPLEMENTATION = "isthmus_paged"
 

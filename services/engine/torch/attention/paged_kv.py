@@ -1,4 +1,4 @@
-"""Attention reads and writes a pool's numbers so."""
+"""Attention reads and writes a pool's numbers so, and makes weights of products of queries and keys."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -79,3 +79,19 @@ class PagedKv:
         _, num_kv_heads, page_size, _, _ = self.shape
         strides = (self.shape.page_numbers, page_size * head_dim, head_dim, 1)
         return self.numbers.as_strided((self.num_pages, num_kv_heads, page_size, head_dim), strides, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A score is query * key * scaling, then, with a soft cap c, tanh(score / c) * c; then comes the mask.
+
+    Their softmax has, of each head that has a sink, one score more that has no value: it only takes weight.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [num_heads]
+
+    @property
+    def are_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None

@@ -7,8 +7,9 @@
                                     2. one varlen_attn: each row sees its chunk's tokens up to itself
                                     3. sinks take their share, which the log-sum-exps tell
 
-It serves half precision, with sliding windows or none. All else is attended chunk by chunk (gathered.py).
-Whether it computes on this device what it should is tried when the runner starts (in_place.py).
+It serves half precision, with sliding windows or none. All else is attended chunk by chunk
+(paged_attention.py). Whether it computes on this device what it should is tried when the runner starts
+(in_place.py).
 """
 
 import inspect
@@ -22,9 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.pieces import Read
-from services.engine.torch.attention.paged_kv import PagedKv
+from services.engine.torch.attention.page_pieces import Read
+from services.engine.torch.attention.paged_kv import PagedKv, Scores
 from services.engine.torch.device import send
 
 # What chunks of one call see takes no more than so many bytes, K and V of a layer, or one chunk sees more.

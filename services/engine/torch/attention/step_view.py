@@ -1,12 +1,21 @@
-"""Attention must know this of a step; it is worked out once for all layers of a reach (layers.py)."""
+"""Attention must know this of a step; it is worked out once for all layers of a reach.
+
+A table, made once at the start, says which layer keeps K and V where, and how far back it sees:
+
+    pools      0 is of full attention, the others of the windowed groups: pool i has the pages of tails[i - 1]
+    reach      a pool, and what its tokens see: a step is worked out once for each
+    place      of a layer: its reach, and which of its pool's layers it is
+
+A model all of whose layers have a window keeps them in pool 0, whole: there a window only masks.
+"""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +24,87 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.kernels.numba_kernel import PagePieces, Span
-from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView, StoreKv, view_parts
-from services.engine.torch.attention.kernels.pieces import Read, pieces_of
-from services.engine.torch.attention.kernels.store_kernel import Slots
-from services.engine.torch.attention.layers import InPlace, PagedLayers, Reach, StoredLayers
+from services.engine.torch.attention.cpu_attention_kernel import PagePieces, Slots, Span
+from services.engine.torch.attention.page_pieces import (
+    OnDevice,
+    PartsView,
+    Read,
+    StoreKv,
+    pieces_of,
+    view_parts,
+)
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.attention.prompts import PackedView, Packing, PlacedRead, pack_chunks
 from services.engine.torch.device import send
 from services.engine.torch.vector_lanes import HAS_FLOAT16
 from services.values.errors import ProtocolError
-from services.values.kv import PageId
+from services.values.kv import GroupKind, PageId
+
+Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
+
+
+class StoredLayers(Protocol):
+    def take(self) -> tuple[int, bool]:
+        """Tell which layer's K and V the running attention is to read, and whether it stores its own there.
+
+        It returns (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the
+        layer whose K and V the running one shares, False).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    num_threads: int = 1
+    executor: Executor | None = None  # of num_threads - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A token at p sees the positions [first_seen(p), p] of its sequence, in the pages of a pool."""
+
+    pool: int
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window: int = 0  # tokens, with itself; 0: all
+
+    def first_seen(self, position: Position) -> Position:
+        """Return the first position that a token sees.
+
+        It is negative where the window goes back beyond the sequence's start.
+        """
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            return position - self.window + 1
+        if self.kind is GroupKind.CHUNKED_WINDOW:
+            return position // self.window * self.window
+        return position - position
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    reach: Reach
+    index: int  # among the layers of the reach's pool
+
+
+@dataclass(frozen=True)
+class PagedLayers:
+    """`in_place` says for each pool of a runner how tokens attend; with None they gather.
+
+    `packings` say how chunks that gather do so together; without one they do so one by one.
+    """
+
+    pools: Sequence[PagedKv]
+    in_place: Sequence[InPlace | OnDevice | None]
+    places: Mapping[int, LayerPlace]  # by layer_idx, as the model gives it to cache.update
+    packings: Sequence[Packing | None] = ()
+
+    @cached_property
+    def reaches(self) -> tuple[Reach, ...]:
+        return tuple(dict.fromkeys(place.reach for place in self.places.values()))
+
+    def packing_of(self, reach: Reach) -> Packing | None:
+        if not self.packings or reach.kind is GroupKind.CHUNKED_WINDOW:
+            return None
+        return self.packings[reach.pool]
+
 
 # One more thread must find so many bytes to read, to be worth waking: torch's own still spin on their cores.
 _SHARE_BYTES = 4 << 20
@@ -85,7 +164,7 @@ class ChunkView:
         """Return which of the positions that are read each token sees: [length, end - first].
 
         None is returned where that is all, where it is all up to itself of as many (is_causal), and of
-        windows on a GPU, where a mask is of no use (gathered.py).
+        windows on a GPU, where a mask is of no use (paged_attention.py).
         """
         start = self.end - self.length
         if self.in_windows:
@@ -262,7 +341,7 @@ def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
     """Return the mask of the last `length` of `num_seen` tokens: each sees all up to itself."""
     if device.type == "cuda":
         # The mask is only told of, not made: so flash attention, which takes no mask, serves these chunks,
-        # too. One that is made is for a kernel that is slower, and wrong at times (gathered.py).
+        # too. One that is made is for a kernel that is slower, and wrong at times (paged_attention.py).
         bias: Tensor = causal_lower_right(length, num_seen)
         return bias
     return torch.ones(length, num_seen, dtype=torch.bool, device=device).tril(num_seen - length)

@@ -2,7 +2,7 @@
 
 A mixer of transformers takes [batch, tokens, hidden] and one state a row of the batch; it knows nothing of
 packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several tokens
-goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (token_runs.py). On a CPU a
+goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (step_cache.py). On a CPU a
 chunk is cut into scans by where it lies in its sequence (services/kv/resume_points.py), so that its bits
 follow from the sequence alone.
 
@@ -25,11 +25,17 @@ from torch import Tensor, nn
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.device import send
 from services.engine.torch.model.activations import EvenFunctions
-from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
 from services.engine.torch.model.remembered import Mixer, StateName
-from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.model.step_cache import SequenceRows, StepCache, TokenRows
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.model.step_cache import (
+    ConvStates,
+    RecurrentStates,
+    SequenceRows,
+    StepCache,
+    TokenRows,
+    TokenRuns,
+    by_rounds,
+)
+from services.engine.torch.pools import SlotPool
 from services.kv.resume_points import scans
 from services.values.errors import ConfigError, ProtocolError
 

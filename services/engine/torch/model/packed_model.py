@@ -17,19 +17,18 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.step_view import StepView, view_step
 from services.engine.torch.device import send
 from services.engine.torch.draft_tokens import single_tokens
-from services.engine.torch.graphs.step_buffers import StepBuffers
-from services.engine.torch.linear.packed_linear import pack_linears
-from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
+from services.engine.torch.linear_kernel import pack_linears
 from services.engine.torch.model.activations import even_activations
-from services.engine.torch.model.check.model_probe import probe
 from services.engine.torch.model.fused.fuse import fuse
-from services.engine.torch.model.fused.fused import Fused
+from services.engine.torch.model.fused.products import Fused
 from services.engine.torch.model.mixers import place_rows, wrap
+from services.engine.torch.model.model_probe import probe
 from services.engine.torch.model.norm_kernel import fuse_norms
 from services.engine.torch.model.recurrence import Workers, forward_in_place
-from services.engine.torch.model.slots import SlotPool
 from services.engine.torch.model.step_cache import StepCache, cache_argument
-from services.engine.torch.pools import Pools
+from services.engine.torch.pools import Pools, SlotPool
+from services.engine.torch.shared_weights import SharedWeights, share_parameters
+from services.engine.torch.step_buffers import StepBuffers
 from services.kv.resume_points import scan_tokens
 
 

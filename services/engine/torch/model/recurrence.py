@@ -24,10 +24,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from services.engine.torch.model.activations import even, even_names, with_globals
-from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, by_rounds
 from services.engine.torch.model.recurrence_kernel import Floats, delta_rule, mamba2
 from services.engine.torch.model.remembered import StateKind
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.model.step_cache import ConvStates, RecurrentStates, TokenRuns, by_rounds
 
 _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}
 _CONV = {"hidden_states", "conv_state", "weight", "bias", "activation"}

@@ -2,24 +2,194 @@
 
 Attention is told by it which layer it is, mixers find their states in it. What it lacks raises
 AttributeError, and so refuses the model when that is probed or checked.
+
+Recurrent layers compute some tokens one by one (TokenRuns): a sequence's newest, and the drafts behind it.
+Instead of states a mixer hands RecurrentStates and ConvStates through to a function that does so.
+
+plain      the state takes the token in
+drafted    every token is computed from the state that the one before it would leave, and the state stays as
+           it is; when it is known which tokens stay, it takes in those (StepCache.waiting)
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.engine.torch.attention.latent import store_and_gather
+from services.engine.torch.attention.paged_attention import store_and_gather
 from services.engine.torch.attention.step_view import StepView
-from services.engine.torch.model.handed_states import ConvStates, RecurrentStates, Take
+from services.engine.torch.device import send
+from services.engine.torch.model.recurrence_kernel import Ids, Runs
 from services.engine.torch.model.remembered import AttentionCall, StateKind
-from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.pools import SlotPool
 from services.values.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenRuns:
+    """Run i is tokens [firsts[i], firsts[i] + counts[i]) of those that are computed so, in their order."""
+
+    slots: Tensor  # int64 [num_runs], where the state of each is
+    firsts: Ids
+    counts: Ids
+    waits: NDArray[np.bool]  # its state takes nothing in yet
+
+    @cached_property
+    def some_wait(self) -> bool:
+        return bool(self.waits.any())
+
+    @cached_property
+    def are_plain(self) -> bool:
+        return len(self.firsts) == self.num_tokens and not self.some_wait
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return self._ids(self.counts)
+
+    @cached_property
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return of each token its run, and its place in that.
+
+        It is not for what is kept, where tokens lie between.
+        """
+        runs = np.repeat(np.arange(len(self.counts)), self.counts)
+        places = np.arange(len(runs)) - np.repeat(self.firsts, self.counts)
+        return self._ids(runs), self._ids(places)
+
+    @cached_property
+    def ended(self) -> Tensor:
+        return self._ids(np.flatnonzero(~self.waits))
+
+    @cached_property
+    def waiting(self) -> Tensor:
+        return self._ids(np.flatnonzero(self.waits))
+
+    def rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the runs and their first tokens, then those that have a second one with it, and so on."""
+        for nth in range(self.counts.max(initial=0)):
+            runs = np.flatnonzero(self.counts > nth)
+            yield self._ids(runs), self._ids(self.firsts[runs] + nth)
+
+    def kept(self, counts: Sequence[int]) -> "TokenRuns":
+        """Keep of those that wait the first tokens, as many as `counts` says: these are taken in."""
+        runs = np.flatnonzero(self.waits)
+        return TokenRuns(
+            slots=self.slots[self.waiting],
+            firsts=self.firsts[runs],
+            counts=np.array(counts, np.int64),
+            waits=np.zeros(len(runs), np.bool),
+        )
+
+    def of_numbers(self, of_slots: Tensor) -> Runs:
+        starts = self.slots.numpy() * of_slots.stride(0) + of_slots.storage_offset()
+        return Runs(starts, self.firsts, self.firsts + self.counts, self.waits)
+
+    def _ids(self, ids: NDArray[Any]) -> Tensor:
+        (sent,) = send([ids], self.slots.device)
+        return sent
+
+
+# It lets states that have waited take in the tokens that stay.
+Take = Callable[[TokenRuns], object]
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    of_slots: Tensor  # [num_slots, ...]
+    runs: TokenRuns
+    waiting: list[Take]
+
+    @property
+    def numbers(self) -> NDArray[np.float32] | None:
+        """Return the memory in which they lie, for a kernel.
+
+        It is None if it is not float32 in the host's memory.
+        """
+        states = self.of_slots
+        if states.dtype != torch.float32 or states.device.type != "cpu":
+            return None
+        size = states.untyped_storage().nbytes() // states.itemsize
+        numbers: NDArray[np.float32] = states.as_strided((size,), (1,), 0).numpy()
+        return numbers
+
+    def go_on(self, compute: Callable[[TokenRuns], Tensor]) -> Tensor:
+        """Return what `compute` makes of the tokens.
+
+        It is called once more when it is known which stay of those that wait.
+        """
+        if self.runs.some_wait:
+            self.waiting.append(compute)
+        return compute(self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvStates:
+    """A convolution's states are its last inputs [num_slots, channels, size].
+
+    So the inputs of drafts tell all states.
+    """
+
+    of_slots: Tensor
+    runs: TokenRuns
+    waiting: list[Take]
+
+    def before(self, inputs: Tensor) -> Tensor:
+        """Return what is before each token, [num_tokens, channels, size].
+
+        `inputs` are [num_tokens, channels, 1].
+        """
+        states = self.of_slots[self.runs.slots]
+        run, place = self.runs.of_tokens
+        columns = states.new_zeros(*states.shape[:-1], int(self.runs.counts.max()))
+        columns[run, :, place] = inputs[..., 0].to(states.dtype)
+        # The axes are [num_runs, channels, tokens + 1, size]: the state after so many of its tokens.
+        windows = torch.cat([states, columns], dim=-1).unfold(-1, states.shape[-1], 1)
+        self._store(self.runs.ended, windows, self.runs.lengths[self.runs.ended])
+        if self.runs.some_wait:
+            self.waiting.append(lambda kept: self._store(self.runs.waiting, windows, kept.lengths))
+        return windows[run, :, place]
+
+    def _store(self, runs: Tensor, windows: Tensor, counts: Tensor) -> None:
+        self.of_slots[self.runs.slots[runs]] = windows[runs, :, counts]
+
+
+def by_rounds(
+    of_slots: Mapping[Name, Tensor],
+    runs: TokenRuns,
+    num_tokens: int,
+    step: Callable[[dict[Name, Tensor], Tensor], Tensor],
+) -> Tensor:
+    """Return what becomes of `num_tokens`, the runs' and others; of those nothing becomes.
+
+    `step` computes one token each of some runs: it is given their states [m, ..], by name, which it writes or
+    replaces, and which tokens they are; it gives what becomes of these.
+    """
+    copies = {name: states[runs.slots] for name, states in of_slots.items()}
+    output: Tensor | None = None
+    for which, tokens in runs.rounds():
+        own = {name: states[which] for name, states in copies.items()}
+        mixed = step(own, tokens)
+        if output is None:
+            output = mixed.new_zeros(num_tokens, *mixed.shape[1:])
+        output[tokens] = mixed
+        for name, states in own.items():
+            copies[name][which] = states
+    for name, states in of_slots.items():
+        states[runs.slots[runs.ended]] = copies[name][runs.ended]
+    assert output is not None
+    return output
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -1,8 +1,8 @@
 """Linear layers multiply their weights as a checkpoint stores them, on a GPU: fewer bytes are read, and held.
 
-    floats of 8 bits     activations are rounded to such, too, by scales of a row (float8_products.py); a
+    floats of 8 bits     activations are rounded to such, too, by scales of a row; a
                          weight of any checkpoint may be rounded so when the runner starts
-    numbers of 4 bits    activations stay as they are (int4_products.py)
+    numbers of 4 bits    activations stay as they are
 
 A row's product does not depend on what else is in the step. Rounding activations changes what a layer gives
 by some 2.6 % (three bits behind the point), and rounding a weight does as much. Each layer is tried beside
@@ -24,25 +24,23 @@ from transformers import PreTrainedModel
 from services.engine.start_fault import may_pass
 from services.engine.torch.model.fused.products import Product, ProductPart
 from services.engine.torch.quantized.dequantize import Grouped, scaled
-from services.engine.torch.quantized.float8_products import (
+from services.engine.torch.quantized.stored_products import (
     BLOCK,
+    PLAIN,
     STEP,
     BlockProduct,
     BlockWeight,
+    Int4Kernels,
+    Int4Product,
+    Int4Weight,
     Round,
     RowProduct,
     RowWeight,
     round_groups_plainly,
     round_rows_plainly,
-)
-from services.engine.torch.quantized.int4_products import (
-    PLAIN,
-    Int4Kernels,
-    Int4Product,
-    Int4Weight,
     round_to_int4,
 )
-from services.engine.torch.quantized.parts import Dequantized, Stored, float8_block
+from services.engine.torch.quantized.stored_tensors import Dequantized, StoredTensor, float8_block
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class StoredLinear(nn.Linear):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class StoredKernels:
     round_rows: Round = round_rows_plainly
     round_groups: Round = round_groups_plainly
     int4: Int4Kernels = PLAIN
@@ -79,7 +77,7 @@ class Kernels:
 def multiply_as_stored(
     model: PreTrainedModel,
     kept: Collection[nn.Module],
-    weights: Mapping[str, Stored | Dequantized] | RoundedTo,
+    weights: Mapping[str, StoredTensor | Dequantized] | RoundedTo,
     tell: Callable[[str, str], None] = lambda name, kind: None,
 ) -> str:
     """Let products of linear layers be computed so, but those that are `kept`, and count them.
@@ -126,7 +124,7 @@ _KINDS: Mapping[type, str] = {RowWeight: "float8_rows", BlockWeight: "float8_blo
 class _Ways:
     """It makes products of weights, and remembers which way to make them a device cannot go."""
 
-    def __init__(self, kernels: Kernels, int4_tolerance: float) -> None:
+    def __init__(self, kernels: StoredKernels, int4_tolerance: float) -> None:
         self._kernels, self._int4_tolerance = kernels, int4_tolerance
         self._row_steps = {RowWeight: [*_ROW_STEPS], BlockWeight: [*_ROW_STEPS], Int4Weight: [1]}
 
@@ -168,7 +166,7 @@ class _Ways:
 class _Numbers:
     """The numbers of weights are those of a checkpoint, or rounded now."""
 
-    def __init__(self, weights: Mapping[str, Stored | Dequantized] | RoundedTo) -> None:
+    def __init__(self, weights: Mapping[str, StoredTensor | Dequantized] | RoundedTo) -> None:
         self._rounded_to = weights if isinstance(weights, str) else None
         self._by_tail: dict[str, list[Dequantized]] = {}
         for name, each in weights.items() if not isinstance(weights, str) else ():
@@ -222,21 +220,20 @@ def _is(meant: Tensor, weight: Tensor) -> bool:
     return bool(meant.shape == weight.shape) and torch.equal(meant.to(weight.dtype), weight)
 
 
-def kernels_on(device: torch.device) -> Kernels:
+def kernels_on(device: torch.device) -> StoredKernels:
     """Return the kernels where Triton is and they run, else what torch does in several."""
     if device.type != "cuda":
-        return Kernels()
+        return StoredKernels()
     try:
         # torch for CUDA alone brings Triton along, and it takes a second to import.
-        from services.engine.torch.quantized.float8_kernel import round_groups, round_rows
-        from services.engine.torch.quantized.int4_kernel import KERNELS
+        from services.engine.torch.quantized.stored_kernel import KERNELS, round_groups, round_rows
 
         for kernel in (round_rows, round_groups):
             kernel(torch.ones((1, BLOCK), dtype=torch.bfloat16, device=device))
-        return Kernels(round_rows, round_groups, KERNELS)
+        return StoredKernels(round_rows, round_groups, KERNELS)
     except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
         log.warning("rounding_kernel_unusable error=%r", error)
-        return Kernels()
+        return StoredKernels()
 
 
 def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[_Members]:

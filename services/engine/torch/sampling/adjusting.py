@@ -3,9 +3,17 @@
 This is the order: biases; repetition penalty over the whole history; frequency and presence penalty over the
 generated ids; min_tokens; ids that would end a banned sequence. Each is done for all rows at once: on a GPU a
 call for each row takes longer than what it computes.
+
+`adjust_on_device` does the same on a GPU, with one copy to the device, and few launches:
+
+    biases, ids that were said, those of them that were generated, forbidden ids, and penalties of rows
+    --> one packed tensor --> some twenty kernels of torch
+
+What a sequence has said so far is converted once, not at each of its tokens.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
+from services.engine.torch.draft_tokens import DraftedHistory
 
 _Ids = NDArray[np.int64]
 _PerRow = Sequence[tuple[int, _Ids]]  # rows of logits, and some ids of each
@@ -125,3 +134,146 @@ def _ending(chunk: Chunk, vocab_size: int) -> Iterable[int]:
     ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
     ending = {token_id for token_id in ending if token_id < vocab_size}
     return ending if len(ending) < vocab_size else ()
+
+
+_IdsOfRows = list[tuple[int, _Ids]]  # rows of logits, and some ids of each
+
+# So many histories, and ids in them, are known, and as many again that were not needed lately. Nobody tells
+# which sequences have ended.
+_MOST_KNOWN, _MOST_IDS = 256, 1 << 20
+
+
+@dataclass(slots=True)
+class _Known:
+    history: list[int]
+    ids: _Ids
+    count: int
+
+
+class Histories:
+    """Each is kept as an array. A sequence's list of ids only ever grows, so each id is read once."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._recent, self._older = dict[int, _Known](), dict[int, _Known]()
+        self._num_ids = 0  # of the recent ones
+
+    def ids_of(self, history: Sequence[int]) -> _Ids:
+        """Return its ids. Raises IndexError for one that no row has."""
+        if isinstance(history, DraftedHistory):
+            drafts = require_ids(np.array(history.drafts, np.int64), self._vocab_size)
+            return np.concatenate((self.ids_of(history.ids), drafts))
+        if not isinstance(history, list):
+            return require_ids(np.fromiter(history, np.int64, len(history)), self._vocab_size)
+        known = self._known(history)
+        if known.count < (length := len(history)):
+            if length > len(known.ids):
+                ids = np.empty(2 * length, np.int64)
+                ids[: known.count] = known.ids[: known.count]
+                known.ids = ids
+            new = history[known.count :]
+            if min(new) < 0 or max(new) >= self._vocab_size:
+                raise IndexError(f"ids from {min(new)} to {max(new)}, of a vocabulary of {self._vocab_size}")
+            known.ids[known.count : length] = new
+            self._num_ids += length - known.count
+            known.count = length
+        return known.ids[: known.count]
+
+    def _known(self, history: list[int]) -> _Known:
+        key = id(history)
+        known = self._recent.get(key) or self._older.get(key)
+        if known is None or known.history is not history or not _goes_on(known):
+            known = _Known(history, np.empty(0, np.int64), 0)
+        if self._recent.get(key) is not known:
+            if len(self._recent) >= _MOST_KNOWN or self._num_ids + len(history) > _MOST_IDS:
+                self._recent, self._older, self._num_ids = {}, self._recent, 0
+            self._recent[key] = known
+            self._num_ids += known.count
+        return known
+
+
+def _goes_on(known: _Known) -> bool:
+    last = known.count - 1
+    return len(known.history) > last and (last < 0 or known.history[last] == known.ids[last])
+
+
+def adjust_on_device(logits: Tensor, chunks: Sequence[Chunk], histories: Histories) -> Tensor:
+    """Adjust `logits` float64 [len(chunks), vocab_size], contiguous, in place.
+
+    Raises IndexError for an id that no row has.
+    """
+    biases, forbidden = biases_of(chunks), forbidden_of(chunks, logits.shape[1])
+    biased_ids = [(row, ids) for row, ids, _ in biases]
+    for _, ids in (*biased_ids, *forbidden):
+        require_ids(ids, logits.shape[1])
+    said, generated = _penalized(chunks, histories)
+    lists = (biased_ids, said, generated, forbidden)
+    counts = [sum(len(ids) for _, ids in per_row) for per_row in lists]
+    packed = torch.empty(
+        sum(counts) + counts[0] + 3 * len(chunks), dtype=torch.int64, pin_memory=logits.is_cuda
+    )
+    numbers, end = packed.numpy(), 0
+    for per_row in lists:
+        end = _pack(numbers, end, per_row, logits.shape[1])
+    floats = numbers.view(np.float64)[end:]
+    for _, _, values in biases:
+        floats[: len(values)] = values
+        floats = floats[len(values) :]
+    floats[:] = np.array([_penalties(chunk) for chunk in chunks]).ravel()
+    sizes = [*counts, counts[0], 3 * len(chunks)]
+    biased, at, at_generated, barred, *of_floats = packed.to(logits.device, non_blocking=True).split(sizes)
+    added, penalties = (each.view(torch.float64) for each in of_floats)
+    flat = logits.view(-1)
+    if len(biased):
+        flat.index_add_(0, biased, added)
+    if len(at):
+        rows = penalties.view(-1, 3)[at.div(logits.shape[1], rounding_mode="floor")]
+        _penalize(flat, at, at_generated, rows)
+    if len(barred):
+        flat.index_fill_(0, barred, -torch.inf)
+    return logits
+
+
+def _penalized(chunks: Sequence[Chunk], histories: Histories) -> tuple[_IdsOfRows, _IdsOfRows]:
+    """Return what the penalties of rows regard, and what of it was generated where that is counted."""
+    said, generated = _IdsOfRows(), _IdsOfRows()
+    for row, chunk in enumerate(chunks):
+        params = chunk.sampling
+        count = chunk.num_output_ids if params.frequency_penalty or params.presence_penalty else 0
+        if count or params.repetition_penalty != 1:
+            ids = histories.ids_of(chunk.history)
+            own = ids[len(ids) - count :]
+            said.append((row, own if params.repetition_penalty == 1 else ids))
+            if count:
+                generated.append((row, own))
+    return said, generated
+
+
+def _penalties(chunk: Chunk) -> tuple[float, float, float]:
+    params = chunk.sampling
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _pack(numbers: _Ids, start: int, per_row: _IdsOfRows, vocab_size: int) -> int:
+    """Write where in all logits these ids are, and return where the next ones begin."""
+    for row, ids in per_row:
+        end = start + len(ids)
+        np.add(ids, row * vocab_size, out=numbers[start:end])
+        start = end
+    return start
+
+
+def _penalize(flat: Tensor, at: Tensor, at_generated: Tensor, penalties: Tensor) -> None:
+    """Change the logits at `at` by their rows' penalties for repetition, frequency and presence.
+
+    A position that occurs twice is written twice, the same.
+    """
+    repetition, frequency, presence = penalties.unbind(1)
+    values = flat[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    if len(at_generated):
+        counts = torch.zeros(len(flat), dtype=torch.int32, device=flat.device)
+        counts.index_add_(0, at_generated, counts.new_ones(len(at_generated)))
+        times = counts[at]
+        values -= frequency * times + presence * (times > 0)
+    flat[at] = values

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.sampling.adjusting import is_adjusted
-from services.engine.torch.sampling.device_adjusting import Histories, adjust_on_device
+from services.engine.torch.sampling.adjusting import Histories, adjust_on_device, is_adjusted
 from services.engine.torch.sampling.sample import logprobs_of, sample, takes_the_highest, uniform_of
 from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
 from services.values.request import SamplingParams, TokenLogprobs

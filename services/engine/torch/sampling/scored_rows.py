@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.sampling.highest import at_least, floors, highest
-from services.engine.torch.sampling.sample import log_sums_of
+from services.engine.torch.sampling.sample import at_least, floors, highest, log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs
 
 LogitsOf = Callable[[Sequence[int]], Tensor]  # it gives [len(rows), vocab_size] of rows of the step

@@ -2,9 +2,8 @@
 
 import torch
 
-from services.engine.torch.attention.layers import LayerPlace, PagedLayers, Reach
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach, view_step
 
 
 def paged(alike):

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.paging import layers_of
 from services.engine.paged.model_runner import Chunk, TailPages
-from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
-from services.engine.torch.attention.step_view import view_step
+from services.engine.torch.attention.step_view import Reach, view_step
 from services.kv.tails import tail_start
 from services.values.kv import GroupKind, KvGroup
 from services.values.request import SamplingParams

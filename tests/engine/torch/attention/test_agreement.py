@@ -13,7 +13,7 @@ from engine.torch.attention.kernels.plain_parts import (
     store_kv_plainly,
 )
 from engine.torch.attention.paging import empty
-from services.engine.torch.attention import gathered as attention
+from services.engine.torch.attention import paged_attention as attention
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.agreement import (
     KernelWrong,
@@ -21,8 +21,8 @@ from services.engine.torch.attention.agreement import (
     require_causal,
     require_stored,
 )
-from services.engine.torch.attention.gathered import _weights
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.page_pieces import OnDevice
+from services.engine.torch.attention.paged_attention import _weights
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import seen_by
 from services.values.errors import ConfigError

@@ -14,15 +14,15 @@ from engine.torch.attention.paging import empty
 from services.engine.torch.attention import in_place
 from services.engine.torch.attention.agreement import require_agreement, require_stored
 from services.engine.torch.attention.in_place import choose_in_place, end_threads
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
-from services.engine.torch.attention.layers import InPlace
+from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.step_view import InPlace
 from services.values.errors import ConfigError
 
 NUM_HEADS = 4
 HEADS = frozenset({NUM_HEADS})
 LATENT = empty(PageShape(3, 1, 16, 8, 0))
-MODULE = "services.engine.torch.attention.kernels.triton_kernel"
+MODULE = "services.engine.torch.attention.gpu_attention_kernel"
 
 
 def pool(dtype=torch.float32, page_size=16):

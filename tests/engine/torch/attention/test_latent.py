@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.paging import empty, view_of
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.latent import store_and_gather
-from services.engine.torch.attention.paged_attention import paged_attention
+from services.engine.torch.attention.paged_attention import paged_attention, store_and_gather
 from services.engine.torch.attention.paged_kv import PageShape
 from services.values.request import SamplingParams
 

@@ -16,14 +16,15 @@ from torch.nn.attention.bias import CausalBias
 
 from engine.torch.attention.paging import empty, paged, reach_view_of, view_of
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention import step_view
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.gathered import attend_gathered, gather
-from services.engine.torch.attention.kernels import numba_kernel
-from services.engine.torch.attention.layers import InPlace
-from services.engine.torch.attention.paged_attention import attend_in_place, paged_attention
-from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, _causal_mask
+from services.engine.torch.attention import cpu_attention_kernel, step_view
+from services.engine.torch.attention.paged_attention import (
+    attend_gathered,
+    attend_in_place,
+    gather,
+    paged_attention,
+)
+from services.engine.torch.attention.paged_kv import PageShape, Scores
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace, _causal_mask
 from services.values.request import SamplingParams
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 2, 3, 8
@@ -183,7 +184,7 @@ def test_the_kernel_is_compiled_once_whatever_a_step_looks_like():
         query = torch.zeros(1, NUM_KV_HEADS * GROUP, total, HEAD_DIM)
         key = torch.zeros(1, NUM_KV_HEADS, total, HEAD_DIM)
         attend(kv, chunks, query, key, key, in_place=InPlace())
-    pools = [types[1] for types in numba_kernel._attend_pieces.signatures]
+    pools = [types[1] for types in cpu_attention_kernel._attend_pieces.signatures]
     assert numba.float32[::1] in pools
     assert len(pools) == len(set(pools))
 
@@ -264,12 +265,12 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
 def test_a_processor_with_other_registers_computes_the_same(lanes, tmp_path):
     """A process of its own tries it: how many heads at once is compiled in, and not to be kept."""
     program = (
-        "from services.engine.torch.attention.kernels import numba_kernel\n"
-        f"numba_kernel._MAX_LANES = {lanes}\n"
+        "from services.engine.torch.attention import cpu_attention_kernel\n"
+        f"cpu_attention_kernel._MAX_LANES = {lanes}\n"
         "from test_paged_attention import READERS, many_read_a_page\n"
         "for num_readers in READERS:\n"
         "    many_read_a_page(2, 3, num_readers, 8)\n"
-        "print(numba_kernel._attend_pieces.signatures != [])"
+        "print(cpu_attention_kernel._attend_pieces.signatures != [])"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(

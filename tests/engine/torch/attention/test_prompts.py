@@ -20,12 +20,11 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention import in_place, prompts
 from services.engine.torch.attention.agreement import KernelWrong, require_gathered, require_packed
-from services.engine.torch.attention.attention_scores import Scores
 from services.engine.torch.attention.in_place import choose_packings
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
-from services.engine.torch.attention.layers import Reach
-from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.page_pieces import OnDevice
+from services.engine.torch.attention.paged_kv import PageShape, Scores
 from services.engine.torch.attention.prompts import Packing, is_packable
+from services.engine.torch.attention.step_view import Reach
 from services.engine.torch.runner import TorchRunner
 from services.kv.tails import PoolSizes
 
@@ -152,9 +151,7 @@ def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(
         in_place, "require_packed", lambda tried, kv, heads: require_packed(tried, pool, heads)
     )
     module = SimpleNamespace(gather_pages=kernel)
-    monkeypatch.setitem(
-        __import__("sys").modules, "services.engine.torch.attention.kernels.gather_kernel", module
-    )
+    monkeypatch.setitem(__import__("sys").modules, "services.engine.torch.attention.gather_kernel", module)
     numbers = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
     return SimpleNamespace(numbers=numbers, shape=pool.shape, compute_dtype=dtype)
 

@@ -23,11 +23,9 @@ from engine.torch.attention.reach_cases import (
     expected,
     made_of,
 )
-from services.engine.torch.attention import gathered, step_view
-from services.engine.torch.attention.kernels import numba_kernel
-from services.engine.torch.attention.layers import InPlace, Reach
+from services.engine.torch.attention import cpu_attention_kernel, paged_attention, step_view
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace, Reach
 from services.values.errors import ProtocolError
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -70,7 +68,7 @@ def check_cases(dtype, in_place):
 def test_however_many_threads_and_rows_at_once(case):
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as executor:
         patched.setattr(step_view, "_SHARE_BYTES", 1)
-        patched.setitem(gathered._SCORE_BYTES, "cpu", 700)
+        patched.setitem(paged_attention._SCORE_BYTES, "cpu", 700)
         check(case, InPlace(3, executor))
 
 
@@ -142,10 +140,12 @@ def test_sinks_and_soft_caps_count(subtests):
         case = several_pieces(softcap=None, has_sinks=True)
         for in_place in (None, InPlace()):
             check(case, in_place)
-        finish = numba_kernel._attend_pieces
+        finish = cpu_attention_kernel._attend_pieces
         twice = np.float32(math.log(2))
         monkeypatch.setattr(
-            numba_kernel, "_attend_pieces", lambda *args: finish(*args[:7], args[7] + twice, *args[8:])
+            cpu_attention_kernel,
+            "_attend_pieces",
+            lambda *args: finish(*args[:7], args[7] + twice, *args[8:]),
         )
         with pytest.raises(AssertionError):
             check(case, InPlace())

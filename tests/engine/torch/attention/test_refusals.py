@@ -7,9 +7,9 @@ import torch
 
 from engine.torch.attention.paging import empty, view_of
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.layers import Reach
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.step_view import Reach
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.torch.attention.reach_cases import NUM_LAYERS, Case, Made, attended, cases, chunk_of, made_of
-from services.engine.torch.attention import step_view
-from services.engine.torch.attention.kernels import numba_kernel
-from services.engine.torch.attention.kernels.numba_kernel import PagePieces
-from services.engine.torch.attention.layers import InPlace, Reach
+from services.engine.torch.attention import cpu_attention_kernel, step_view
+from services.engine.torch.attention.cpu_attention_kernel import PagePieces
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.step_view import IN_PLACE_DTYPES
+from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace, Reach
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_a_softmax_is_cut_by_no_reader(subtests):
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
         # As it was: each piece by itself, joined by their log-sum-exps.
-        attend = numba_kernel._attend_pieces
+        attend = cpu_attention_kernel._attend_pieces
 
         def attend_and_join(query, numbers, shape, layer, cap, pieces, softmax, sinks, first, end):
             outputs = [[] for _ in query]  # of each query: what it gets of each piece, and its log-sum-exp
@@ -107,7 +105,7 @@ def test_a_softmax_is_cut_by_no_reader(subtests):
                 anew = type(softmax)(
                     *(np.zeros((len(readers), *part.shape[1:]), np.float32) for part in softmax)
                 )
-                anew.greatest.fill(numba_kernel._LOWEST)
+                anew.greatest.fill(cpu_attention_kernel._LOWEST)
                 none = np.full_like(sinks, -np.inf)
                 num_items = len(readers) * shape.num_kv_heads
                 attend(query[readers], numbers, shape, layer, cap, own, anew, none, 0, num_items)
@@ -118,5 +116,5 @@ def test_a_softmax_is_cut_by_no_reader(subtests):
                 shares = log_sums.softmax(0)[:-1, :, None].numpy()
                 softmax.weighted[i] = (shares * np.stack([output for output, _ in of_query])).sum(0)
 
-        monkeypatch.setattr(numba_kernel, "_attend_pieces", attend_and_join)
+        monkeypatch.setattr(cpu_attention_kernel, "_attend_pieces", attend_and_join)
         assert parted(a_tree_of_readers())

@@ -16,12 +16,12 @@ from engine.torch.graphs import tape
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch.attention import prompts
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.prompts import Packing
 from services.engine.torch.checkpoint import load_model, open_checkpoint
-from services.engine.torch.graphs.step_graphs import StepGraphs, bucket_rows
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
+from services.engine.torch.step_graphs import StepGraphs, bucket_rows
 from services.kv.tails import PoolSizes
 from services.values.errors import ProtocolError
 from services.values.request import SamplingParams

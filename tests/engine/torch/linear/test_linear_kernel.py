@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.torch.linear.linear_kernel import multiply, pack
+from services.engine.torch.linear_kernel import multiply, pack
 
 # So that a sum of float32 products is exact, in whatever order: small whole numbers.
 _GREATEST = 8

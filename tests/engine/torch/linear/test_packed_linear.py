@@ -3,7 +3,7 @@ import itertools
 import torch
 from torch import nn
 
-from services.engine.torch.linear.packed_linear import PackedLinear, PanelLinear, pack_linears
+from services.engine.torch.linear_kernel import PackedLinear, PanelLinear, pack_linears
 
 
 def test_a_packed_layer_computes_as_the_plain_one_and_the_same_beside_others(subtests):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from services.engine.torch.linear import shared_weights
-from services.engine.torch.linear.packed_linear import pack_linears
-from services.engine.torch.linear.shared_weights import SharedWeights, share_parameters
+from services.engine.torch import shared_weights
+from services.engine.torch.linear_kernel import pack_linears
+from services.engine.torch.shared_weights import SharedWeights, share_parameters
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
 

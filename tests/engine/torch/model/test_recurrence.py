@@ -15,7 +15,6 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import recurrence
-from services.engine.torch.model.handed_states import RecurrentStates
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.recurrence import (
     Workers,
@@ -25,8 +24,8 @@ from services.engine.torch.model.recurrence import (
     forward_in_place,
 )
 from services.engine.torch.model.remembered import State
-from services.engine.torch.model.slots import SlotPool
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.model.step_cache import RecurrentStates, TokenRuns
+from services.engine.torch.pools import SlotPool
 from services.engine.torch.runner import TorchRunner
 from services.kv.tails import PoolSizes
 

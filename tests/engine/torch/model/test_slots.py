@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from services.engine.torch.model.remembered import State
-from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.pools import SlotPool
 from services.values.errors import ConfigError, ProtocolError
 
 CONV = State((0, "conv", 0), (6, 4), torch.bfloat16)  # 48 bytes

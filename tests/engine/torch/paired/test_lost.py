@@ -19,7 +19,7 @@ from engine.torch.paired.families import (
     torch_settings,
 )
 from services.engine.paged.shell import decode_engine as decode
-from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.pools import SlotPool
 from services.kv.carried_cache import CarriedCache
 from services.transfer.sending import delta_write
 from services.values.rank import Plan

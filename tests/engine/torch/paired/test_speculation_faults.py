@@ -22,8 +22,8 @@ from services.engine.paged import core
 from services.engine.paged.carrying import Carrying
 from services.engine.torch import draft_tokens, runner
 from services.engine.torch.attention import step_view
-from services.engine.torch.attention.kernels.store_kernel import Slots
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.attention.cpu_attention_kernel import Slots
+from services.engine.torch.model.step_cache import TokenRuns
 
 pytestmark = pytest.mark.usefixtures(every_draft_pays.__name__)
 

@@ -11,14 +11,18 @@ from torch import nn
 from engine.torch.quantized import stored
 from services.cli.model.make_model import make_model
 from services.engine.torch.checkpoint import load_model, open_checkpoint, stored_weights
-from services.engine.torch.model.check.model_probe import attending_by
 from services.engine.torch.model.fused.fuse import fuse
 from services.engine.torch.model.fused.products import ProductPart
-from services.engine.torch.quantized import as_stored, float8_products
+from services.engine.torch.model.model_probe import attending_by
+from services.engine.torch.quantized import as_stored, stored_products
 from services.engine.torch.quantized.as_stored import StoredLinear, multiply_as_stored, way_of
 from services.engine.torch.quantized.dequantize import scaled
-from services.engine.torch.quantized.float8_products import RowProduct, RowWeight, round_rows_plainly
-from services.engine.torch.quantized.int4_products import round_to_int4
+from services.engine.torch.quantized.stored_products import (
+    RowProduct,
+    RowWeight,
+    round_rows_plainly,
+    round_to_int4,
+)
 
 CPU = torch.device("cpu")
 
@@ -193,7 +197,7 @@ def test_a_step_that_a_device_cannot_go_is_given_up_and_a_passing_fault_is_not(s
         return fault
 
     monkeypatch.setattr(as_stored, "_error", try_it)
-    ways = as_stored._Ways(as_stored.Kernels(), 0.02)
+    ways = as_stored._Ways(as_stored.StoredKernels(), 0.02)
     tried = ("it", linear)
     with subtests.test("a way that failed, and not one that was off"):
         assert ways.product(weight, linear, tried).row_step == 16
@@ -232,7 +236,7 @@ def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
     directory, _ = stored.quantized_checkpoints(tmp_path, tmp_path / "wide", config, stored.linears_by(make))
     checkpoint = open_checkpoint(directory, "bfloat16")
     with subtests.test("they are multiplied as they are"):
-        monkeypatch.setattr(float8_products, "multiply_blocks", multiply_plainly)
+        monkeypatch.setattr(stored_products, "multiply_blocks", multiply_plainly)
         single, merged = load_model(checkpoint, CPU), load_model(checkpoint, CPU)
         assert multiply_as_stored(single, (), stored_weights(checkpoint)) == "float8_blocks=14"
         fuse(merged)
@@ -248,7 +252,7 @@ def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
                 raise RuntimeError("a multiple of 4")
             return multiply_plainly(numbers, scales, weight)
 
-        monkeypatch.setattr(float8_products, "multiply_blocks", picky)
+        monkeypatch.setattr(stored_products, "multiply_blocks", picky)
         model = load_model(checkpoint, CPU)
         assert multiply_as_stored(model, (), stored_weights(checkpoint)) == "float8_blocks=14"
         assert model.model.layers[0].mlp.up_proj.product.row_step == 4

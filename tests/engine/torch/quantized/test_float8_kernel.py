@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from services.engine.torch.quantized.float8_products import round_groups_plainly, round_rows_plainly
+from services.engine.torch.quantized.stored_products import round_groups_plainly, round_rows_plainly
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def kernels():
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    from services.engine.torch.quantized.float8_kernel import round_groups, round_rows
+    from services.engine.torch.quantized.stored_kernel import round_groups, round_rows
 
     return {"rows": (round_rows, round_rows_plainly), "groups": (round_groups, round_groups_plainly)}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.engine.torch.quantized.dequantize import Grouped
-from services.engine.torch.quantized.int4_products import Int4Product, Int4Weight
+from services.engine.torch.quantized.stored_products import Int4Product, Int4Weight
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def kernels():
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    from services.engine.torch.quantized.int4_kernel import KERNELS
+    from services.engine.torch.quantized.stored_kernel import KERNELS
 
     return KERNELS
 

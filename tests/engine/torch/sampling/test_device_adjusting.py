@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from engine.torch.sampling.plain_draws import chunk_of
 from services.engine.torch.draft_tokens import DraftedHistory
-from services.engine.torch.sampling.adjusting import adjust
-from services.engine.torch.sampling.device_adjusting import Histories, adjust_on_device
+from services.engine.torch.sampling.adjusting import Histories, adjust, adjust_on_device
 
 VOCAB_SIZE = 40
 IDS = st.integers(0, VOCAB_SIZE - 1)
@@ -62,14 +61,14 @@ def test_histories(subtests, monkeypatch):
         assert histories.ids_of(ids).tolist() == [7, 8]
         assert histories.ids_of((9, 5)).tolist() == [9, 5]
     with subtests.test("few are kept"):
-        monkeypatch.setattr("services.engine.torch.sampling.device_adjusting._MOST_KNOWN", 4)
+        monkeypatch.setattr("services.engine.torch.sampling.adjusting._MOST_KNOWN", 4)
         many = [[n, n] for n in range(20)]
         for _ in range(2):
             assert [histories.ids_of(each).tolist() for each in many] == many
         assert len(histories._recent) + len(histories._older) <= 8
     with subtests.test("few ids are kept, but all of those that are needed"):
-        monkeypatch.setattr("services.engine.torch.sampling.device_adjusting._MOST_IDS", 30)
-        monkeypatch.setattr("services.engine.torch.sampling.device_adjusting._MOST_KNOWN", 100)
+        monkeypatch.setattr("services.engine.torch.sampling.adjusting._MOST_IDS", 30)
+        monkeypatch.setattr("services.engine.torch.sampling.adjusting._MOST_KNOWN", 100)
         histories = Histories(100)
         many = [[n] * 10 for n in range(20)]
         for _ in range(2):

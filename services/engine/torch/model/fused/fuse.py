@@ -14,12 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from services.engine.start_fault import start_fault
-from services.engine.torch.model.fused.activation import fuse_activations
-from services.engine.torch.model.fused.fused import Fused
-from services.engine.torch.model.fused.norms import fuse_norms
-from services.engine.torch.model.fused.plain import PLAIN, Kernels
-from services.engine.torch.model.fused.products import merge_products
-from services.engine.torch.model.fused.rotation import fuse_rotations
+from services.engine.torch.model.fused.known_operations import fuse_activations, fuse_norms, fuse_rotations
+from services.engine.torch.model.fused.plain_kernels import PLAIN, Kernels
+from services.engine.torch.model.fused.products import Fused, merge_products
 from services.values.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)

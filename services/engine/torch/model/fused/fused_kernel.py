@@ -1,8 +1,8 @@
 """Triton kernels compute a norm, a rotation, and an activation times what it gates, each by one launch.
 
-They round where a definition does in half precision: each kernel has the order of plain.py. So a product
-and a sum are never fused into one operation: it rounds once where two do, and LLVM makes one of two products
-of bfloat16 that are added up, though each of them is rounded here.
+They round where a definition does in half precision: each kernel has the order of plain_kernels.py. So a
+product and a sum are never fused into one operation: it rounds once where two do, and LLVM makes one of two
+products of bfloat16 that are added up, though each of them is rounded here.
 
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
 once for a layer's width: the number of rows is in the grid alone. Strides are counted in units of eight
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.engine.torch.model.fused.plain import Activation, Kernels, NormForm, RotaryForm
+from services.engine.torch.model.fused.plain_kernels import Activation, Kernels, NormForm, RotaryForm
 
 _UNIT = 8
 _NUMBERS_OF_A_WARP = 512

@@ -7,11 +7,14 @@ widening or moving the parameters reaches it.
 The first layer that is called computes the product, and the others take their columns of it. One that gets
 another tensor, or is called out of order, computes its own part. So each layer gives what it should, unless a
 definition changes the tensor in place between two of them; one that does so in that pass is not merged.
+
+Fused tells how much of a model was fused, and whether that is on.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +22,35 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from services.engine.torch.model.check.model_probe import probe
-from services.engine.torch.model.fused.fused import Fused
+from services.engine.torch.model.model_probe import probe
+
+
+@dataclass
+class Fused:
+    """A model computes what its definition says while this is off."""
+
+    is_on: bool = True
+    num_products: int = 0
+    num_norms: int = 0
+    num_rotations: int = 0
+    num_activations: int = 0
+
+    def __bool__(self) -> bool:
+        counts = (self.num_products, self.num_norms, self.num_rotations, self.num_activations)
+        return self.is_on and any(counts)
+
+    def undo(self) -> None:
+        """Turn it off for good. Weights stay where they are, and are read part by part."""
+        self.is_on = False
+
+    @contextmanager
+    def as_defined(self) -> Iterator[None]:
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
 
 # Columns of a layer begin at multiples of these, so that the rows of what is taken are aligned as kernels
 # and cuBLAS want them (16 bytes in half precision).

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.engine.torch.attention.kernels.gather_kernel import _gather_page, page_constants
+from services.engine.torch.attention.gather_kernel import _gather_page, page_constants
 from services.engine.torch.attention.paged_kv import PageShape
 
 

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.engine.torch.attention.kernels import triton_kernel
-from services.engine.torch.attention.kernels.piece_parts import TUNING, rows_of
+from services.engine.torch.attention import gpu_attention_kernel
+from services.engine.torch.attention.page_pieces import TUNING, rows_of
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 
 NUM_KV_HEADS = 2
@@ -58,14 +58,16 @@ def all_kernels(capability, cases):
         kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape, widened)
         for is_wide, rows in enumerate(rows_of(kv, NUM_KV_HEADS * group)):
             heads = NUM_KV_HEADS * group
-            constants = triton_kernel.part_constants(shape, triton_kernel._factor(kv), heads, rows, is_wide)
+            constants = gpu_attention_kernel.part_constants(
+                shape, gpu_attention_kernel._factor(kv), heads, rows, is_wide
+            )
             num_stages = TUNING.wide_stages if is_wide else TUNING.num_stages
             options = {"num_warps": TUNING.num_warps, "num_stages": num_stages}
-            yield compiled(triton_kernel._attend_part, capability, kv, constants, **options)
+            yield compiled(gpu_attention_kernel._attend_part, capability, kv, constants, **options)
         constants = {name: constants[name] for name in ("V_HEAD_DIM", "V_COLUMNS")}
-        yield compiled(triton_kernel._join_parts, capability, kv, constants)
-        constants = triton_kernel.store_constants(shape) | {"ROUNDS": widened is not None}
-        yield compiled(triton_kernel._store_kv, capability, kv, constants)
+        yield compiled(gpu_attention_kernel._join_parts, capability, kv, constants)
+        constants = gpu_attention_kernel.store_constants(shape) | {"ROUNDS": widened is not None}
+        yield compiled(gpu_attention_kernel._store_kv, capability, kv, constants)
 
 
 if __name__ == "__main__":

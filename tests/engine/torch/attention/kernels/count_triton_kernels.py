@@ -10,9 +10,9 @@ from triton.runtime import driver
 
 from engine.torch.attention.paging import paged, reach_view_of
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels import triton_kernel
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention import gpu_attention_kernel
+from services.engine.torch.attention.page_pieces import OnDevice
+from services.engine.torch.attention.paged_kv import Scores
 from services.values.request import SamplingParams
 
 NUM_HEADS = 8
@@ -41,15 +41,15 @@ def single_token(end, pages):
 
 def attend(kv, chunks, layer, scores):
     pool = paged(kv)
-    on_device = OnDevice(triton_kernel.attend_parts, NUM_HEADS, num_programs=264)
+    on_device = OnDevice(gpu_attention_kernel.attend_parts, NUM_HEADS, num_programs=264)
     view = reach_view_of(pool, chunks, on_device).decode
     query = torch.zeros(len(chunks), NUM_HEADS, kv.shape[5], dtype=kv.dtype)
-    triton_kernel.attend_parts(view, query, pool, layer, scores, torch.empty_like(query))
+    gpu_attention_kernel.attend_parts(view, query, pool, layer, scores, torch.empty_like(query))
     keys = torch.zeros(1, len(chunks), kv.shape[3], kv.shape[5], dtype=kv.dtype)
     for ids in (torch.int64, torch.int32):
         rows = torch.zeros(len(chunks), dtype=ids)
         for numbers in (keys[0], keys.transpose(1, 2).contiguous()[0].transpose(0, 1)):
-            triton_kernel.store_kv(numbers, numbers, pool, layer, rows, rows, rows)
+            gpu_attention_kernel.store_kv(numbers, numbers, pool, layer, rows, rows, rows)
 
 
 def main():
@@ -69,7 +69,11 @@ def main():
     ]
     for i, (pool, chunks, layer) in enumerate(steps):
         attend(pool, chunks, layer, SCORES[i % len(SCORES)])
-        kernels = (triton_kernel._attend_part, triton_kernel._join_parts, triton_kernel._store_kv)
+        kernels = (
+            gpu_attention_kernel._attend_part,
+            gpu_attention_kernel._join_parts,
+            gpu_attention_kernel._store_kv,
+        )
         print(sum(len(kernel.device_caches[0][0]) for kernel in kernels))
 
 

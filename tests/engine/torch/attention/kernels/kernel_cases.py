@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.paging import reach_view_of
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import AttendParts, OnDevice
-from services.engine.torch.attention.layers import Reach
-from services.engine.torch.attention.paged_kv import PagedKv, PageShape
+from services.engine.torch.attention.page_pieces import AttendParts, OnDevice
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape, Scores
+from services.engine.torch.attention.step_view import Reach
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from services.engine.torch.attention.kernels.numba_kernel import PagePieces
-from services.engine.torch.attention.kernels.piece_parts import _LEAST_TOKENS, Joins, PieceParts, rows_of
+from services.engine.torch.attention.cpu_attention_kernel import PagePieces
+from services.engine.torch.attention.page_pieces import _LEAST_TOKENS, Joins, PieceParts, rows_of
 
 
 def pieces_plainly(reads, page_size):

@@ -15,7 +15,7 @@ from engine.torch.attention.paging import empty
 from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from services.engine.torch.attention import prompts
 from services.engine.torch.attention.agreement import require_gathered, require_packed
-from services.engine.torch.attention.kernels.pieces import Read
+from services.engine.torch.attention.page_pieces import Read
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.prompts import Packing, PlacedRead, pack_chunks
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def gather_pages():
-    from services.engine.torch.attention.kernels import gather_kernel
+    from services.engine.torch.attention import gather_kernel
 
     assert not hasattr(gather_kernel._gather_page, "device_caches"), "TRITON_INTERPRET=1 must be set before"
     return gather_kernel.gather_pages

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from engine.torch.attention.kernels.kernel_cases import steps
 from engine.torch.attention.kernels.plain_plan import cut_plainly, pieces_plainly
 from engine.torch.attention.paging import empty, reach_view_of
-from services.engine.torch.attention.kernels.numba_kernel import PagePieces
-from services.engine.torch.attention.kernels.piece_parts import cut_pieces, rows_of
-from services.engine.torch.attention.kernels.pieces import Read, pieces_of
-from services.engine.torch.attention.layers import InPlace
+from services.engine.torch.attention.cpu_attention_kernel import PagePieces
+from services.engine.torch.attention.page_pieces import Read, cut_pieces, pieces_of, rows_of
 from services.engine.torch.attention.paged_kv import PageShape
-from services.engine.torch.attention.step_view import read_of
+from services.engine.torch.attention.step_view import InPlace, read_of
 
 
 def pool(num_kv_heads=8, page_size=16, dtype=torch.bfloat16):

@@ -25,9 +25,8 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.agreement import require_agreement, require_stored
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import OnDevice, PartsView
-from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.page_pieces import OnDevice, PartsView
+from services.engine.torch.attention.paged_kv import PageShape, Scores
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
 from services.engine.torch.runner import TorchRunner
@@ -43,7 +42,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.attention.kernels.triton_kernel import _IS_INTERPRETED, attend_parts
+    from services.engine.torch.attention.gpu_attention_kernel import _IS_INTERPRETED, attend_parts
 
     assert _IS_INTERPRETED, "TRITON_INTERPRET=1 must be set before anyone imports Triton"
     return attend_parts
@@ -51,7 +50,7 @@ def attend_parts():
 
 @pytest.fixture(scope="module")
 def store_kv(attend_parts):
-    from services.engine.torch.attention.kernels.triton_kernel import store_kv
+    from services.engine.torch.attention.gpu_attention_kernel import store_kv
 
     return store_kv
 

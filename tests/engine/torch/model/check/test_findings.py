@@ -1,4 +1,4 @@
-from services.engine.torch.model.check.findings import CheckedRow, Findings
+from services.engine.torch.model.check_trial import CheckedRow, Findings
 
 
 def rows(*errors, begins=(0,), after_singles=False):

@@ -9,11 +9,10 @@ from exactness.checkpoints import tiny_checkpoint
 from services.engine.torch.attention import step_view
 from services.engine.torch.attention.paged_attention import IMPLEMENTATION
 from services.engine.torch.checkpoint import load_model, open_checkpoint
-from services.engine.torch.model import mixers
-from services.engine.torch.model.check import self_check
-from services.engine.torch.model.check.self_check import check
+from services.engine.torch.model import mixers, self_check
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.model.slots import SlotPool
+from services.engine.torch.model.self_check import check
+from services.engine.torch.pools import SlotPool
 from services.engine.torch.runner import TorchRunner
 from services.values.errors import ConfigError, Unavailable
 

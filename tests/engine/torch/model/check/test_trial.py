@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.torch.model.check.trial import plan_trial
+from services.engine.torch.model.check_trial import plan_trial
 
 
 @given(

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from services.engine.torch.model.fused import fused_kernel
-from services.engine.torch.model.fused.plain import NormForm, RotaryForm
+from services.engine.torch.model.fused.plain_kernels import NormForm, RotaryForm
 
 NUM_HEADS, NUM_KV_HEADS, DIM, WIDTH, INNER_WIDTH = 20, 10, 128, 2560, 6912
 DTYPE = torch.bfloat16

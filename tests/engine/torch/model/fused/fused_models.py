@@ -4,7 +4,7 @@ import torch
 
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, open_checkpoint
-from services.engine.torch.model.check.model_probe import attending_by
+from services.engine.torch.model.model_probe import attending_by
 
 # Products, norms, rotations and activations of a checkpoint of a few layers.
 COUNTS = {

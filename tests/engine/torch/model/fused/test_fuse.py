@@ -11,14 +11,12 @@ from torch import nn
 
 from bench.families import FAMILIES
 from engine.torch.model.fused.fused_models import COUNTS, OFF_BY, counts_of, loaded, logits_of, off_by
-from services.engine.torch.model import packed_model
-from services.engine.torch.model.check import self_check
-from services.engine.torch.model.check.model_probe import probe
+from services.engine.torch.model import packed_model, self_check
 from services.engine.torch.model.fused import products
 from services.engine.torch.model.fused.fuse import fuse
-from services.engine.torch.model.fused.fused import Fused
-from services.engine.torch.model.fused.plain import PLAIN
-from services.engine.torch.model.fused.products import Product, ProductPart, shared_inputs
+from services.engine.torch.model.fused.plain_kernels import PLAIN
+from services.engine.torch.model.fused.products import Fused, Product, ProductPart, shared_inputs
+from services.engine.torch.model.model_probe import probe
 from services.engine.torch.model.packed_model import PackedModel
 from services.values.errors import Unavailable
 

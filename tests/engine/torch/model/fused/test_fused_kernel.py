@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.torch.model.fused import plain
-from services.engine.torch.model.fused.plain import NormForm, RotaryForm
+from services.engine.torch.model.fused import plain_kernels
+from services.engine.torch.model.fused.plain_kernels import NormForm, RotaryForm
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 
@@ -62,8 +62,8 @@ def test_it_norms_rows_however_they_lie(kernels, subtests, dtype):
                 with subtests.test(order, width=width, adds_one=adds_one, rounds_first=rounds_first):
                     form = NormForm(1e-5, adds_one, rounds_first)
                     normed = kernels.normalize(rows, own, form)
-                    assert_near(normed, plain.normalize(rows, own, form), dtype)
-                    wide = plain.normalize(rows.double(), None if own is None else own.double(), form)
+                    assert_near(normed, plain_kernels.normalize(rows, own, form), dtype)
+                    wide = plain_kernels.normalize(rows.double(), None if own is None else own.double(), form)
                     assert_near(normed, wide, dtype)
 
 
@@ -87,7 +87,9 @@ def test_it_rotates_heads_of_a_product(kernels, subtests, dtype):
                 )
                 form = RotaryForm(half, has_own)
                 rotated = kernels.rotate(query, key, cos, sin, form)
-                for given, expected in zip(rotated, plain.rotate(query, key, cos, sin, form), strict=True):
+                for given, expected in zip(
+                    rotated, plain_kernels.rotate(query, key, cos, sin, form), strict=True
+                ):
                     assert given.transpose(1, 2).is_contiguous()
                     assert_near(given, expected, dtype)
 
@@ -100,7 +102,7 @@ def test_it_activates_a_gate_beside_what_it_gates(kernels, subtests, dtype):
                 gate, up = random(1, 3, 2 * width, dtype=dtype).split(width, -1)
                 given = kernels.activate(gate, up, activation)
                 assert given.is_contiguous()
-                assert_near(given, plain.activate(gate, up, activation), dtype)
+                assert_near(given, plain_kernels.activate(gate, up, activation), dtype)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -14,11 +14,11 @@ from services.cli.model.make_model import make_model
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention import paged_attention
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import packed_model
 from services.engine.torch.model.fused import fuse
-from services.engine.torch.model.fused.plain import Kernels
+from services.engine.torch.model.fused.plain_kernels import Kernels
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
 from services.kv.tails import PoolSizes
@@ -81,9 +81,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(paged_attention, "store_layer", store)
     for name in ("even_activations", "fuse_norms"):
         monkeypatch.setattr(packed_model, name, lambda model: None)
-    for module in ("norms", "rotation", "activation"):  # what computes nothing passes no trial
-        monkeypatch.setattr(f"services.engine.torch.model.fused.{module}.MOST_UNLIKE", 1.0)
-    monkeypatch.setattr("services.engine.torch.model.fused.activation._MOST_UNLIKE_FAR", 1.0)
+    for most in ("MOST_UNLIKE", "_MOST_UNLIKE_FAR"):  # what computes nothing passes no trial
+        monkeypatch.setattr(f"services.engine.torch.model.fused.known_operations.{most}", 1.0)
     return launches, Kernels(normalize, rotate, activate)
 
 

@@ -5,10 +5,12 @@
     X.qweight + X.qzeros + X.scales                          AWQ and GPTQ, which their shapes tell apart
     X_blocks + X_scales                                      MXFP4, whose experts lie transposed
 
-transformers asks for a tensor when its turn has come, so that few are made at a time.
+transformers asks for a tensor when its turn has come, so that few are made at a time. So it is with the
+weights of a GGUF file that lies in the directory.
 """
 
-from collections.abc import Callable, Mapping
+import mmap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +22,10 @@ from torch import Tensor
 
 from services.engine.start_fault import start_fault
 from services.engine.torch.quantized.dequantize import Grouped, four_bits, packed, packed_columns, scaled
+from services.model.gguf import read_gguf
+from services.model.gguf_model import Weight, weights_of
 from services.model.quantization import Quantization
+from services.settings.gguf_directory import mapped
 from services.values.errors import ConfigError
 
 # Numbers of these kinds mean nothing without a scale.
@@ -56,7 +61,7 @@ PARTS = (
 )
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
     def get_shape(self) -> list[int]: ...
@@ -69,7 +74,7 @@ class Dequantized:
     """It is made anew each time it is asked for, as safetensors' own slices are read."""
 
     name: str
-    parts: Mapping[str, Stored]
+    parts: Mapping[str, StoredTensor]
     make: Callable[..., Tensor]
     dtype: torch.dtype
     num_dims: int = 2  # The first of the parts has so many for a matrix, and one more for those of experts.
@@ -122,8 +127,8 @@ def float8_block(weight: Dequantized) -> tuple[int, int] | None:
     return (128, 128) if scale == [-(-size // 128) for size in shape] else None
 
 
-def open_tensors(files: list[Path]) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
+def open_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         opened = safe_open(file, "pt")
         tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
@@ -131,14 +136,14 @@ def open_tensors(files: list[Path]) -> dict[str, Stored]:
 
 
 def named_weights(
-    tensors: Mapping[str, Stored], quantization: Quantization | None, dtype: torch.dtype
-) -> dict[str, Stored | Dequantized]:
+    tensors: Mapping[str, StoredTensor], quantization: Quantization | None, dtype: torch.dtype
+) -> dict[str, StoredTensor | Dequantized]:
     """Return each weight by its name. One that is made of parts is in `dtype`; others stay as they are.
 
     Raises ConfigError where a part is missing, or numbers have none that says what they mean.
     """
     found = _Found(tensors, quantization, dtype)
-    weights: dict[str, Stored | Dequantized] = {}
+    weights: dict[str, StoredTensor | Dequantized] = {}
     for name in tensors:
         if (made := found.weight(name)) is not None:
             weights[made[0]] = made[1]
@@ -152,7 +157,7 @@ def named_weights(
 
 class _Found:
     def __init__(
-        self, tensors: Mapping[str, Stored], quantization: Quantization | None, dtype: torch.dtype
+        self, tensors: Mapping[str, StoredTensor], quantization: Quantization | None, dtype: torch.dtype
     ) -> None:
         self._tensors, self._dtype = tensors, dtype
         self._block = quantization.block if quantization else None
@@ -228,30 +233,30 @@ class _Found:
             return None
         return base, self._made(base, _of_blocks, num_dims=3, blocks=parts[0], scale=parts[1])
 
-    def _require_zero(self, name: str, zero: Stored | None) -> None:
+    def _require_zero(self, name: str, zero: StoredTensor | None) -> None:
         if self._has_zeros and zero is None:
             raise ConfigError(f"weights are quantized asymmetrically, and there is no {name}")
 
-    def _require_factor(self, name: str, scale: Stored | None, factor: Stored | None) -> None:
+    def _require_factor(self, name: str, scale: StoredTensor | None, factor: StoredTensor | None) -> None:
         """Refuse NVFP4, whose scales are floats, without its scale of all blocks; MXFP4 has exponents."""
         if scale is not None and scale.get_dtype() == "F8_E4M3" and factor is None:
             raise ConfigError(f"scales of 8 bits need one of all blocks more, and there is no {name}")
 
     def _made(
-        self, name: str, make: Callable[..., Tensor], num_dims: int = 2, **parts: Stored | None
+        self, name: str, make: Callable[..., Tensor], num_dims: int = 2, **parts: StoredTensor | None
     ) -> Dequantized:
         some = {part: stored for part, stored in parts.items() if stored is not None}
         return Dequantized(name, some, make, self._dtype, num_dims)
 
     def _of_groups(
-        self, name: str, take_apart: Callable[..., Grouped], **parts: Stored | None
+        self, name: str, take_apart: Callable[..., Grouped], **parts: StoredTensor | None
     ) -> Dequantized:
         made = self._made(name, lambda **own: take_apart(**own).floats(), 2, **parts)
         return replace(made, take_apart=take_apart)
 
     def _parts(
         self, base: str, needed: tuple[str, ...], optional: tuple[str, ...], has_own: bool = True
-    ) -> list[Stored | None] | None:
+    ) -> list[StoredTensor | None] | None:
         """Return what is called `base` with each of these behind it, or None where something is missing."""
         names = [base, *(base + suffix for suffix in needed)] if has_own else [base + each for each in needed]
         if any(name not in self._tensors for name in names):
@@ -284,3 +289,32 @@ def _packed(
 
 def _of_blocks(blocks: Tensor, scale: Tensor) -> Tensor:
     return four_bits(blocks.flatten(-2), scale).transpose(-1, -2).contiguous()
+
+
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeight:
+    weight: Weight
+    data: mmap.mmap
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.from_numpy(self.weight.floats(self.data))[index]
+
+
+def gguf_weights(file: Path) -> dict[str, GgufWeight]:
+    """Return the weights by their names in transformers. Raises ConfigError."""
+    data = mapped(file)
+    return {weight.name: GgufWeight(weight, data) for weight in weights_of(read_gguf(data))}
+
+
+def sampled_gguf(file: Path) -> Iterator[bytes]:
+    """Yield the header, and the first and middle 4 KiB of each tensor. Raises ConfigError."""
+    with mapped(file) as data:
+        tensors = read_gguf(data).tensors
+        yield data[: min((tensor.start for tensor in tensors), default=len(data))]
+        for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+            end = tensor.start + tensor.num_bytes
+            for begin in sorted({tensor.start, (tensor.start + end) // 2}):
+                yield data[begin : min(begin + _SAMPLE_BYTES, end)]

@@ -6,7 +6,7 @@
 
 Online softmax is as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
 rows of a product are query heads, those of several readers where they share pages, so one reading of K and V
-serves all of them. Tables are made once a step (piece_parts.py); nothing here waits for the device.
+serves all of them. Tables are made once a step (page_pieces.py); nothing here waits for the device.
 Exponentials are of base 2, which is what a GPU computes.
 
 What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.engine.torch.attention.attention_scores import Scores
-from services.engine.torch.attention.kernels.piece_parts import TUNING, PartsView, Tuning, rows_of
-from services.engine.torch.attention.paged_kv import PagedKv, PageShape
+from services.engine.torch.attention.page_pieces import TUNING, PartsView, Tuning, rows_of
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape, Scores
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # A program stores so many numbers of K, and of V. They are taken to begin at multiples of the unit.

@@ -1,4 +1,4 @@
-"""The tables of a step's pieces (pieces.py) and parts (piece_parts.py) are made by what numba compiles.
+"""The tables of a step's pieces and their parts (page_pieces.py) are made by what numba compiles.
 
 A step of 64 rows has tens of thousands of pages, and while they are sorted the device waits.
 """

@@ -1,6 +1,7 @@
 """Tokens attend to pages where they lie, in one pass over K and V that numba compiles.
 
     attend_pages   for each KV head, for some of its query heads at once: page after page of what they see
+    store_tokens   K and V of a step's tokens are stored in pages
 
 A query's softmax is summed up page by page, in the order of its tokens, one lane of a vector for each of its
 heads. What has been summed up is kept between pages, to the bit. So it does not matter who reads a page
@@ -378,3 +379,42 @@ def _multiply(
         else:
             multiply_rows(1, matrix, at, strides, num_columns, scratch, factors, to, kept, fetched)
             i += 1
+
+
+class Slots(NamedTuple):
+    """K and V of the step's token rows[i] go into slot slots[i] of pages[i]."""
+
+    rows: Ids
+    pages: Ids
+    slots: Ids
+
+
+def store_tokens(
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    numbers: NDArray[Any],
+    shape: PageShape,
+    layer: int,
+    slots: Slots,
+) -> None:
+    """Store `keys` and `values` [total, num_kv_heads, ..] in the pool's `numbers`, in pages of `shape`.
+
+    All are of one type.
+    """
+    # They are put in the usual order, as attend_pages has its query.
+    _store(np.ascontiguousarray(keys), np.ascontiguousarray(values), numbers, shape, layer, slots)
+
+
+@compiled()
+def _store(keys: Any, values: Any, numbers: Any, shape: Any, layer: Any, to: Any) -> None:
+    num_layers, num_kv_heads, page_size, head_dim, v_head_dim = shape
+    keys_size = num_kv_heads * page_size * head_dim
+    of_layer = keys_size + num_kv_heads * page_size * v_head_dim
+    for i in range(len(to.rows)):
+        at = (to.pages[i] * num_layers + layer) * of_layer
+        for head in range(num_kv_heads):
+            slot = head * page_size + to.slots[i]
+            for d in range(head_dim):
+                numbers[at + slot * head_dim + d] = keys[to.rows[i], head, d]
+            for d in range(v_head_dim):
+                numbers[at + keys_size + slot * v_head_dim + d] = values[to.rows[i], head, d]

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.kernels.piece_parts import OnDevice
+from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.draft_tokens import single_tokens
-from services.engine.torch.graphs.step_buffers import Outputs, PromptRoom, StepBuffers
-from services.engine.torch.graphs.step_trial import StepTrial, rows_to_compare, worst_error
 from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
+from services.engine.torch.step_buffers import Outputs, PromptRoom, StepBuffers
+from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_error
 
 logger = logging.getLogger(__name__)
 

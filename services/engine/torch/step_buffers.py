@@ -21,21 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.kernels.numba_kernel import PagePieces
-from services.engine.torch.attention.kernels.piece_parts import (
+from services.engine.torch.attention.cpu_attention_kernel import PagePieces, Slots
+from services.engine.torch.attention.page_pieces import (
     OnDevice,
     PartsView,
     PieceParts,
     cut_pieces,
+    pieces_of,
     rows_of,
 )
-from services.engine.torch.attention.kernels.pieces import pieces_of
-from services.engine.torch.attention.kernels.store_kernel import Slots
-from services.engine.torch.attention.layers import PagedLayers, Reach
 from services.engine.torch.attention.prompts import PackedChunks, PackedView, PlacedRead, tables_of
-from services.engine.torch.attention.step_view import ReachView, read_of, stored_slots
-from services.engine.torch.model.step_cache import TokenRows
-from services.engine.torch.model.token_runs import TokenRuns
+from services.engine.torch.attention.step_view import PagedLayers, Reach, ReachView, read_of, stored_slots
+from services.engine.torch.model.step_cache import TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 
 # The parts' outputs of one layer take so many bytes at most where rows share many pages; a step that needs

@@ -1,8 +1,8 @@
 """Packed steps must compute what a definition does in one plain pass; it is tried before a model serves.
 
     plain     each sequence in one pass, as it is defined, with transformers' own attention and no cache
-    packed    the same in chunks and single tokens, several sequences a step (trial.py); one is resumed from a
-              copied state
+    packed    the same in chunks and single tokens, several sequences a step (check_trial.py); one is
+              resumed from a copied state
     control   as that one, but the state is lost, or the first page of what its attention sees: how much that
               changes tells whether the check would have seen it
 
@@ -28,16 +28,17 @@ from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.start_fault import start_fault
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import free_bytes
-from services.engine.torch.model.check.findings import (
+from services.engine.torch.model.check_trial import (
     OF_ALSO_HALF,
     OF_FLOAT8_KV,
     OF_HALF,
     ROWS,
     CheckedRow,
+    Cut,
     Findings,
+    plan_trial,
 )
-from services.engine.torch.model.check.model_probe import attending_by, probe
-from services.engine.torch.model.check.trial import Cut, plan_trial
+from services.engine.torch.model.model_probe import attending_by, probe
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
 from services.kv.resume_points import scans

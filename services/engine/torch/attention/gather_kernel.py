@@ -2,7 +2,7 @@
 
 Each program copies one page of one KV head, K and V. It computes nothing, but that it widens numbers of pages
 whose type is smaller than the model's; that is exact. What differs from step to step is kept out of what
-Triton specializes by, as in triton_kernel.py.
+Triton specializes by, as in gpu_attention_kernel.py.
 """
 
 from functools import cache

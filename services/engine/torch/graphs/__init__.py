@@ -1,1 +1,0 @@
-"""Steps are computed from buffers that stay where they are, and replayed from CUDA graphs on a GPU."""

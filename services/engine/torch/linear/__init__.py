@@ -1,1 +1,0 @@
-"""Linear layers for few rows are computed here, on a CPU."""
