@@ -68,7 +68,7 @@ class PromptRoom:
         return self.num_seen // page_size + 2 * self.num_prompts
 
 
-class Outputs:
+class StepOutputs:
     """The outputs of parts lie in this memory, those of all layers, reaches and buffers in turn."""
 
     def __init__(self, layers: PagedLayers, num_rows: int, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class StepBuffers:
     """
 
     def __init__(
-        self, pools: Pools, num_singles: int, outputs: Outputs, prompts: PromptRoom | None = None
+        self, pools: Pools, num_singles: int, outputs: StepOutputs, prompts: PromptRoom | None = None
     ) -> None:
         self.num_singles, self.prompts = num_singles, prompts
         self.num_rows = num_singles + (prompts.num_tokens if prompts is not None else 0)
@@ -253,7 +253,7 @@ class StepBuffers:
         # These come last, and only those that are read are copied.
         return sizes | {"pages": (narrow, sum(room.num_pages for room in self._rooms.values()))}
 
-    def _view(self, nth: int, reach: Reach, outputs: Outputs) -> ReachView:
+    def _view(self, nth: int, reach: Reach, outputs: StepOutputs) -> ReachView:
         kv, device = self._layers.pools[reach.pool], self._areas.device
         rows, pages, slots = (device[f"stored_{name}{reach.pool}"] for name in Slots._fields)
         slots_of_rows = rows, pages, slots
@@ -269,7 +269,7 @@ class StepBuffers:
             store=on_device(self._layers, reach).store,
         )
 
-    def _view_singles(self, nth: int, reach: Reach, outputs: Outputs) -> PartsView:
+    def _view_singles(self, nth: int, reach: Reach, outputs: StepOutputs) -> PartsView:
         room, device, chosen = self._rooms[reach], self._areas.device, on_device(self._layers, reach)
         num_heads, v_head_dim = chosen.num_heads, self._layers.pools[reach.pool].shape.v_head_dim
         num_log_sums = room.num_outputs * num_heads

@@ -33,7 +33,7 @@ from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_buffers import Outputs, PromptRoom, StepBuffers
+from services.engine.torch.step_buffers import StepOutputs, PromptRoom, StepBuffers
 from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_error
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class StepGraphs:
         self._model, self._pools = model, pools
         self.bytes = 0  # that graphs and their buffers take
         self._buckets: list[_Bucket] = []  # the least one first
-        self._outputs: Outputs | None = None
+        self._outputs: StepOutputs | None = None
         self._logits: Tensor | None = None
         self._most_probable: Tensor | None = None
         rows, rooms = bucket_rows(max_rows), prompt_rooms(max_prompt_tokens)
@@ -232,7 +232,7 @@ class StepGraphs:
         most_kept = max(num + (room.num_prompts if room is not None else 0) for num, room in sizes)
         with torch.inference_mode(), _frozen(), torch.cuda.device_of(self._pools.layers.pools[0].numbers):
             try:
-                self._outputs = Outputs(self._pools.layers, most_singles, device)
+                self._outputs = StepOutputs(self._pools.layers, most_singles, device)
                 self._most_probable = torch.zeros(most_kept, dtype=torch.int64, device=device)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 logger.warning("graph_refused rows=all reason=%r", str(error))
