@@ -33,7 +33,7 @@ from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_buffers import StepOutputs, PromptRoom, StepBuffers
+from services.engine.torch.step_buffers import PromptRoom, StepBuffers, StepOutputs
 from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_error
 
 logger = logging.getLogger(__name__)
