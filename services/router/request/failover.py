@@ -129,7 +129,7 @@ class FailoverStream:
         return output if reason is output.finished else replace(output, finished=reason)
 
     def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
-        """Return what a rank's LENGTH means to the client; see pool_ends.py. `new_tokens` are not noted
+        """Return what a rank's LENGTH means to the client; see outcomes.py. `new_tokens` are not noted
         yet."""
         num_output = len(self._progress.output_ids) + new_tokens
         num_tokens, most = len(self._prompt_ids) + num_output, self._request.sampling.max_tokens
