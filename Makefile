@@ -11,6 +11,10 @@ STAMP := $(VENV)/.installed
 # builds of its own.
 HASHES ?= on
 PINS = $(if $(filter off,$(HASHES)),--requirement $(1).txt,--require-hashes --requirement hashes/$(1).txt)
+# An environment that has all of .venv behind what is installed into it: nothing is installed twice.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+BEHIND = test -e $(1)/.behind || { rm -rf $(1) && $(PYTHON) -m venv $(1) && \
+  $(BIN)/python $(PURELIB) >"$$($(1)/bin/python $(PURELIB))/behind.pth" && touch $(1)/.behind; }
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -58,7 +62,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -76,11 +80,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup-sglang: $(SGLANG_STAMP) ## the same with real SGLang, for the CPU, into .venv-sglang
 
-# SGLang pins CUDA builds of its own: it gets an environment beside ours, with our torch for the CPU.
-$(SGLANG_STAMP): pyproject.toml constraints.txt constraints-sglang.txt
-	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_PIP) $$(grep '^torch==' constraints.txt)
-	$(SGLANG_PIP) $(call PINS,constraints)
+# SGLang pins CUDA builds of its own: what it needs otherwise lies in front of .venv, with our torch for the CPU.
+$(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
+	$(call BEHIND,$(SGLANG_VENV))
 	$(SGLANG_PIP) $(call PINS,constraints-sglang)
 	$(SGLANG_PIP) --no-build-isolation --editable .
 	touch $@
@@ -140,18 +142,20 @@ chaos: $(STAMP) ## random kills and stops of every process, all tokens checked: 
 fuzz: $(STAMP) ## random clusters and conversations against transformers, all tokens checked: MINUTES=5 SEED=1 JSON=FILE
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON))
 
-# The environment of constraints.txt, but for transformers and what it alone needs in other releases. torch stays:
-# where no package source offers builds for the CPU, each other release brings gigabytes of CUDA.
+# .venv but for transformers and what it alone needs in other releases. torch stays: where no package source offers
+# builds for the CPU, each other release brings gigabytes of CUDA. Few of transformers' files are ever imported, so
+# that none is compiled ahead.
 .venv-oldest/.installed: TRANSFORMERS = $(shell sed -nE 's/.*"(transformers)>=([0-9.]+),.*/\1==\2.0/p' pyproject.toml)
 .venv-newest/.installed: TRANSFORMERS = $(shell sed -nE 's/.*"(transformers>=[0-9.]+,<[0-9.]+)".*/\1/p' pyproject.toml)
-$(VERSIONS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt
-	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^torch==' constraints.txt)
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints)
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)'
+$(VERSIONS:%=.venv-%/.installed): .venv-%/.installed: $(STAMP)
+	rm -rf .venv-$*
+	$(call BEHIND,.venv-$*)
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade '$(TRANSFORMERS)'
 	touch $@
 
-test-versions: $(VERSIONS:%=.venv-%/.installed) ## models and tokenizers with the oldest and newest transformers of pyproject.toml
+setup-versions: $(VERSIONS:%=.venv-%/.installed)
+
+test-versions: setup-versions ## models and tokenizers with the oldest and newest transformers of pyproject.toml
 	set -e; for each in $(VERSIONS); do \
 	  .venv-$$each/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
 	  .venv-$$each/bin/python -m pytest -q -n 2 $(VERSIONS_TESTS); \
