@@ -29,15 +29,13 @@ def events(source):
     return [text.split()[0] for call in calls if (text := said(call))]
 
 
-EVENTS = {path: events(path.read_text()) for path in SERVICES.rglob("*.py") if "wire" not in path.parts}
-
-
 def test_an_events_name_is_of_words_with_underscores(subtests):
-    for path in [path for path, names in EVENTS.items() if names]:
+    of_paths = {path: events(path.read_text()) for path in SERVICES.rglob("*.py") if "wire" not in path.parts}
+    for path, names in of_paths.items():
         with subtests.test("an events name is of words with underscores", path=path):
-            assert [n for n in EVENTS[path] if n not in OTHERS_WORDS and not NAME.fullmatch(n)] == []
+            assert [n for n in names if n not in OTHERS_WORDS and not NAME.fullmatch(n)] == []
     with subtests.test("all kinds of calls are looked at"):
         assert {"rank_ready", "lease_lost", "rank_exited", "kv_link_up"} <= {
-            n for names in EVENTS.values() for n in names
+            n for names in of_paths.values() for n in names
         }
         assert events('logger.warning("publisher.retry rank=%s", rank)') == ["publisher.retry"]
