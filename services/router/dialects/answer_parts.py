@@ -1,10 +1,10 @@
-"""An answer is reported as parts by the APIs that tell thinking, text and calls of tools apart by place.
+"""Some APIs report an answer as parts, which keep thinking, text and tool calls apart.
 
     responses    reasoning | reasoning text |  text  | call 0 | call 0 call 1 | end
     steps        O  G      |  G     C  O  G |   G    | C O  G |  G   C  O  G  |  C
 
-Here O is Opened, G Grown and C Closed. One part is open at a time. Joined responses give thinking, then text,
-then calls, whatever their order was.
+Here O is Opened, G is Grown and C is Closed. One part is open at a time. A joined response gives its thinking
+first, then its text, then its calls, whatever their order was.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    index: int  # It counts among the answer's parts.
+    index: int  # This is the part's place in the answer, from 0.
     kind: Kind
     call_id: str = ""
-    name: str = ""  # It is the tool's.
+    name: str = ""  # This is the tool's name.
     text: str = ""  # A closed part has all of its text; a call's text is its arguments.
 
 
@@ -49,19 +49,19 @@ Step = Opened | Grown | Closed
 
 
 class Parts:
-    """Makes parts of an answer's responses. Without `shows_thinking` there is no part of that kind. An answer
-    that says nothing has one part, of empty text."""
+    """This class makes parts of an answer's responses. It makes no thinking part where `shows_thinking` is
+    false. An answer without any content has one part of empty text."""
 
     def __init__(self, shows_thinking: bool = True) -> None:
         self._shows_thinking = shows_thinking
         self._open: Part | None = None
-        self._texts: list[str] = []  # They are the open part's.
-        self._call_index = 0  # It counts only while a call is open.
+        self._texts: list[str] = []  # These are the texts of the open part.
+        self._call_index = 0  # This is valid only while a call is open.
         self._num_opened = 0
 
     def take(self, response: GenerateResponse) -> Iterator[Step]:
-        """Yield what the response's text, reasoning and calls come to; the last response closes the last
-        part."""
+        """Yield the steps that the response's reasoning, text and calls make; the last response closes the
+        last part."""
         if response.reasoning and self._shows_thinking:
             yield from self._grow(Kind.THINKING, response.reasoning)
         if response.text:

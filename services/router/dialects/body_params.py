@@ -1,7 +1,7 @@
-"""The bodies of several APIs say alike how many answers they want, which functions may be called, what chat
-templates read, and what constrains an answer's text.
+"""These functions read the parameters that several APIs share: the number of answers, the functions that may
+be called, the chat template's variables, and the constraint on an answer's text.
 
-The last is said in the words of several servers:
+A constraint is read from the parameters of several servers:
 
     response_format                      OpenAI's: text, json_object, json_schema
     guided_json, _regex, _choice, _grammar; structured_outputs       vLLM's
@@ -17,10 +17,10 @@ from services.values.request import MAX_ID_CHARS
 from services.wire.isthmus.v1.common_pb2 import Choice, Constraint
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, Tool
 
-MAX_EACH = 128  # It is the bound of GenerateRequest.n.
+MAX_EACH = 128  # This is the limit of GenerateRequest.n.
 MAX_PROMPTS = 256
-MAX_ANSWERS = 1024  # A call gets no more.
-_MOST_BYTES = 64 << 20  # This is what all of a call's prompts together may repeat.
+MAX_ANSWERS = 1024  # This limits the answers of one call.
+_MOST_BYTES = 64 << 20  # All copies of a call's body together are at most so large.
 
 
 def read_n(body: Body, request: GenerateRequest) -> None:
@@ -47,17 +47,17 @@ def check_number(num_prompts: int, param: str) -> None:
 
 
 def one_for_each(num_prompts: int, request: GenerateRequest, param: str) -> list[GenerateRequest]:
-    """Return requests for so many prompts, of which `request` itself is the first.
+    """Return one request for each of `num_prompts` prompts; the first is `request` itself.
 
-    `param` is what the body calls the prompts. Raises InvalidParameter where there are too many prompts, or
-    none, or too much is asked of each.
+    `param` is the name of the prompts in the body. Raises InvalidParameter where there is no prompt, or too
+    many prompts, answers or bytes are requested.
     """
     check_number(num_prompts, param)
     num_answers = num_prompts * max(request.n or 1, request.best_of)
     if num_answers > MAX_ANSWERS:
         problem = f"with n or best_of asks for {num_answers} answers; a call gets {MAX_ANSWERS} at most"
         raise InvalidParameter(param, problem)
-    if num_prompts * request.ByteSize() > _MOST_BYTES:  # A body of megabytes would be held for each.
+    if num_prompts * request.ByteSize() > _MOST_BYTES:  # Each request holds a copy of the body.
         problem = f"is {num_prompts} prompts, too many beside so long a body: send fewer at a time"
         raise InvalidParameter(param, problem)
     return [request, *(_another(request, place) for place in range(1, num_prompts))]
@@ -73,7 +73,6 @@ def _another(request: GenerateRequest, place: int) -> GenerateRequest:
 
 
 def read_function(function: Body, schema: str = "parameters") -> Tool:
-    """Return the tool. `schema` is what this API calls the schema of its arguments."""
     parameters = function.get(schema)
     if not isinstance(parameters, dict | None):
         raise function.wrong(schema, "must be an object: a JSON schema")
@@ -93,8 +92,8 @@ def _read_name(function: Body) -> str:
 
 
 def check_chosen(name: str, tools: Iterable[Tool], param: str) -> str:
-    """Return the name of the one tool that is to be called. Raises InvalidParameter where there is no such
-    tool."""
+    """Return the name of the tool that must be called. Raises InvalidParameter where there is no
+    such tool."""
     if name not in {tool.name for tool in tools}:
         raise InvalidParameter(param, f"names {name!r}, which is none of the request's functions")
     return name
@@ -104,13 +103,13 @@ _GIVEN = "chat_template_kwargs"
 
 
 def read_variables(body: Body, thinks: bool | None, effort: str) -> str:
-    """Return Chat's chat_template_kwargs. None and "" leave the template's own.
+    """Return Chat's chat_template_kwargs as JSON. A None and a "" leave the template's own default.
 
-    What the body says of a variable by its name goes before what it says otherwise. Raises InvalidParameter.
+    A variable that the body sets by name wins over the two arguments. Raises InvalidParameter.
     """
     variables: dict[str, object] = {}
     if thinks is not None:
-        # The first name is Qwen's and GLM's, the second DeepSeek's.
+        # Qwen and GLM read the first name, and DeepSeek reads the second.
         variables = {"enable_thinking": thinks, "thinking": thinks}
     if effort:
         variables["reasoning_effort"] = effort
@@ -127,16 +126,16 @@ class NamedConstraint:
 def read_constraint(body: Body, own: NamedConstraint | None = None) -> NamedConstraint | None:
     """Return the constraint, or None where none is requested.
 
-    `own` is what the body says of it in words of an API of its own. Raises InvalidParameter, also where more
-    than one is requested.
+    `own` is a constraint that was read from a parameter of one API alone. Raises InvalidParameter, also where
+    more than one constraint is requested.
     """
-    asked = [*([own] if own is not None else ()), *_asked(body)]
-    if len(asked) > 1:
-        raise InvalidParameter(asked[1].param, f"cannot be used beside {asked[0].param}")
-    return asked[0] if asked else None
+    requested = [*([own] if own is not None else ()), *_requested(body)]
+    if len(requested) > 1:
+        raise InvalidParameter(requested[1].param, f"cannot be used beside {requested[0].param}")
+    return requested[0] if requested else None
 
 
-def _asked(body: Body) -> Iterator[NamedConstraint]:
+def _requested(body: Body) -> Iterator[NamedConstraint]:
     if (of_format := _read_format(body.get("response_format"))) is not None:
         yield of_format
     for name, read in _READERS.items():
@@ -164,8 +163,8 @@ def _read_format(value: object) -> NamedConstraint | None:
 
 
 def _schema_of(value: Mapping[str, object]) -> object:
-    """Return the schema, which is kept to whether it is `strict` or not. It has a name and a description for
-    models elsewhere."""
+    """Return the schema. The answer follows it even where `strict` is false; its name and description
+    are ignored."""
     held = value.get("json_schema")
     if not isinstance(held, dict):
         raise InvalidParameter("response_format.json_schema", "must be an object")
@@ -173,7 +172,8 @@ def _schema_of(value: Mapping[str, object]) -> object:
 
 
 def read_schema(value: object, name: str) -> Constraint:
-    """Read an object, or its JSON. Whether that is a schema is looked at where all requests are."""
+    """Read a schema that is an object or its JSON text. A later check of all requests finds out whether the
+    schema is valid."""
     if isinstance(value, str):
         return Constraint(json_schema=check_text(value, name))
     if not isinstance(value, dict):
@@ -220,7 +220,7 @@ _STRUCTURED: Mapping[str, _Reader] = {
     "grammar": _read_grammar,
     "json_object": _read_object,
 }
-# This requests nothing else than is done here: no whitespace is written anyway.
+# These request what this server does anyway: it writes no optional whitespace.
 _HARMLESS = {"disable_any_whitespace": (None, False, True), "disable_fallback": (None, False, True)}
 
 

@@ -1,11 +1,11 @@
-"""A GenerateResponse becomes an entry of `choices`, of a completion or of a chat.
+"""This module turns a GenerateResponse into an entry of `choices`, of a completion or of a chat.
 
-It reports on its prompt in two ways: by the text and tokens that `echo` puts before its own, and by vLLM's
-`prompt_logprobs`.
+The entry reports on its prompt in two ways: by the text and tokens that `echo` puts before the answer's own,
+and by vLLM's `prompt_logprobs`.
 
-    echo, logprobs: 1      the prompt's tokens before the answer's, null for the first: none is before it
+    echo, logprobs: 1      The prompt's tokens come before the answer's; the first one has null.
     prompt_logprobs: 1     [null, {id: {logprob, rank, decoded_token}, ...}, ...]
-    echo, max_tokens: 0    the prompt alone: ranks generate one token at least, which is left out
+    echo, max_tokens: 0    The prompt comes alone. Ranks generate at least one token, which is left out.
 """
 
 import math
@@ -23,7 +23,7 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, ToolCallDel
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes | None]
 
-# Clients that know an enumeration fail at any other word. `isthmus.finish_reason` tells the last two apart.
+# Clients that know an enumeration fail at any other word. `isthmus.finish_reason` tells LENGTH from CAPACITY.
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -34,8 +34,6 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChoicePiece:
-    """A part of the answer, or all of it, becomes a choice. `logprobs` is None where none were requested."""
-
     text: str
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[TokenLogprobs] | None = None
@@ -43,8 +41,8 @@ class ChoicePiece:
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
     index: int = 0
-    first_id: int | None = None  # It is an echoed prompt's, and nothing reports it.
-    prompt_logprobs: Sequence[Json | None] | None = None  # This is vLLM's.
+    first_id: int | None = None  # This is the first id of an echoed prompt, which has no log-probability.
+    prompt_logprobs: Sequence[Json | None] | None = None  # This is vLLM's prompt_logprobs.
 
     @property
     def is_empty(self) -> bool:
@@ -59,43 +57,44 @@ class ChoicePiece:
 
 
 class AnswerFormat(Protocol):
-    """One of the two shapes is made for one answer: offsets into its text are counted."""
+    """An object of this class formats one answer, as it counts offsets into the answer's text."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
-    has_prompts: bool  # A choice has the ids of its prompt, as vLLM reports them; else the answer has them.
+    has_prompts: bool  # Each choice has its prompt's ids, as with vLLM; else the answer has them.
 
     def whole(self, piece: ChoicePiece) -> Json: ...
 
     def delta(self, piece: ChoicePiece) -> Json: ...
 
     def beside(self, piece: ChoicePiece) -> Json:
-        """Return what the whole answer reports beside its choices."""
+        """Return the members that the whole answer has beside its choices."""
 
     def opening(self, index: int) -> Json | None:
-        """Return the choice of a chunk that comes before all text, or None where the shape has none."""
+        """Return the choice of the chunk before all text, or None where this format has no such chunk."""
 
 
 def finish_reason(finish: generation_pb2.Finish) -> str:
-    """Return OpenAI's word for the reason. Raises Aborted where somebody stopped the answer: OpenAI has no
-    word for that."""
+    """Return OpenAI's word for the reason. Raises Aborted where the answer was aborted, as OpenAI has no word
+    for that."""
     if finish.reason not in _FINISH_REASONS:
         raise Aborted("the request was aborted before its answer was complete")
     return _FINISH_REASONS[finish.reason]
 
 
 def finite(logprob: float) -> float:
-    # JSON has neither infinity nor NaN; -9999.0 is OpenAI's word for what is impossible.
+    # JSON has neither infinity nor NaN; OpenAI writes -9999.0 for an impossible token.
     return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """`num_top` is vLLM's prompt_logprobs; None says that they are not requested."""
+    """These options say how the prompt is reported. `num_top` is vLLM's prompt_logprobs; None means that they
+    were not requested."""
 
     echoes: bool = False
-    only: bool = False  # The prompt is reported, and nothing of an answer.
+    only: bool = False  # The prompt is reported without its answer.
     num_top: int | None = None
 
 
@@ -103,7 +102,8 @@ NO_ECHO = Echo()
 
 
 def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool = False) -> Echo:
-    """Fill in what is requested of the prompt; `logprobs` must have been read. Raises InvalidParameter."""
+    """Set what is requested about the prompt; `logprobs` must have been read before.
+    Raises InvalidParameter."""
     num_top = body.integer("prompt_logprobs", 0, UINT32_MAX)
     if num_top is not None and body.flag("stream"):
         raise body.wrong("prompt_logprobs", "is not streamed: set stream to false")
@@ -119,7 +119,7 @@ def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool =
 
 
 def prompt_text(request: GenerateRequest, token_text: TokenText, token_bytes: TokenBytes) -> str:
-    """Return the prompt's text. A character of ids may span several, so they are joined by their bytes."""
+    """Return the prompt's text. A character may span several ids, so their bytes are joined."""
     if request.WhichOneof("prompt") == "text":
         return str(request.text)
     return b"".join(_utf8(i, token_text, token_bytes) for i in request.token_ids.ids).decode(errors="replace")
@@ -134,13 +134,12 @@ def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogpro
 def vllm_prompt_logprobs(
     logprobs: Sequence[TokenLogprobs], num_top: int, token_text: TokenText
 ) -> list[Json | None]:
-    """Return vLLM's prompt_logprobs: for each token of the prompt itself and the most probable ones, by
-    id."""
+    """Return vLLM's prompt_logprobs: for each token, an object by id of the token itself and the `num_top`
+    most probable."""
     return [None, *(_by_id([token.chosen, *token.top[:num_top]], token_text) for token in logprobs)]
 
 
 def _by_id(reported: Sequence[TokenLogprob], token_text: TokenText) -> Json:
-    """Return them with the token itself first, and with its rank if that is known."""
     by_id: Json = {}
     for each in reported:
         entry = {
@@ -165,12 +164,12 @@ class CompletionFormat:
     has_prompts = True
 
     def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
-        self._token_text = token_text  # A completion's log-probabilities have no bytes.
+        self._token_text = token_text  # The log-probabilities of a completion have no bytes.
         self._text_offset = 0
 
     def whole(self, piece: ChoicePiece) -> Json:
-        told = {} if piece.prompt_logprobs is None else {"prompt_logprobs": piece.prompt_logprobs}
-        return piece.choice({"text": piece.text, **told}, self._logprobs(piece))
+        extra = {} if piece.prompt_logprobs is None else {"prompt_logprobs": piece.prompt_logprobs}
+        return piece.choice({"text": piece.text, **extra}, self._logprobs(piece))
 
     def delta(self, piece: ChoicePiece) -> Json:
         return self.whole(piece)
@@ -204,8 +203,6 @@ class CompletionFormat:
 
 
 def _reasoning(piece: ChoicePiece) -> Json:
-    """Return the reasoning in two words, as OpenAI's chats have none for it: DeepSeek's, which most servers
-    took over, and vLLM's."""
     return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
@@ -221,8 +218,8 @@ def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[Json]:
 
 
 def call_deltas(deltas: Sequence[ToolCallDelta]) -> list[Json]:
-    """Return the calls as a chunk has them: the id and the name come with a call's first piece alone, for
-    clients put pieces together."""
+    """Return the calls as a chunk has them. Only a call's first piece has the id and the name, as clients
+    concatenate pieces."""
     return [
         {
             "index": delta.index,
@@ -276,7 +273,7 @@ class ChatFormat:
 
     def _entry(self, token: common_pb2.TokenLogprob) -> Json:
         text = self._token_text(token.token_id)
-        # A part of a character is U+FFFD as text; null is OpenAI's word for bytes that nobody knows.
+        # U+FFFD is the text of a part of a character; OpenAI writes null for bytes that are not known.
         utf8 = self._token_bytes(token.token_id) if "\ufffd" in text else text.encode()
         known = None if utf8 is None else list(utf8)
         return {"token": text, "logprob": finite(token.logprob), "bytes": known}

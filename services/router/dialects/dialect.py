@@ -1,9 +1,9 @@
-"""A dialect is one API's way to ask for a generation and to be answered.
+"""A dialect is one API's format of a request for a generation and of the answer to it.
 
-body, headers                -> Dialect.read()   -> Call: a GenerateRequest, and what is said beside it
+body, headers                -> Dialect.read()   -> Call: a GenerateRequest, and options of the answer
 Call                         -> Dialect.answer() -> Answer
 GenerateResponse, joined     -> Answer.whole()   -> one JSON value
-GenerateResponse, one by one -> Answer.events()  -> server-sent events, which the last answer's last one ends
+GenerateResponse, one by one -> Answer.events()  -> server-sent events
 """
 
 import hashlib
@@ -31,30 +31,30 @@ def json_text(data: Json) -> str:
 
 
 class Answer(Protocol):
-    """Makes of the responses to one call either a whole or events, in the words of one API."""
+    """An Answer formats the responses to one call, as one JSON value or as events of one API."""
 
     request: GenerateRequest  # The router gets this request.
 
     @property
     def ping(self) -> Event | None:
-        """Return the event that a stream sends while there is nothing to report; None is a comment."""
+        """Return the event that an idle stream sends, or None for a comment."""
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json | list[Json]:
-        """Return the whole of each answer's joined responses, which come by their indexes. Raises Aborted
-        where somebody stopped an answer."""
+        """Return one JSON value for the answers, each of joined responses and in the order of their indexes.
+        Raises Aborted where an answer was aborted."""
 
     def events(self, response: GenerateResponse) -> list[Event]:
-        """Return the events of the next response, in order, or none where it has nothing that a client sees.
-        Raises as `whole`."""
+        """Return the events of the next response in order. There may be none where it has nothing for the
+        client. Raises as `whole` does."""
 
     def failure(self, error: Exception) -> list[Event]:
-        """Return the events that end a stream which has begun."""
+        """Return the events that end a started stream."""
 
 
 REQUEST_ID = "x-request-id"
 TENANT = "x-isthmus-tenant"
-# Agents call the session whose turns a request is one of by these names, which are looked for in this order;
-# docs/clients.md tells whose each is.
+# Agents send the session of a request in these headers, which are tried in this order; docs/clients.md says
+# which agent sends which.
 SESSION_HEADERS = (
     "session-id",
     "x-session-id",
@@ -70,13 +70,13 @@ SESSION_HEADERS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     request: GenerateRequest
-    # They are those behind the first of a list of prompts, alike in all else.
+    # These are the requests for all prompts of a list but the first; nothing but the prompt differs.
     more: tuple[GenerateRequest, ...] = ()
     stream: bool
     traceparent: str  # It is empty where the client sent none.
-    constraint_param: str = ""  # The body calls the constraint so.
-    tells_prompt: bool = False  # The ids of each prompt are reported.
-    # The client requested these kinds of tools, and nothing can be done about them but to say so.
+    constraint_param: str = ""  # This is the constraint's name in the body.
+    reports_prompt: bool = False  # The answer reports the ids of each prompt.
+    # These kinds of tools were requested and cannot be served; a header reports them.
     left_out: tuple[str, ...] = ()
 
     @property
@@ -89,17 +89,17 @@ class Call:
 
     @property
     def num_answers(self) -> int:
-        """Return the number of answers to all prompts. An answer's index is prompt * answers_each +
-        answer."""
+        """Return the number of answers to all prompts. An answer's index is prompt * answers_each
+        + answer."""
         return len(self.requests) * self.answers_each
 
 
 def read_addressee(
     body: Body, headers: Mapping[str, str], request: GenerateRequest, conversation: str = ""
 ) -> None:
-    """Fill in who asks, whom, and in which conversation.
+    """Set the model, the request id, the tenant and the conversation of the request.
 
-    `conversation` is what the body says of it in words of its own; it may be any text. Raises
+    `conversation` is the conversation's name in a parameter of one API alone, and may be any text. Raises
     InvalidParameter.
     """
     request.model = body.text("model")
@@ -118,13 +118,13 @@ def _session_of(headers: Mapping[str, str]) -> str:
 
 
 def _as_id(text: str) -> str:
-    """Return the text, or its digest where it cannot be an id: no rule of ours binds another API's key."""
+    """Return the text, or its digest where it is no valid id: another API's key follows none of our rules."""
     return text if is_id(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_tenant(cache_salt: str, of_header: str) -> str:
-    """Return the tenant, which is what vLLM calls cache_salt. Where both are given they must be the same, for
-    neither may be left out: who set the header keeps tenants apart, and so does who set the salt."""
+    """Return the tenant, which vLLM calls cache_salt. Two different ones are an error: a proxy that sets the
+    header keeps tenants apart, and so does a client that sets the salt."""
     if cache_salt and of_header and cache_salt != of_header:
         raise InvalidParameter(
             "cache_salt", "differs from the header x-isthmus-tenant; leave one of them out"
@@ -139,17 +139,17 @@ CallT = TypeVar("CallT", bound=Call)
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    id: str  # It is random and of letters and digits; an answer and its parts are named by it.
+    id: str  # This is of random letters and digits. The answer and its parts are named by it.
     model: str
-    created: int  # It counts seconds since the epoch.
+    created: int  # This is in seconds since the epoch.
 
 
 class Dialect(Protocol[CallT]):
-    name: str  # Metrics have this name.
+    name: str  # This is the name in metrics.
 
     def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> CallT:
-        """Return the call that a body and its headers request. It may be called in any thread. Raises
-        InvalidParameter."""
+        """Return the call that a body and its headers request. This may run in any thread.
+        Raises InvalidParameter."""
 
     def answer(self, call: CallT, envelope: Envelope) -> Answer:
-        """Return what makes the one answer to a call. Raises IsthmusError."""
+        """Return the formatter of the answer to this call. Raises IsthmusError."""

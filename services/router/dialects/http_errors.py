@@ -1,7 +1,6 @@
-"""Each error has one HTTP status, whichever API it is reported in.
+"""Each error has one HTTP status in all APIs.
 
-OpenAI's clients read it by a type, a code, and the parameter that is wrong; all APIs but Anthropic's
-report it so.
+The APIs but Anthropic's report an error as OpenAI does: with a type, a code, and the parameter that is wrong.
 """
 
 from collections.abc import Mapping
@@ -24,23 +23,23 @@ from services.values.errors import (
     Unavailable,
 )
 
-_CLIENT_CLOSED_REQUEST = 499  # It is nginx's; no RFC has one.
+_CLIENT_CLOSED_REQUEST = 499  # This status is nginx's; no RFC defines it.
 
 
 class BodyTooLong(InvalidRequest):
-    """The body is too long, and nothing of it is read any more."""
+    pass
 
 
 class UnknownEncoding(InvalidRequest):
-    """The body's Content-Encoding is none that is read here."""
+    pass
 
 
 class TooSlow(InvalidRequest):
-    """The request did not come in time."""
+    pass
 
 
 class ConnectionsFull(NoCapacity):
-    """There are too many connections, whatever is requested on this one."""
+    """There are too many connections; the request itself was not looked at."""
 
 
 _STATUSES: Mapping[type[Exception], int] = {
@@ -69,7 +68,7 @@ def status_of(error: Exception) -> int:
     return 500
 
 
-# What is below 500 and not here is the request's fault.
+# A status below 500 that is not here is the request's fault.
 _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     499: "aborted_error",
@@ -77,7 +76,7 @@ _TYPES: Mapping[int, str] = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-# OpenAI has a word for these classes; the code of all others is their status.
+# OpenAI has a code for these classes; all others have their status as the code.
 _CODES: Mapping[type[Exception], str] = {
     ContextExceeded: "context_length_exceeded",
     Unauthenticated: "invalid_api_key",
@@ -86,9 +85,9 @@ RESPONSES_PROMPT = "input"
 
 
 def error_json(error: Exception, prompt_param: str = "prompt") -> Json:
-    """`prompt_param` is what this request's body calls the prompt."""
+    """Return OpenAI's error object. `prompt_param` is the name of the prompt in this request's body."""
     status = status_of(error)
-    # What we did not raise on purpose is for the log, not for the client.
+    # An error that we did not raise on purpose is for the log, not for the client.
     message = str(error) if isinstance(error, IsthmusError) else "internal error"
     return error_object(message, status, _param(error, prompt_param), _CODES.get(type(error), status))
 
@@ -109,13 +108,14 @@ def _param(error: Exception, prompt_param: str) -> str | None:
     if not field.startswith(("sampling.", "chat.")):
         return None
     _, _, param = field.partition(".")
-    if prompt_param == RESPONSES_PROMPT:  # Its functions lie flat.
+    if prompt_param == RESPONSES_PROMPT:  # The members of its functions are not nested.
         return prompt_param if param.startswith("messages") else param
     return _of_function(param)
 
 
 def _of_function(param: str) -> str:
-    """Return the name of what gRPC's tools and calls have at hand and HTTP's in an object of their own."""
+    """Return the name in HTTP's body, which nests a function's members in an object and gRPC's message
+    does not."""
     holder, _, member = param.rpartition(".")
     is_function = holder == "tool_choice" or holder.startswith("tools[") or ".tool_calls[" in holder
     return f"{holder}.function.{member}" if is_function and member not in ("id", "mode") else param

@@ -1,4 +1,5 @@
-"""Members of a JSON body are read by their types, and what is wrong is reported by its name in the body."""
+"""These readers check the types of a JSON body's members, and report an error by the member's name in
+the body."""
 
 import json
 import math
@@ -12,14 +13,14 @@ Refused = Mapping[str, tuple[object, ...]]
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
-_MOST_OBJECTS = 1 << 16  # A list may have so many items: a body of `{}` has millions.
-# Lists and objects in each other may be so deep where they are written as JSON again, somewhere on a stack.
+_MOST_OBJECTS = 1 << 16  # This limits a list's items: a body of `{}` could have millions.
+# This limits the nesting of lists and objects that are written as JSON again, which recurses.
 _MOST_NESTED = 200
 
 
 class InvalidParameter(InvalidRequest):
-    """The message begins with `param`, the parameter's name in the body. A client's key may be half of a
-    surrogate pair, which an answer cannot hold."""
+    """The message begins with `param`, the parameter's name in the body. Half of a surrogate pair in a
+    client's key is escaped, as an answer cannot hold it."""
 
     def __init__(self, param: str, problem: str) -> None:
         self.param = param.encode(errors="backslashreplace").decode()
@@ -27,16 +28,15 @@ class InvalidParameter(InvalidRequest):
 
 
 class Body:
-    """Reads a JSON object's members by their types. A null counts as absent, as it does with OpenAI."""
+    """A Body reads the members of a JSON object by their types. A null counts as absent, as with OpenAI."""
 
     def __init__(self, fields: Mapping[str, object], prefix: str = "") -> None:
-        """`prefix` stands before the members' names where they are reported."""
         self._fields = fields
         self._prefix = prefix
 
     def refuse(self, names: Refused, instead: Mapping[str, str], prefix: str = "") -> None:
-        """Raise InvalidParameter for a value of one of these names that is none of its harmless ones.
-        `instead` says by name what to do then."""
+        """Raise InvalidParameter for a member of these names whose value is none of its harmless ones.
+        `instead` gives advice by name."""
         for name, value in self._fields.items():
             if name not in names:
                 continue
@@ -62,7 +62,6 @@ class Body:
         return InvalidParameter(self.name_of(name), problem)
 
     def object(self, name: str) -> Mapping[str, object]:
-        """Return the object, or an empty one where it is absent."""
         value = self._fields.get(name)
         if not isinstance(value, dict | None):
             raise self.wrong(name, "must be an object")
@@ -72,8 +71,8 @@ class Body:
         return Body(self.object(name), f"{self.name_of(name)}.")
 
     def items(self, name: str) -> "list[Any]":
-        """Return the list, or an empty one where it is absent. Its length is judged before anything is made
-        of an item."""
+        """Return the list, or an empty one where it is absent. Its length is checked before its items
+        are read."""
         return check_list(self._fields.get(name), self.name_of(name))
 
     def objects(self, name: str) -> "list[Body]":
@@ -106,7 +105,7 @@ class Body:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "must be a number")
-        # This is far beyond any range below, and still a float32.
+        # This is far beyond any range that is checked later, and still a float32.
         if abs(value) > 1e30 or math.isnan(value):
             raise self.wrong(name, "is out of range")
         return float(value)
@@ -170,7 +169,7 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
 def check_ids(value: object, name: str) -> list[int]:
     if not isinstance(value, list):
         raise InvalidParameter(name, "must be a list of token ids")
-    # There may be millions: only the first that is wrong is given a name.
+    # There may be millions of ids: only the first wrong one gets a name.
     if not (set(map(type, value)) <= {int} and _fit(value)):
         index = next(index for index, item in enumerate(value) if not _is_id(item))
         check_integer(value[index], f"{name}[{index}]", 0, UINT32_MAX)
@@ -190,16 +189,17 @@ def _is_id(value: object) -> bool:
 
 
 IMAGE_LEFT_OUT = "[image left out: this model reads text]"
-# These are the words of chat completions, responses and messages.
+# These are the part types of chat completions, responses and messages.
 _IMAGES = ("image_url", "input_image", "image")
-_HOLDERS = ("content", "output")  # A message, a block or an item holds its parts there.
-_MOST_HELD = 8  # None of the APIs has more of these within each other.
+_HOLDERS = ("content", "output")  # These members of a message, block or item hold its parts.
+_MOST_HELD = 8  # No API nests deeper.
 
 
 def without_images(fields: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a body whose messages, or input, have a text in the place of each image, in tools' results, too.
+    """Return a body whose messages or input have a fixed text instead of each image, also in the results of
+    tools.
 
-    The text is always the same, so that a history goes on beginning as it did. What is wrong stays as it is.
+    The text is always the same, so that a growing history keeps its prefix. A malformed part stays as it is.
     """
     changed = {name: _without_images(fields[name]) for name in ("messages", "input") if name in fields}
     return {**fields, **changed}

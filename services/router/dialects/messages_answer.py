@@ -1,4 +1,4 @@
-"""Anthropic's message is one object, or the events that make it; its clients read errors in their own words.
+"""Anthropic's message is one object, or a stream of events; errors have Anthropic's own format.
 
 message_start, ping, (content_block_start, content_block_delta*, content_block_stop)*, message_delta,
 message_stop
@@ -51,7 +51,7 @@ class MessageAnswer:
     def __init__(self, call: MessagesCall, envelope: Envelope) -> None:
         self.request = call.request
         self._call = call
-        self._said = envelope
+        self._envelope = envelope
         self._parts = Parts(call.shows_thinking)
         self._signature = ""
         self._started = False
@@ -77,7 +77,7 @@ class MessageAnswer:
         if self._started:
             return []
         self._started = True
-        # Tokens are counted at the end.
+        # The tokens are reported at the end.
         message = self._message([], None, None, Usage())
         return [_event("message_start", message=message), self.ping]
 
@@ -99,15 +99,15 @@ class MessageAnswer:
     def _end(self, finish: Finish) -> list[Event]:
         reason, sequence = self._stop(finish)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        told = {"delta": delta, "usage": _usage(finish.usage), "isthmus": isthmus_json(finish)}
-        return [_event("message_delta", **told), _event("message_stop")]
+        members = {"delta": delta, "usage": _usage(finish.usage), "isthmus": isthmus_json(finish)}
+        return [_event("message_delta", **members), _event("message_stop")]
 
     def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Usage) -> Json:
         return {
-            "id": f"msg_{self._said.id}",
+            "id": f"msg_{self._envelope.id}",
             "type": "message",
             "role": "assistant",
-            "model": self._said.model,
+            "model": self._envelope.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
@@ -124,8 +124,6 @@ class MessageAnswer:
         return {**block, "thinking": shown, "signature": self._signature}
 
     def _stop(self, finish: Finish) -> tuple[str, str | None]:
-        """Return why the answer ended. Raises Aborted where somebody stopped it: Anthropic has no word for
-        that."""
         if finish.reason not in _STOP_REASONS:
             raise Aborted("the request was aborted before its answer was complete")
         if (
@@ -147,8 +145,8 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Return a call's arguments. There are none where they broke off, as why the answer stopped says, or
-    where one is a number beyond all numbers, which JSON cannot say again."""
+    """Return a call's arguments. They are empty where the text broke off, or where a number is too large
+    for JSON."""
     try:
         arguments = json.loads(with_whole_characters(text or "{}"))
         json.dumps(arguments, allow_nan=False)
@@ -158,8 +156,8 @@ def _arguments(text: str) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    """Return the usage in Anthropic's words: the input's tokens are those that came from no cache, and what
-    is cached is not billed apart here."""
+    """Return the usage in Anthropic's words: `input_tokens` counts the tokens that were not cached, and
+    writing to the cache is never billed."""
     return {
         "input_tokens": usage.prompt_tokens - usage.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -177,16 +175,16 @@ def _event(name: str, **members: object) -> Event:
     return Event({"type": name, **members}, name)
 
 
-_VERSION = "anthropic-version"  # All of their clients send this header.
+_VERSION = "anthropic-version"  # All clients of Anthropic send this header.
 
 
 def asks(headers: Mapping[str, str]) -> bool:
-    """Return whether it is Anthropic's client that asks: the path is OpenAI's, too."""
+    """Return whether Anthropic's client sent the request: OpenAI's clients use the same path."""
     return _VERSION in headers
 
 
 def model_json(name: str, created: int) -> Json:
-    """Return a model that was `created` so many seconds after the epoch."""
+    """Return a model's entry. `created` is in seconds since the epoch."""
     moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": moment}
 
@@ -196,7 +194,7 @@ def models_json(models: Sequence[Json]) -> Json:
     return {"data": list(models), "has_more": False, "first_id": None, "last_id": None, **ends}
 
 
-# Their SDKs raise by the status; what is below 500 and not here is the request's fault.
+# Anthropic's SDKs raise by the status. A status below 500 that is not here is the request's fault.
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -210,9 +208,9 @@ _TYPES: Mapping[int, str] = {
 
 
 def error_json(error: Exception) -> Json:
-    # What we did not raise on purpose is for the log, not for the client.
+    # An error that we did not raise on purpose is for the log, not for the client.
     message = str(error) if isinstance(error, IsthmusError) else "internal error"
-    if isinstance(error, InvalidRequest) and error.field:  # These are members of the body itself.
+    if isinstance(error, InvalidRequest) and error.field:  # The body itself has these members.
         message = message.removeprefix("sampling.").removeprefix("chat.")
     return error_object(message, status_of(error))
 

@@ -1,10 +1,11 @@
-"""Bodies of Anthropic's messages are read into GenerateRequest, and their messages as the turns of a chat.
+"""This module reads bodies of Anthropic's messages into GenerateRequest, and the messages into turns of a
+chat.
 
 a user's      tool_result, tool_result, text, text  ->  tool, tool, user
 a model's     thinking, text, tool_use              ->  assistant, with its reasoning and calls
 
-What only says how to cache (cache_control, betas, metadata) changes no answer and is left aside: the router
-caches whatever comes twice.
+Parameters that only control caching (cache_control, betas, metadata) change no answer and are ignored: the
+router caches every prompt.
 """
 
 import json
@@ -71,8 +72,8 @@ _SESSION_ID = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesCall(Call):
-    shows_thinking: bool  # Where nobody requests thinking, it is no part of the answer.
-    omits_thinking: bool  # Thinking is a part, but without its text.
+    shows_thinking: bool  # Thinking that was not requested is no part of the answer.
+    omits_thinking: bool  # The answer has a part for thinking, but without its text.
 
 
 def read_messages_call(
@@ -86,8 +87,8 @@ def read_messages_call(
 
 
 def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateRequest:
-    """Read count_tokens' body, which is a message's, though most of it may be missing. Raises
-    InvalidParameter."""
+    """Read a body of count_tokens, which is a message's body but may lack most members.
+    Raises InvalidParameter."""
     return _read_call(Body(fields), headers, SamplingParams()).request
 
 
@@ -98,7 +99,7 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _read_format(body: Body) -> NamedConstraint | None:
-    """Return the constraint. `output_format` is what it was called while it was a beta."""
+    """Return the constraint. Anthropic's beta called the parameter `output_format`."""
     output = body.inner("output_config")
     holder, name = (output, "format") if output.get("format") is not None else (body, "output_format")
     if holder.get(name) is None:
@@ -136,8 +137,6 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
 
 
 def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
-    """Put in the functions, and return the kinds of tools that this server cannot serve: a model that is not
-    shown them does without."""
     left_out = []
     for tool in body.objects("tools"):
         kind = tool.text("type") or "custom"
@@ -164,8 +163,8 @@ def _read_choice(choice: Body, chat: Chat) -> None:
 
 
 def _session(user_id: str) -> str:
-    """Return the session that Claude Code names there. What others name is a person, who has many
-    conversations."""
+    """Return the session that Claude Code puts into user_id, or "". Other clients put a person there, who has
+    many conversations."""
     _, mark, session = user_id.rpartition(_SESSION)
     if mark and _SESSION_ID.fullmatch(session):
         return session
@@ -176,10 +175,10 @@ def _session(user_id: str) -> str:
 
 
 _TURN_ROLES = ("user", "assistant", "system")
-# Claude Code's first line of a system has a hash that changes with each call, and no prefix would ever come
-# twice.
+# Claude Code's system prompt begins with a line whose hash changes with each call, so that no prefix would
+# ever be reused.
 _BILLING = "x-anthropic-billing-header:"
-_ERROR = "Error: "  # It stands before a result that is one: no template has a place for that.
+_ERROR = "Error: "  # This marks a result that is an error: templates have no other place for that.
 
 
 def read_turns(body: Body) -> list[ChatMessage]:
@@ -250,8 +249,8 @@ def _model_turn(blocks: list[Body]) -> ChatMessage:
 
 
 def _handle(signature: str) -> str:
-    """Return the handle of an answer. One that cannot be ours names nothing here: a conversation may have
-    begun elsewhere."""
+    """Return the answer's handle, or "" where it is not one of ours: the conversation may have begun on
+    another server."""
     return signature if is_id(signature) else ""
 
 

@@ -1,5 +1,4 @@
-"""Chat completions and completions are requested and answered here, by one object, or by chunks and
-[DONE]."""
+"""These classes read and answer chat completions and completions, as one object or as chunks and [DONE]."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,8 +26,8 @@ _MARK = "\0text\0"  # No id has a NUL.
 
 
 class TextChunk:
-    """A chunk that brings text alone is written down once and then filled in: most of a stream's are no
-    other. `chunk_of` makes the chunk of a text."""
+    """A TextChunk serializes a chunk of text once and then only fills in the text: most chunks of a stream
+    hold nothing else. `chunk_of` makes the chunk of a text."""
 
     def __init__(self, chunk_of: Callable[[str], Json]) -> None:
         self._head, self._tail = json_text(chunk_of(_MARK)).split(_json_of(_MARK))
@@ -38,8 +37,8 @@ class TextChunk:
 
 
 def is_text_alone(response: GenerateResponse) -> bool:
-    """Return whether a response that is not its answer's first, and of which no ids or log-probabilities are
-    told, brings text alone."""
+    """Return whether the response has text alone. It must not be its answer's first, and no ids or
+    log-probabilities may be requested."""
     has_more = response.reasoning or response.tool_calls or response.HasField("finish")
     return bool(response.text) and not has_more
 
@@ -74,7 +73,7 @@ class OpenAiDialect:
 
 
 class OpenAiAnswer:
-    """Each answer is a choice. No [DONE] follows an error. The answer's id is the request's."""
+    """Each answer is a choice. No [DONE] follows an error. The answer's id is the request's id."""
 
     ping = None
 
@@ -88,25 +87,25 @@ class OpenAiAnswer:
         self.request = call.request
         self._call = call
         self._formats = formats
-        self._said = envelope
+        self._envelope = envelope
         self._token_text, self._token_bytes = words
-        self._prompts: dict[int, list[int]] = {}  # They are kept where they are requested.
+        self._prompts: dict[int, list[int]] = {}  # This holds the ids of prompts where they are requested.
         self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._started: set[int] = set()
-        self._text_chunks: dict[int, TextChunk] = {}  # These choices have started.
+        self._text_chunks: dict[int, TextChunk] = {}  # These are of the choices that have started.
         self._finished: dict[int, Finish] = {}
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
         for answer in answers:
             self._note_prompt(answer)
         finishes = [answer.finish for answer in answers]
-        each = self._call.answers_each  # The first answer to a prompt reports on it.
+        each = self._call.answers_each  # The first answer to a prompt reports on the prompt.
         choices = [
             answer_format.whole(self._piece(answer, answers[place // each * each]))
             for place, (answer_format, answer) in enumerate(zip(self._formats, answers, strict=True))
         ]
         return {
-            **self._envelope(self._formats[0].object_name, answers[0], self._with_prompts(choices)),
+            **self._enveloped(self._formats[0].object_name, answers[0], self._with_prompts(choices)),
             **self._of_prompt(0),
             **self._formats[0].beside(self._piece(answers[0], answers[0])),
             "usage": self._usage(finishes),
@@ -138,7 +137,7 @@ class OpenAiAnswer:
             self._with_prompts(chunks[0]["choices"])
             chunks[0] |= self._of_prompt(response.index)
             self._started.add(response.index)
-            if self._call.tells_text_alone:
+            if self._call.streams_text_alone:
                 self._text_chunks[response.index] = self._text_chunk(response)
         if response.HasField("finish"):
             chunks[-1]["isthmus"] = isthmus_json(response.finish)
@@ -149,8 +148,8 @@ class OpenAiAnswer:
         return chunks
 
     def _count(self, response: GenerateResponse) -> None:
-        """Count the tokens so far. Only a call that wants its usage with each chunk gets every prompt's
-        ids."""
+        """Count the tokens so far. The router reports every prompt's ids only to a call that wants usage with
+        each chunk."""
         prompt, answer = len(response.prompt_token_ids), len(response.token_ids)
         for name, count in zip(self._so_far, (prompt, answer, prompt + answer), strict=True):
             self._so_far[name] += count
@@ -182,23 +181,23 @@ class OpenAiAnswer:
         return {"prompt_token_ids": self._prompts[index // self._call.answers_each]}
 
     def _chunk(self, response: GenerateResponse, choices: list[Json]) -> Json:
-        chunk = self._envelope(self._formats[0].chunk_object_name, response, choices)
+        chunk = self._enveloped(self._formats[0].chunk_object_name, response, choices)
         if not self._call.include_usage:
             return chunk
         return {**chunk, "usage": dict(self._so_far) if self._call.usage_in_chunks else None}
 
-    def _envelope(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
+    def _enveloped(self, object_name: str, response: GenerateResponse, choices: list[Json]) -> Json:
         return {
             "id": self._formats[0].id_prefix + response.request_id,
             "object": object_name,
-            "created": self._said.created,
-            "model": self._said.model,
+            "created": self._envelope.created,
+            "model": self._envelope.model,
             "choices": choices,
         }
 
     def _piece(self, response: GenerateResponse, about_prompt: GenerateResponse) -> ChoicePiece:
-        """Return the piece. `about_prompt` is the response that reports on its prompt; it may be another
-        answer's."""
+        """Return the piece. `about_prompt` is the response that reports on its prompt, perhaps
+        another answer's."""
         call = self._call
         piece = ChoicePiece(
             response.text,
@@ -217,8 +216,6 @@ class OpenAiAnswer:
         return replace(piece, prompt_logprobs=prompt)
 
     def _echoing(self, piece: ChoicePiece, about_prompt: GenerateResponse) -> ChoicePiece:
-        """Return the piece behind the prompt's text, which comes once, and its tokens; the answer's own may
-        be left out."""
         call, text, logprobs, token_ids = self._call, piece.text, piece.logprobs, piece.token_ids
         if call.echo.only:
             text, token_ids = "", token_ids if token_ids is None else ()

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's chat completions and completions are read into GenerateRequest.
+"""This module reads bodies of OpenAI's chat completions and completions into GenerateRequest.
 
-Parameters that we do not know are ignored, but for those of refused.py.
+It ignores unknown parameters, except those in refused.py.
 """
 
 import json
@@ -39,8 +39,8 @@ from services.wire.isthmus.v1.generation_pb2 import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall(Call):
     include_usage: bool
-    usage_in_chunks: bool  # They report what has been used so far, as vLLM's do.
-    return_token_ids: bool  # Those of prompts are returned, too.
+    usage_in_chunks: bool  # Each chunk reports the usage so far, as with vLLM.
+    return_token_ids: bool  # The ids of prompts are returned, too.
     echo: Echo = NO_ECHO
 
     @property
@@ -48,8 +48,8 @@ class OpenAiCall(Call):
         return bool(self.request.sampling.HasField("logprobs"))
 
     @property
-    def tells_text_alone(self) -> bool:
-        """Return whether a chunk of text needs nothing beside it: no ids, log-probabilities or usage."""
+    def streams_text_alone(self) -> bool:
+        """Return whether a chunk of text has no ids, log-probabilities or usage."""
         has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
         return not (has_more or self.echo != NO_ECHO)
 
@@ -73,7 +73,7 @@ def make_call(
         usage_in_chunks=usage_in_chunks,
         constraint_param=named.param if named is not None else "",
         return_token_ids=return_token_ids,
-        tells_prompt=return_token_ids or usage_in_chunks,
+        reports_prompt=return_token_ids or usage_in_chunks,
         echo=read_prompt_logprobs(body, request, echoes=echoes),
     )
 
@@ -136,7 +136,7 @@ def _read_call(value: object, name: str) -> ToolCall:
     function = _function(value, name)
     assert isinstance(value, dict)
     arguments = function.get("arguments")
-    if isinstance(arguments, dict):  # Some clients send them so.
+    if isinstance(arguments, dict):  # Some clients send an object.
         arguments = _json_text(arguments, f"{name}.function.arguments")
     id_ = value.get("id")
     return ToolCall(
@@ -197,8 +197,8 @@ def _read_chat_logprobs(body: Body) -> int | None:
 
 
 def _read_template_kwargs(body: Body) -> str:
-    """Return the template's variables as JSON. A reasoning_effort is one of them, as it is with vLLM and
-    SGLang; "none" switches thinking off."""
+    """Return the template's variables as JSON. A reasoning_effort is one of them, as with vLLM and SGLang;
+    "none" turns thinking off."""
     name = "chat_template_kwargs"
     given = body.get(name)
     if not isinstance(given, dict | None):
@@ -267,31 +267,31 @@ _OF_MESSAGES = ("prefix", "partial")
 
 
 def read_continuing(body: Body) -> bool:
-    """Return whether an answer goes on with the last message of a chat. Raises InvalidParameter.
+    """Return whether the answer continues the last message of the chat. Raises InvalidParameter.
 
-    continue_final_message    of the body, with add_generation_prompt: false (vLLM, SGLang)
-    prefix, partial           of the last message (DeepSeek and Mistral; Moonshot and Qwen)
+    continue_final_message    The body has it, with add_generation_prompt: false (vLLM, SGLang).
+    prefix, partial           The last message has it (DeepSeek and Mistral; Moonshot and Qwen).
     """
     continues = body.flag("continue_final_message")
-    begins = body.flag("add_generation_prompt")
-    if begins and continues:
+    adds_prompt = body.flag("add_generation_prompt")
+    if adds_prompt and continues:
         raise body.wrong("add_generation_prompt", "must be false beside continue_final_message")
-    continues = continues or _is_asked_by_messages(body)
+    continues = continues or _is_requested_by_messages(body)
     if body.get("add_generation_prompt") is False and not continues:
         raise body.wrong("add_generation_prompt", "must be true without continue_final_message")
     return continues
 
 
-def _is_asked_by_messages(body: Body) -> bool:
+def _is_requested_by_messages(body: Body) -> bool:
     items = body.items("messages")
     if not any(isinstance(item, dict) and not item.keys().isdisjoint(_OF_MESSAGES) for item in items):
         return False
     messages = body.objects("messages")
-    asking = [(message, name) for message in messages for name in _OF_MESSAGES if message.flag(name)]
-    for message, name in asking:
+    requesting = [(message, name) for message in messages for name in _OF_MESSAGES if message.flag(name)]
+    for message, name in requesting:
         if message is not messages[-1]:
             raise message.wrong(name, "must be of the last message: an answer goes on with no other")
-    return bool(asking)
+    return bool(requesting)
 
 
 _DEFAULT_MAX_TOKENS = 16  # This is OpenAI's own; chats run until they end.
@@ -331,7 +331,8 @@ def _read_prompts(value: object, request: GenerateRequest) -> list[GenerateReque
 
 
 def _is_of_prompts(values: list[object]) -> bool:
-    """Return whether these are prompts. There may be very many ids: the first tells that they are none."""
+    """Return whether the list holds prompts. A list of ids may be very long, so the first item is looked
+    at first."""
     return isinstance(next(iter(values), None), str | list) and set(map(type, values)) in ({str}, {list})
 
 
@@ -339,7 +340,7 @@ def _put_prompt(value: object, name: str, request: GenerateRequest) -> None:
     if isinstance(value, str):
         request.text = check_text(value, name)
         return
-    request.token_ids.SetInParent()  # An empty one is set, too.
+    request.token_ids.SetInParent()  # This sets an empty list, too.
     request.token_ids.ids.extend(_ids_of(value, name))
 
 

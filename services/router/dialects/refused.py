@@ -1,5 +1,5 @@
-"""These parameters of other servers' bodies are not supported here and would change the answer, or what is
-reported of it; each stands with the values that request nothing. All others that we do not know are ignored.
+"""This server refuses these parameters of other servers: it does not support them, and they would change the
+answer or its report. Each has the values that request nothing. All other unknown parameters are ignored.
 
 They are OpenAI's, vLLM's, SGLang's, Dynamo's, TGI's, TensorRT-LLM's, llama.cpp's, Ollama's and Anthropic's.
 """
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from services.router.dialects.json_body import Refused
 
 _ANYWHERE: Refused = {
-    # These say what is requested, and in how many answers.
+    # These select the task and the number of answers.
     "num_return_sequences": (1,),
     "use_beam_search": (False,),
     "beam_width": (1,),
     "num_beams": (1,),
-    "length_penalty": (1, 1.0),  # It is beams' penalty.
+    "length_penalty": (1, 1.0),  # This is a penalty for beams.
     "early_stopping": (False,),
     "suffix": ("",),
     "functions": ([],),
@@ -36,7 +36,7 @@ _ANYWHERE: Refused = {
     "parameters": ({},),
     "options": ({},),
     "nvext": ({},),
-    # These say how the prompt is made.
+    # These control how the prompt is made.
     "system": ("", []),
     "instructions": ("",),
     "images": ([],),
@@ -55,7 +55,7 @@ _ANYWHERE: Refused = {
     "think": (),
     "reasoning": ({},),
     "verbosity": ("medium",),
-    # These say which tokens may be chosen.
+    # These control which tokens may be chosen.
     "do_sample": (True,),
     "random_seed": (),
     "sampling_seed": (),
@@ -90,7 +90,7 @@ _ANYWHERE: Refused = {
     "logits_processors": ([],),
     "watermark": (),
     "vllm_xargs": ({},),
-    # These say where the answer ends, and how it is shown.
+    # These control where the answer ends and how it is reported.
     "max_new_tokens": (),
     "max_output_tokens": (),
     "max_tokens_to_sample": (),
@@ -128,13 +128,14 @@ _ANYWHERE: Refused = {
     "return_routed_experts": (False,),
     "return_sampling_mask": (False,),
     "return_meta_info": (False,),
-    # These say whose cache it may use, and who goes first: vLLM's smaller number does, SGLang's larger one.
+    # These control the cache and the order of requests. vLLM prefers a smaller priority, and SGLang a larger
+    # one.
     "extra_key": ("",),
     "priority": (0,),
     "kv_transfer_params": ({},),
     "disaggregated_params": ({},),
 }
-# Only chat completions have these.
+# Only chat completions have these parameters.
 CONTINUING: Refused = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 IN_CHATS: Refused = {
     **_ANYWHERE,
@@ -153,7 +154,7 @@ IN_COMPLETIONS: Refused = {
     "messages": ([],),
     "reasoning_effort": ("none",),
 }
-# These do here what they do elsewhere.
+# Our parameters with the same effect are these.
 _AT_THE_TOP = "send what it holds as parameters of the body itself"
 _MAX_TOKENS = "use max_tokens"
 _VARIABLES = "use chat_template_kwargs of /v1/chat/completions"

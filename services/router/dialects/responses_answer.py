@@ -1,11 +1,11 @@
-"""OpenAI's response is one object, or the events that make it; parts of an answer are items of its output.
+"""OpenAI's response is one object, or a stream of events; the parts of an answer are the items of its output.
 
 The events are response.created, response.in_progress, those of each item (ItemEvents), and one of
-response.completed, response.incomplete, response.failed.
+response.completed, response.incomplete and response.failed.
 
-Responses that clients go on from, or look at again, are kept in this router's memory alone, and bounded. Each
-has its own turns and the id of the one before it; those of a chain together are the conversation. The least
-recently used of the tenant that has the most goes first, and a chain that is used is used as a whole.
+A stored response, which a client may continue or read again, is in this router's memory alone, which is
+bounded. It holds its own turns and the id of the previous response; a chain of them is the conversation. The
+tenant with the most bytes loses its least recently used response first; using a chain uses all of it.
 """
 
 import json
@@ -38,11 +38,9 @@ from services.wire.isthmus.v1.generation_pb2 import (
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """`turns` are its input's and its output's, serialized."""
-
-    response: bytes  # It is the object as JSON.
+    response: bytes  # This is the response object as JSON.
     turns: tuple[bytes, ...]
-    previous_id: str  # The first of a chain has none: it is empty.
+    previous_id: str  # This is empty for the first response of a chain.
     conversation_id: str
 
     @property
@@ -51,7 +49,7 @@ class KeptResponse:
 
 
 class ResponseStore:
-    """A tenant finds its own responses alone, as if there were no others, and has its share of the memory."""
+    """A tenant finds only its own responses, and has its own share of the memory."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._stored: TenantLru[str, KeptResponse] = TenantLru(max_bytes, max_responses)
@@ -60,11 +58,9 @@ class ResponseStore:
         return f"ResponseStore({len(self._stored)} responses, {self._stored.size} bytes)"
 
     def put(self, tenant: str, response_id: str, stored: KeptResponse) -> None:
-        """Keep the response, but not one that is larger than all the memory that there is."""
         self._stored.put(tenant, response_id, stored, stored.size_bytes)
 
     def get(self, tenant: str, response_id: str) -> KeptResponse:
-        """Return the response. Raises NotFound."""
         stored = self._stored.get(tenant, response_id)
         if stored is None:
             raise NotFound(
@@ -78,8 +74,8 @@ class ResponseStore:
         self._stored.pop(tenant, response_id)
 
     def turns(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """Return the turns of the whole chain that ends with this response, the oldest first. Raises
-        NotFound."""
+        """Return the turns of the whole chain that ends with this response, the oldest first.
+        Raises NotFound."""
         chain = []
         while response_id:
             stored = self.get(tenant, response_id)
@@ -97,8 +93,8 @@ def item_id(part: Part, stem: str) -> str:
 
 
 def item(part: Part, stem: str, status: str, answer_id: str = "") -> Json:
-    """Return the item. One in progress is empty yet. `answer_id` is what a client hands on with thinking:
-    only the router reads it."""
+    """Return the item. An item in progress is empty. `answer_id` is the handle that a client sends back with
+    its thinking; only the router reads it."""
     head = {"id": item_id(part, stem), "status": status}
     has_content = status != IN_PROGRESS
     match part.kind:
@@ -132,7 +128,6 @@ class ItemEvents:
         self._stem = stem
 
     def of(self, step: Step, status: str, answer_id: str) -> list[Json]:
-        """Return a step's events in order, without their numbers. `status` is the item's, if it is done."""
         match step:
             case Opened(part):
                 opened = self._item("added", part, IN_PROGRESS, "")
@@ -173,17 +168,17 @@ _STATUSES = {
 
 
 class ResponseAnswer:
-    """The answer is kept in the store, if it is to be, before its last event is sent."""
+    """The answer is stored, where that is requested, before its last event is sent."""
 
     ping = None
 
     def __init__(self, call: ResponsesCall, envelope: Envelope, store: ResponseStore) -> None:
-        """Raises NotFound where the response before it is not known."""
+        """Raises NotFound where the previous response is unknown."""
         self._call = call
-        self._said = envelope
+        self._envelope = envelope
         self._store = store
         self._id = f"resp_{envelope.id}"
-        self.request = self._asked()
+        self.request = self._with_past_turns()
         self._parts = Parts()
         self._closed: list[Part] = []
         self._items = ItemEvents(envelope.id)
@@ -192,12 +187,12 @@ class ResponseAnswer:
 
     def whole(self, answers: Sequence[GenerateResponse]) -> Json:
         (joined,) = answers
-        self._hear_of(joined)
+        self._note_answer_id(joined)
         self._closed = parts_of(joined)
         return self._ended(joined.finish)
 
     def events(self, response: GenerateResponse) -> list[Event]:
-        self._hear_of(response)
+        self._note_answer_id(response)
         status = _status_of(response.finish) if response.HasField("finish") else COMPLETED
         events = [] if self._num_events else self._opening()
         for step in self._parts.take(response):
@@ -216,10 +211,10 @@ class ResponseAnswer:
         problem = {"code": _code_of(reported), "message": reported["message"]}
         return [self._event("response.failed", response=self._object("failed", error=problem))]
 
-    def _hear_of(self, response: GenerateResponse) -> None:
+    def _note_answer_id(self, response: GenerateResponse) -> None:
         self._answer_id = self._answer_id or response.answer_id or response.finish.answer_id
 
-    def _asked(self) -> GenerateRequest:
+    def _with_past_turns(self) -> GenerateRequest:
         call, request = self._call, GenerateRequest()
         request.CopyFrom(call.request)
         past = self._store.turns(request.tenant, call.previous_id)
@@ -231,8 +226,8 @@ class ResponseAnswer:
         return request
 
     def _conversation_id(self) -> str:
-        """Return the conversation's id. A chain's is its first response's id, from the second on: most are
-        never gone on from, and each would have a pin written for nothing."""
+        """Return the conversation's id. It is the id of the chain's first response, but only from the second
+        one on: most responses are never continued, and each would write a pin for nothing."""
         previous_id = self._call.previous_id
         if not previous_id:
             return ""
@@ -265,11 +260,11 @@ class ResponseAnswer:
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._said.created,
+            "created_at": self._envelope.created,
             "status": status,
             "error": error,
             "incomplete_details": None,
-            "model": self._said.model,
+            "model": self._envelope.model,
             "output": self._output(self._closed, status),
             **self._call.echo,
             "usage": usage,
@@ -279,7 +274,7 @@ class ResponseAnswer:
         last = INCOMPLETE if status == INCOMPLETE else COMPLETED
         statuses = [COMPLETED] * (len(parts) - 1) + [last]
         return [
-            item(part, self._said.id, its, self._answer_id)
+            item(part, self._envelope.id, its, self._answer_id)
             for part, its in zip(parts, statuses, strict=False)  # There may be no part.
         ]
 
@@ -295,14 +290,12 @@ class ResponseAnswer:
 
 
 def _status_of(finish: Finish) -> str:
-    """Return the response's status. Raises Aborted where somebody stopped the answer."""
     if finish.reason not in _STATUSES:
         raise Aborted("the request was aborted before its answer was complete")
     return _STATUSES[finish.reason]
 
 
 def _code_of(reported: Json) -> str:
-    """Return the error's code. OpenAI's codes are words; ours of most errors is the status."""
     if isinstance(reported["code"], str):
         return reported["code"]
     return "rate_limit_exceeded" if reported["code"] == 429 else "server_error"

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's responses are read into GenerateRequest.
+"""This module reads bodies of OpenAI's responses into GenerateRequest.
 
-Items of a response's input become the turns of a chat, and those of its output a turn of the next one's:
+The items of a response's input become turns of a chat, and those of its output a turn of the next chat:
 
     instructions                                           ->  system
     message of a system, developer or user                 ->  the same
@@ -59,14 +59,15 @@ _INSTEAD = {
     "messages": "use input, or /v1/chat/completions",
     "response_format": "use text.format",
 }
-# An answer may hold these beside what it always does; of other kinds nothing is ever there.
+# The answer would lack these. All other values of `include` request what it always holds, or what never
+# exists here.
 _REFUSED_INCLUDES = ("message.output_text.logprobs",)
 _MODES = {
     "auto": ToolChoice.MODE_AUTO,
     "none": ToolChoice.MODE_NONE,
     "required": ToolChoice.MODE_REQUIRED,
 }
-_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # These are OpenAI's.
+_MOST_METADATA, _MOST_METADATA_KEY, _MOST_METADATA_VALUE = 16, 64, 512  # These limits are OpenAI's.
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
     *("safety_identifier", "service_tier", "user"),
@@ -75,13 +76,13 @@ _ECHOED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall(Call):
-    """The request's chat has this response's input alone; what comes before it is the store's."""
+    """The request's chat has only this response's input; the store has the turns before it."""
 
     instructions: str
-    previous_id: str  # It is empty where there is none.
+    previous_id: str  # This is empty where there is none.
     is_stored: bool
     names_conversation: bool
-    echo: Json  # The response object says this of the request.
+    echo: Json  # The response object repeats these members of the request.
 
 
 def read_responses_call(
@@ -140,8 +141,6 @@ def _read_effort(body: Body) -> str:
 
 
 def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
-    """Put in the functions, and return the kinds of tools that this server cannot serve: a model that is not
-    shown them does without."""
     left_out = []
     for tool in body.objects("tools"):
         if _is_offered(tool):
@@ -176,7 +175,7 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
     reasoning = body.inner("reasoning")
     echo: Json = {
         **{name: body.get(name) for name in _ECHOED},
-        "temperature": round(sampling.temperature, 6),  # It is a float32.
+        "temperature": round(sampling.temperature, 6),  # This is a float32.
         "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
         "metadata": _read_metadata(body),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
@@ -189,12 +188,12 @@ def _echo(body: Body, sampling: SamplingParams) -> Json:
         "store": body.get("store") is None or body.flag("store"),
     }
     for name, value in echo.items():
-        json_text(value, name)  # Much of it is looked at nowhere else.
+        json_text(value, name)  # Most values are checked nowhere else.
     return echo
 
 
 def _read_metadata(body: Body) -> Json:
-    """Return the metadata, bounded as OpenAI has it: it comes back several times, and is kept."""
+    """Return the metadata within OpenAI's limits, as it is stored and sent several times."""
     metadata = body.object("metadata")
     fits = len(metadata) <= _MOST_METADATA and all(
         len(key) <= _MOST_METADATA_KEY and isinstance(value, str) and len(value) <= _MOST_METADATA_VALUE
@@ -236,11 +235,10 @@ def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[C
 class _Turns:
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
-        # These are the last turn's, while it is the model's. They are joined once: a protobuf message keeps
-        # what a field was for as long as it lives, so that one which grows with each item takes the square of
-        # its length.
-        self._said: list[str] = []
-        self._thought: list[str] = []
+        # These are texts of the last turn, while it is the model's. They are joined once: a protobuf message
+        # keeps the memory of a field's old values, so that appending to one field takes quadratic memory.
+        self._answer_texts: list[str] = []
+        self._thinking_texts: list[str] = []
         self._readers: Mapping[str, Callable[[Body], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -265,17 +263,17 @@ class _Turns:
         parts = _texts(item, "content")
         if role == "assistant":
             self._model_turn()
-            self._said += parts
+            self._answer_texts += parts
         else:
             self._add_texts(ChatMessage(role=role), parts)
 
     def _reasoning(self, item: Body) -> None:
         turn = self._model_turn()
-        if any(self._said) or turn.tool_calls:  # Thinking begins a turn.
+        if any(self._answer_texts) or turn.tool_calls:  # A turn begins with its thinking.
             turn = self._begin_model_turn()
-        self._thought += [part.required_text("text") for part in item.objects("content")]
+        self._thinking_texts += [part.required_text("text") for part in item.objects("content")]
         handle = item.text("encrypted_content")
-        # One that cannot be ours names nothing here: a conversation may have begun elsewhere.
+        # A handle that is not one of ours is ignored: the conversation may have begun on another server.
         turn.answer_id = handle if handle and is_id(handle) else turn.answer_id
 
     def _call(self, item: Body) -> None:
@@ -308,11 +306,11 @@ class _Turns:
         return self._turns[-1]
 
     def _close(self) -> None:
-        if self._said:
-            self._turns[-1].content = "".join(self._said)
-        if self._thought:
-            self._turns[-1].reasoning = "".join(self._thought)
-        self._said, self._thought = [], []
+        if self._answer_texts:
+            self._turns[-1].content = "".join(self._answer_texts)
+        if self._thinking_texts:
+            self._turns[-1].reasoning = "".join(self._thinking_texts)
+        self._answer_texts, self._thinking_texts = [], []
 
 
 def _texts(item: Body, name: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""A body says here how to choose tokens, and a request samples by the defaults where it does not say. The
-ranges are SamplingParams' business."""
+"""This module reads a body's sampling parameters and fills in the defaults. SamplingParams checks
+their ranges."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from services.wire.isthmus.v1 import common_pb2
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A default that is None is OpenAI's, which is no constraint."""
+    """A None means OpenAI's default, which constrains nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -26,11 +26,10 @@ OPENAI = SamplingDefaults()
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """Return a model's own defaults, which its generation_config.json states. do_sample is not heeded, as it
-    is not by vLLM and SGLang.
+    """Return the defaults in a model's generation_config.json. As in vLLM and SGLang, do_sample is ignored.
 
     Raises:
-        ConfigError: one of them is no number, or out of its range.
+        ConfigError: a default is not a number, or is out of its range.
     """
     stated = {field.name: generation_config.get(field.name) for field in fields(SamplingDefaults)}
     values = {name: value for name, value in stated.items() if value is not None}
@@ -39,7 +38,7 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
         if isinstance(value, bool) or not isinstance(value, allowed):
             raise _unusable(f"{name} is {value!r}")
     if values.get("top_k") == -1:
-        values["top_k"] = 0  # It is other servers' way to say "all".
+        values["top_k"] = 0  # Other servers write -1 for "all".
     try:
         SamplingParams(**values)
     except InvalidRequest as error:
@@ -48,7 +47,7 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> None:
-    """Put what is stated into the fields that a caller over gRPC has left unset."""
+    """Set the fields that a gRPC client left unset to the defaults."""
     for field in fields(SamplingDefaults):
         value = getattr(defaults, field.name)
         if value is not None and not sampling.HasField(field.name):
@@ -73,7 +72,7 @@ def read_sampling(
     return common_pb2.SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_p=_either(body.number("top_p"), defaults.top_p),
-        top_k=0 if top_k == -1 else top_k,  # It is other servers' way to say "all".
+        top_k=0 if top_k == -1 else top_k,  # Other servers write -1 for "all".
         min_p=_either(body.number("min_p"), defaults.min_p),
         seed=None if seed is None else seed % 2**64,
         max_tokens=max_tokens,
@@ -87,14 +86,13 @@ def read_sampling(
         logprobs=logprobs,
         logit_bias=_read_logit_bias(body),
         bad_words=_read_bad_words(body),
-        # The first name is vLLM's, and the second SGLang's.
+        # vLLM uses the first name, and SGLang the second.
         include_stop_str_in_output=body.flag("include_stop_str_in_output") or body.flag("no_stop_trim"),
     )
 
 
 def _read_logit_bias(body: Body) -> dict[int, float]:
-    """Return the biases by ids, which are texts in JSON's objects. An empty list is what some say for
-    none."""
+    """Return the biases by token id; in JSON the keys are texts. Some clients send an empty list for none."""
     name = "logit_bias"
     if body.get(name) == []:
         return {}

@@ -1,4 +1,5 @@
-"""SGLang's /generate takes texts or ids in, and reports the text so far with each event, and [DONE]."""
+"""SGLang's /generate takes texts or ids. Each event reports all of the text so far, and [DONE] is
+the last."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ _Entry = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Nothing of the prompt is reported where `start` is None; else it is the first place that is."""
+    """`start` is the first position of the prompt that is reported, or None where none is."""
 
     start: int | None
     num_top: int
@@ -45,8 +46,7 @@ class LogprobOptions:
 
 
 def read_logprobs(body: Body) -> LogprobOptions | None:
-    """Return what is requested, or None where nothing is, and then the other parameters say nothing. Raises
-    InvalidParameter."""
+    """Return the options, or None where no log-probabilities are requested. Raises InvalidParameter."""
     start = body.integer("logprob_start_len", -1, INT32_MAX)
     num_top = body.integer("top_logprobs_num", 0, UINT32_MAX) or 0
     if not body.flag("return_logprob"):
@@ -57,8 +57,8 @@ def read_logprobs(body: Body) -> LogprobOptions | None:
 
 
 def request_logprobs(options: LogprobOptions | None, sampling: SamplingParams) -> None:
-    """Request one token more of the prompt than is reported, for its id: that holds for a prompt's last
-    one."""
+    """Request one more token of the prompt than is reported, because its id is needed, also where it is the
+    prompt's last."""
     if options is None:
         return
     sampling.logprobs = options.num_top
@@ -99,7 +99,6 @@ class Words:
         reported.add(logprobs, self)
 
     def meta(self, of_prompt: TokenLists, of_answer: TokenLists, most: float = inf) -> Json:
-        """Return the members of meta_info. Lists of more than so many log-probabilities are left out."""
         lists = {"input": of_prompt, "output": of_answer}
         short = {
             name: reported for name, reported in lists.items() if len(reported.tokens) * self._each <= most
@@ -138,15 +137,15 @@ _SAMPLING_REFUSED: Refused = {
 }
 _SAMPLING_INSTEAD = dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_new_tokens")
 _INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
-_DEFAULT_MAX_TOKENS = 128  # This is SGLang's own.
-_MOST_LOGPROBS = 1024  # A list may have so many in an event that is not an answer's last.
+_DEFAULT_MAX_TOKENS = 128  # This default is SGLang's.
+_MOST_LOGPROBS = 1024  # This limits each list in events before an answer's last.
 
 _PutPrompt = Callable[[GenerateRequest], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(Call):
-    is_list: bool  # Answers are a list where the body has a list of prompts, or requests several answers.
+    is_list: bool  # The answers are a list where the body has a list of prompts or requests several answers.
     logprobs: LogprobOptions | None = None
 
 
@@ -180,7 +179,6 @@ def read_generate_call(
 
 
 def _params_of_each(body: Body, num_prompts: int) -> list[Body]:
-    """Return each prompt's parameters. One object is for all prompts; in a list each is for its own."""
     if not isinstance(body.get("sampling_params"), list):
         return [body.inner("sampling_params")] * num_prompts
     listed = body.objects("sampling_params")
@@ -218,7 +216,8 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _read_prompts(body: Body) -> "tuple[str, list[_PutPrompt], bool]":
-    """Return what the body calls the prompts, what puts each into a request, and whether they are a list."""
+    """Return the name of the prompts in the body, the functions that set them in a request, and whether they
+    are a list."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise InvalidParameter("text", "or input_ids must be set, and not both")
@@ -239,7 +238,7 @@ def _put_text(value: object, name: str, request: GenerateRequest) -> None:
 
 
 def _put_ids(value: object, name: str, request: GenerateRequest) -> None:
-    request.token_ids.SetInParent()  # An empty one is set, too.
+    request.token_ids.SetInParent()  # This sets an empty list, too.
     request.token_ids.ids.extend(check_ids(value, name))
 
 
@@ -258,7 +257,7 @@ class SglangDialect:
 
 
 class GenerateAnswer:
-    """Each answer's events have all of its text so far, and its index where the answers are a list."""
+    """Each event has all of its answer's text so far, and the answer's index where the answers are a list."""
 
     ping = None
 
@@ -291,8 +290,8 @@ class GenerateAnswer:
 
 
 class _SoFar:
-    """Reports one answer so far. `of_prompt` is what is reported of its prompt's tokens, by any of the
-    answers to that."""
+    """This holds what one answer has reported so far. All answers to a prompt share `of_prompt`, the report
+    on its tokens."""
 
     def __init__(self, words: Words | None, of_prompt: TokenLists) -> None:
         self._words = words
@@ -301,7 +300,6 @@ class _SoFar:
         self._num_tokens = 0
 
     def take(self, response: GenerateResponse, most_logprobs: float) -> Json:
-        """Return what is reported of it now; longer lists of log-probabilities are not."""
         self._text += response.text
         self._num_tokens += len(response.token_ids)
         meta: Json = {"id": response.request_id, "completion_tokens": self._num_tokens, "finish_reason": None}
@@ -325,7 +323,6 @@ def _finished(finish: Finish) -> Json:
 
 
 def _reason(finish: Finish) -> Json:
-    """Return SGLang's word for the reason. Raises Aborted where somebody stopped the answer."""
     if finish.reason == common_pb2.FINISH_REASON_STOP:
         return {"type": "stop", "matched": finish.matched_stop}
     if finish.reason in (common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY):

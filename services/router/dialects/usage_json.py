@@ -1,4 +1,4 @@
-"""An answer's usage is reported in OpenAI's words and in ours."""
+"""This module formats an answer's usage, as OpenAI does and as our own `isthmus` object."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
 
 
 def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> Json:
-    """Return a call's usage: each prompt counts once, as its first answer met it, and all that was generated
-    counts."""
+    """Return the usage of a call. A prompt counts once, with the reused tokens of its first answer; all
+    generated tokens count."""
     prompts = [finish.usage for finish in finishes[::answers_each]]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(
@@ -33,8 +33,8 @@ def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:
 
 
 def isthmus_json(finish: generation_pb2.Finish) -> Json:
-    """Return what OpenAI has no place for: where the request ran and what crossed the isthmus. What stands
-    outside of `placements` and `totals` is of the first placement, as OpenAI's usage is."""
+    """Return what OpenAI has no place for: where the request ran and how much KV was moved. The members
+    outside `placements` and `totals` are of the first placement, as OpenAI's usage is."""
     usage = finish.usage
     return {
         "finish_reason": common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),

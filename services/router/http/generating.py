@@ -158,7 +158,7 @@ class Generating(Generic[CallT]):
     ) -> AsyncGenerator[GenerateResponse, None]:
         generate = partial(self._generation.generate, callers.own(request), timeout_s, call.traceparent)
         scores = request.sampling.HasField("prompt_logprobs")  # which name no ids
-        return _with_prompt(generate) if call.tells_prompt or scores else generate()
+        return _with_prompt(generate) if call.reports_prompt or scores else generate()
 
     async def _envelope(self, call: Call) -> Envelope:
         model = call.request.model or only_model(self._generation)
