@@ -1,9 +1,9 @@
-"""A request's body is read off the wire, and the time that its client gives it.
+"""This module reads a request's body, and the time limit that the client sets.
 
-length that is stated, or has come, above the largest      413
-all bodies that are held are too many bytes, unpacked      429
-longer than 64 KiB                                         waits for its turn: one at a time, in a thread
-a list of more items than the context has tokens           400, before anything is made of an item
+a length, stated or received, above the limit             413
+too many bytes of bodies at once, decoded                 429
+a body above 64 KiB                                       waits until it is read alone, in a thread
+a list with more items than the context has tokens        400, before its items are read
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from services.router.dialects.json_body import without_images
 from services.router.http.event_stream import ClientLeft
 from services.values.errors import ContextExceeded, InvalidRequest
 
-_ZSTD_WINDOW_BYTES = 8 << 20  # A sender over HTTP may need so much of a reader at most (RFC 9659).
-_GZIP = 31  # It is zlib's word for gzip.
+_ZSTD_WINDOW_BYTES = 8 << 20  # RFC 9659 allows no larger window over HTTP.
+_GZIP = 31  # zlib reads a gzip header with this value.
 _MOST_MEMBERS = 64
-_RAW_DEFLATE = -15  # It is zlib's word for a body without a header, as some clients send it.
+_RAW_DEFLATE = -15  # zlib expects no header with this value; some clients send none.
 
 
 def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | bytearray:
-    """Return the body without its Content-Encoding, of which no more than `max_bytes` is ever made.
+    """Return the body without its Content-Encoding; at most `max_bytes` + 1 bytes of it are ever decoded.
 
-    Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are none of that encoding.
+    Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are not of that encoding.
     """
     names = [name.strip().lower() for name in content_encoding.split(",")]
     names = [name for name in names if name not in ("", "identity")]
@@ -53,13 +53,12 @@ def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | b
 
 
 def _gunzip(body: bytearray, most: int) -> bytes:
-    """Return what the members come to: RFC 1952 allows several. Each costs time, also where there is
-    nothing in it."""
+    """RFC 1952 allows several members. Each takes time, even an empty one, so their number is limited."""
     plain, rest = bytearray(), bytes(body)
     for _ in range(_MOST_MEMBERS):
         decoder = zlib.decompressobj(_GZIP)
         plain += _whole(decoder, rest, most - len(plain))
-        rest = decoder.unused_data.lstrip(b"\0")  # Zeros pad files on tapes.
+        rest = decoder.unused_data.lstrip(b"\0")  # Zeros pad a file on tape.
         if not rest or len(plain) == most:
             return bytes(plain)
     raise zlib.error(f"it has more than {_MOST_MEMBERS} members")
@@ -97,13 +96,13 @@ _T = TypeVar("_T")
 
 _TIMEOUT_HEADER = "x-isthmus-timeout-s"
 _PROMPT_LISTS = ("messages", "input", "tools", "prompt", "input_ids")
-_HELD = "isthmus.held_bytes"  # A request's scope has the HeldBytes of its call there.
-_LONG_BODY = 64 << 10  # It is in bytes; every stream on the loop would feel the reading of a longer one.
+_HELD = "isthmus.held_bytes"  # A request's scope has the HeldBytes of its call here.
+_LONG_BODY = 64 << 10  # This is in bytes. A longer body would block all streams of the loop.
 
 
 class CountedBodies:
-    """This ASGI middleware holds what BodyReader keeps of a body until its request has been answered: what
-    is made of it lives as long. What nobody keeps is not counted."""
+    """This ASGI middleware counts the bytes that BodyReader keeps of a body until its request has been
+    answered: what is made of the body lives as long."""
 
     def __init__(self, app: ASGIApp, in_flight: BytesInFlight) -> None:
         self._app = app
@@ -115,9 +114,6 @@ class CountedBodies:
 
 
 class BodyReader:
-    """A text stands for each image of a body where `leaves_images_out` is set; else whoever reads the body
-    refuses it."""
-
     def __init__(
         self,
         max_body_bytes: int,
@@ -125,8 +121,9 @@ class BodyReader:
         *,
         leaves_images_out: bool = False,
     ) -> None:
-        """`context_tokens` tells the ranks' context, which bounds a list whose items are a token at least,
-        or None where it is not known."""
+        """`context_tokens` returns the ranks' context, or None where it is unknown; each item of a prompt
+        list is at least one token. `leaves_images_out` puts a text in the place of each image, which is an
+        error otherwise."""
         self._max_body_bytes = max_body_bytes
         self._context_tokens = context_tokens
         self._leaves_images_out = leaves_images_out
@@ -135,9 +132,9 @@ class BodyReader:
     async def read(
         self, request: Request, read: Callable[[Mapping[str, object], Mapping[str, str]], _T]
     ) -> _T:
-        """Return what `read` makes of the body's fields and the headers, in a thread where the body is long.
+        """Return what `read` makes of the body's fields and the headers. A long body is read in a thread.
 
-        Raises InvalidRequest, ClientLeft, NoCapacity.
+        Raises InvalidRequest, ClientLeft and NoCapacity.
         """
         held: HeldBytes | None = request.scope.get(_HELD)
         body = await self._received(request, held)
@@ -158,8 +155,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Read one body at a time: two threads would both keep the loop from running. JSON is read without
-        ever letting it run, so the next one waits for as long as this one took."""
+        """Let one body at a time be read, as each thread stops the loop. Parsing JSON never lets the loop
+        run, so the next body waits for as long as this one took."""
         await self._long_bodies.acquire()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -211,8 +208,8 @@ def _fields_of(body: bytes | bytearray) -> Mapping[str, object]:
 
 
 def read_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that the client gives. In gRPC every client sends its deadline; HTTP has no
-    header for it. Raises InvalidRequest."""
+    """Return the seconds that the client allows, or None. HTTP has no standard header for a deadline, unlike
+    gRPC. Raises InvalidRequest."""
     value = headers.get(_TIMEOUT_HEADER)
     if value is None:
         return None

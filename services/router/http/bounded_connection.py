@@ -1,14 +1,13 @@
-"""An HTTP connection is uvicorn's own, with bounds that it has none of, on its times and on the number of
-connections.
+"""An HTTP connection is uvicorn's own, with limits on its times and on the number of connections.
 
     connected -> idle --first byte--> head ----> body ----> answered -> idle ...
                  keep-alive           header_s   body_s                 keep-alive
                  closed               408        408                    closed
 
-An answer of which nothing is read for keep-alive's time ends its connection too.
+A connection is also closed when its client reads nothing of an answer for the keep-alive time.
 
-A connection above `max_connections` gets 503 for its request, or is served if others have left by then; far
-above, it gets 503 at once. So clients' connections leave the process descriptors for its ranks' streams.
+A connection above `max_connections` gets 503 for its request, unless others have closed by then; one far
+above gets 503 at once. So clients never use up the file descriptors that the ranks' streams need.
 """
 
 import asyncio
@@ -32,9 +31,11 @@ from services.values.errors import InvalidRequest, IsthmusError
 
 
 class HttpTls(ssl.SSLContext):
-    """asyncio takes this for a listener's context: each new connection is under the files as they are then.
+    """asyncio gets this as a listener's context; each new connection uses the certificate files as they are
+    then.
 
-    Contexts that are loaded anew would keep the authorities that they had: so a changed file makes another.
+    Loading files into an existing context would keep its old authorities, so a changed file makes a new
+    context.
     """
 
     _of_files: Callable[[], ssl.SSLContext]
@@ -63,7 +64,7 @@ def _contexts(tls: TlsConfig) -> Callable[[], ssl.SSLContext]:
     return current
 
 
-ENDS = ("full", "slow_head", "slow_body", "unread")  # Connections are ended for these reasons.
+ENDS = ("full", "slow_head", "slow_body", "unread")  # These are the reasons for closing a connection.
 APIS = ("chat", "completions", "responses", "messages", "sglang")
 _RETRY_AFTER_S = 1.0
 
@@ -102,21 +103,21 @@ class HttpMetrics:
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    header_s: float  # It is from a request's first byte to the end of its head.
-    body_s: float  # It is from there to the end of the body.
+    header_s: float  # This is the time from a request's first byte to the end of its head.
+    body_s: float  # This is the time from the end of the head to the end of the body.
     max_connections: int
-    surplus: int  # So many connections beyond that are accepted, to be refused.
+    surplus: int  # This many connections above the limit are accepted in order to refuse them.
 
 
 class BoundedConnection(H11Protocol):
-    """`report` receives which of ENDS it was."""
+    """`report` receives the reason for closing the connection, which is one of ENDS."""
 
     def __init__(self, bounds: HttpBounds, report: Callable[[str], None], **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._bounds = bounds
         self._report = report
         self._is_surplus = False
-        self._reading: tuple[str, object] | None = None  # The part that is being read, and of which request.
+        self._reading: tuple[str, object] | None = None  # These are the part being read and its request.
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -143,7 +144,7 @@ class BoundedConnection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._expect_reading()  # The client may still read what is left of its answer.
+        self._expect_reading()  # The client may still read the rest of its answer.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -177,8 +178,8 @@ class BoundedConnection(H11Protocol):
         self._end(f"slow_{part}", TooSlow(f"the request's {part} did not come within {limit_s:g} s"))
 
     def _expect_reading(self) -> None:
-        """A client may take as long to read anything of what it is sent as an idle connection lives. A
-        transport that closes, too, waits for that."""
+        """Start the timer for a client that reads nothing. It may take the keep-alive time; a closing
+        transport waits for the client, too."""
         self._stop_expecting()
         if num_bytes := self.transport.get_write_buffer_size():
             self._unread_timer = self.loop.call_later(self.timeout_keep_alive, self._check_read, num_bytes)
@@ -196,7 +197,7 @@ class BoundedConnection(H11Protocol):
             self._unread_timer = None
 
     def _end(self, reason: str, error: IsthmusError) -> None:
-        """Close, with an answer where none has begun; the app hears that the client left."""
+        """Close the connection, with an answer where none has begun. The app sees a disconnected client."""
         if reason:
             self._report(reason)
         if self.cycle is not None and not self.cycle.response_complete:

@@ -1,5 +1,5 @@
-"""The API is asked beside generations for models, tokens, stored responses, the server itself, its metrics,
-and a watch of the cluster."""
+"""These endpoints serve models, tokens, stored responses, the server's own description, metrics, and the
+watch of the cluster."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -36,14 +36,12 @@ from services.wire.isthmus.v1.generation_pb2 import (
 
 
 class Models:
-    """Answers what models there are. The router came up `created` seconds after the epoch."""
-
     def __init__(self, generation: Generator, created: int) -> None:
         self._generation = generation
         self._created = created
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while a request could be taken, though it had to wait; else 503, and why."""
+        """Return 200 where a request would be accepted, even if it had to wait; else 503 with the reason."""
         self._generation.check_usable()
         return JSONResponse({"status": "ok"})
 
@@ -91,7 +89,6 @@ class DetokenizeCall:
 
 
 def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> TokenizeCall:
-    """Read a prompt, or messages, with whatever changes them. Raises InvalidParameter."""
     body, read = Body(fields), read_completion_call
     if body.get("messages") is not None:
         read = read_chat_call
@@ -109,17 +106,15 @@ def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str
 
 
 class Tokenizing:
-    """Endpoints."""
-
     def __init__(self, generation: Generator, bodies: BodyReader) -> None:
         self._generation = generation
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_tokenize_call)
-        told = await self._generation.tokenize(callers.own(call.request))
-        ids = list(told.token_ids)
-        answer = {"count": len(ids), "max_model_len": told.max_context_tokens, "tokens": ids}
+        tokenized = await self._generation.tokenize(callers.own(call.request))
+        ids = list(tokenized.token_ids)
+        answer = {"count": len(ids), "max_model_len": tokenized.max_context_tokens, "tokens": ids}
         if call.wants_texts:
             answer["token_strs"] = list(map(self._generation.token_text, ids))
         return JSONResponse(answer)
@@ -127,13 +122,13 @@ class Tokenizing:
     async def detokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_detokenize_call)
         text = await self._generation.detokenize(call.model, call.token_ids)
-        # The first is vLLM's word for it, and the second SGLang's.
+        # vLLM uses the first name, and SGLang the second.
         return JSONResponse({"prompt": text, "text": text})
 
     async def count(self, request: Request) -> Response:
         counted = await self._bodies.read(request, read_count_request)
-        told = await self._generation.tokenize(callers.own(counted))
-        return JSONResponse({"input_tokens": len(told.token_ids)})
+        tokenized = await self._generation.tokenize(callers.own(counted))
+        return JSONResponse({"input_tokens": len(tokenized.token_ids)})
 
 
 class StoredResponses:
@@ -151,7 +146,7 @@ class StoredResponses:
 
 
 def _tenant_and_id(request: Request) -> tuple[str, str]:
-    """Return whose the response is, by the header, for there is no body. Raises Forbidden."""
+    """Return the tenant, which comes from the header as there is no body, and the id. Raises Forbidden."""
     return callers.current().tenant_of(request.headers.get(TENANT, "")), request.path_params["id"]
 
 
@@ -162,10 +157,10 @@ _NO_FLUSH = (
 
 
 class About:
-    """Answers what a server says of itself, in the words of vLLM's and SGLang's clients.
+    """These endpoints describe the server, in the formats that clients of vLLM and SGLang expect.
 
-    `model_path` is the directory of the model, with its tokenizer, on this machine. An operator sees it,
-    and where no keys are requested everybody is; others see the model's name instead.
+    `model_path` is the directory of the model and its tokenizer. Only an operator sees it, and everybody
+    where no keys are required; others see the model's name.
     """
 
     def __init__(self, generation: Generator, model_path: str) -> None:
@@ -181,7 +176,8 @@ class About:
         return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
 
     async def server_info(self, request: Request) -> Response:
-        """SGLang's has its settings and each scheduler's state; `isthmus status` and metrics have ours."""
+        """Return no settings or scheduler states, as SGLang would: `isthmus status` and the metrics
+        report ours."""
         name = only_model(self._generation)
         names = {"served_model_name": name, "model_path": self._shown_path(name)}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
@@ -194,14 +190,11 @@ class About:
 
 
 class Metrics:
-    """Shows the router's metrics on the port of its APIs, too, as vLLM and SGLang have theirs."""
-
     def __init__(self, page: MetricsPage) -> None:
         self._page = page
 
     async def show(self, request: Request) -> Response:
-        """Metrics are of everybody's requests: a tenant's key does not see them, unless it is an
-        operator's, too."""
+        """Refuse a tenant's key that is not an operator's, as the metrics cover all tenants' requests."""
         caller = callers.current()
         if caller.tenant is not None and not caller.is_operator:
             raise Forbidden("metrics are of all tenants: this API key is one tenant's")
@@ -215,16 +208,14 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Watching:
-    """The watch of the cluster is sent as server-sent events."""
-
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._pace = Pace()  # of all streams
+        self._pace = Pace()  # This is shared by all streams.
 
     async def stream(self, request: Request) -> Response:
-        asked = read_watch(request.query_params, request.headers)
+        requested = read_watch(request.query_params, request.headers)
         try:
-            responses = self._watch.follow(asked)
+            responses = self._watch.follow(requested)
         except InvalidRequest as error:
             if not error.field:
                 raise

@@ -1,4 +1,4 @@
-"""Server-sent events are sent to a client that may leave, or stop reading."""
+"""This module sends server-sent events to a client that may leave or stop reading."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ from services.values.errors import Aborted, DeadlineExceeded, IsthmusError
 
 _T = TypeVar("_T")
 
-# Proxies take a stream in which nothing comes for a minute to be dead (nginx's proxy_read_timeout).
+# Proxies close a stream that is silent for a minute (nginx's proxy_read_timeout).
 SILENCE_S = 15.0
-HEADERS_S = 0.5  # A client that waits for headers has them after this.
-COMMENT = b": at it\n\n"  # Readers of events leave it aside (WHATWG HTML, 9.2.6).
-# JSON leaves a next line, a line separator and a paragraph separator as they are, and a client that splits a
-# stream as Python's splitlines does (httpx) would cut an event there.
+HEADERS_S = 0.5  # The headers are sent after this time at the latest.
+COMMENT = b": at it\n\n"  # Clients ignore a comment (WHATWG HTML, 9.2.6).
+# JSON does not escape these (next line, line separator, paragraph separator), and a client that splits a
+# stream with Python's splitlines (httpx) would cut an event there.
 _LINE_SEPARATORS = "\x85\u2028\u2029"
 
 
@@ -35,12 +35,11 @@ def sse(event: Event) -> bytes:
 
 
 class EventStream(Response):
-    """Sends server-sent events as they come, until the client leaves or the time is over: it may have stopped
-    reading. Closes `events`.
+    """This response sends events as they come, until the client leaves or the time limit ends, as the client
+    may have stopped reading. It closes `events`.
 
-    The status is decided by the first event, or by what is raised before it. Where neither comes within
-    `HEADERS_S` the headers are sent all the same, and what fails after that is reported by an event. Whenever
-    nothing has been sent for `SILENCE_S`, `ping` is.
+    The first event, or an error before it, decides the status. Where neither comes within `HEADERS_S`, the
+    headers are sent anyway, and a later error is an event. `ping` is sent after each silence of `SILENCE_S`.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class EventStream(Response):
         failure: Callable[[Exception], Iterable[bytes]] | None = None,
         ping: bytes = COMMENT,
     ) -> None:
-        """`failure` makes the events that end a stream which has begun; without it an error cuts the
-        stream off. Without a limit the connection alone sees to a client that does not read."""
+        """`failure` makes the events that end a started stream; without it an error cuts the stream off.
+        Without a time limit only the connection's own timer ends a stream that the client does not read."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -63,15 +62,15 @@ class EventStream(Response):
         self._has_begun = False
         self._beginning = asyncio.Lock()
         self._is_sending = False
-        self._said_s = 0.0
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._said_s = time.monotonic()
+        self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(self._time_limit_s):
                 await until_disconnect(receive, self._send_events(send), partial(self._keep_alive, send))
         except ClientLeft:
-            return  # There is nobody to answer, and a stream that has begun cannot change its status.
+            return  # Nobody can be answered, and a started stream cannot change its status.
         except TimeoutError:
             if not self._has_begun:
                 raise DeadlineExceeded("the deadline has passed") from None
@@ -80,16 +79,16 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await self._say(event, send)
+                    await self._send_event(event, send)
             except Exception as error:
                 if not self._has_begun or self._failure is None:
                     raise
                 for event in self._failure(error):
-                    await self._say(event, send)
+                    await self._send_event(event, send)
                 if not isinstance(error, IsthmusError):
                     raise
         await self._begin(send)
-        self._is_sending = True  # No ping may come behind the last message.
+        self._is_sending = True  # No ping may follow the last message.
         await send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, send: Send) -> None:
@@ -100,31 +99,31 @@ class EventStream(Response):
                 )
                 self._has_begun = True
 
-    async def _say(self, event: bytes, send: Send) -> None:
+    async def _send_event(self, event: bytes, send: Send) -> None:
         if not self._has_begun:
             await self._begin(send)
         self._is_sending = True
         await send({"type": "http.response.body", "body": event, "more_body": True})
         self._is_sending = False
-        self._said_s = time.monotonic()
+        self._sent_s = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> float:
-        """Send what is due by now, and return the seconds until something may be due again."""
+        """Send what is due, and return the seconds until the next check."""
         if not self._has_begun:
-            left_s = self._said_s + HEADERS_S - time.monotonic()
+            left_s = self._sent_s + HEADERS_S - time.monotonic()
             if left_s > 0:
                 return left_s
             await self._begin(send)
-        left_s = self._said_s + SILENCE_S - time.monotonic()
+        left_s = self._sent_s + SILENCE_S - time.monotonic()
         if left_s > 0:
             return left_s
-        if not self._is_sending:  # Otherwise the client does not read what there is.
-            await self._say(self._ping, send)
+        if not self._is_sending:  # Otherwise the client is not reading.
+            await self._send_event(self._ping, send)
         return SILENCE_S
 
 
 class ClientLeft(Aborted):
-    """Nobody is there to be answered."""
+    pass
 
 
 async def until_disconnect(
@@ -132,12 +131,11 @@ async def until_disconnect(
     work: Coroutine[Any, Any, _T],
     keep_alive: Callable[[], Awaitable[float | None]] | None = None,
 ) -> _T:
-    """Return what `work` returns. When the client leaves first, `work` is cancelled and has ended.
+    """Return the result of `work`, which is cancelled and awaited when the client leaves first.
 
-    `keep_alive` is called meanwhile: at first, and whenever the seconds that it returned are over.
+    `keep_alive` is called at the start and then whenever the seconds that it returned have passed.
 
-    Raises:
-        ClientLeft: nothing can be sent any more.
+    Raises ClientLeft.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
@@ -147,7 +145,7 @@ async def until_disconnect(
             await asyncio.wait((working, leaving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        leaving.result()  # It raises what `receive` did.
+        leaving.result()  # This raises the error of `receive`, if there was one.
         raise ClientLeft("the client closed the connection")
     finally:
         working.cancel()

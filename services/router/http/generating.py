@@ -1,10 +1,10 @@
-"""A call for a generation goes one way, whichever API it is made by.
+"""Every API's request for a generation takes the same path.
 
     body -> Call -> Generator.generate() ---> JSON, or server-sent events
                            |
                            +-- closed at the end, on an error, and when the client leaves
 
-An error before the headers of a stream (event_stream.py) has a status, one after them is an event of its own.
+An error before a stream's headers (event_stream.py) has a status; a later one is an event.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ async def generate_all(
     requests: Sequence[GenerateRequest],
     answers_each: int,
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Yield the responses of all requests as if one had all their answers, prompt by prompt.
+    """Yield the responses of all requests as if they were one request's answers, prompt by prompt.
 
-    An error of one is raised, and the others are given up; Aborted where somebody stopped one.
+    An error of one request closes the others and is raised. Raises Aborted where one was aborted.
     """
     sources = [generate(request) for request in requests]
     async with aclosing(merged(sources)) as responses:
@@ -53,7 +53,7 @@ async def generate_all(
             yield response
 
 
-# They take some ten milliseconds to write down: all streams of the loop would feel it.
+# Writing these takes some ten milliseconds, which would delay all streams of the loop.
 _MANY_LOGPROBS = 1 << 14
 
 
@@ -63,8 +63,7 @@ async def whole(
     num_answers: int = 1,
     answers_each: int = 1,
 ) -> Json | list[Json]:
-    """Return the answer as a whole, and close `responses`, which are of so many answers, so many to each
-    prompt.
+    """Return all answers as one JSON value, and close `responses`.
 
     Raises InvalidRequest for too many log-probabilities.
     """
@@ -102,8 +101,8 @@ log = logging.getLogger(__name__)
 
 
 class Generating(Generic[CallT]):
-    """Answers calls for a generation. `clock` gives seconds since the epoch, `count` receives the dialect's
-    name."""
+    """This endpoint serves generations. `clock` returns seconds since the epoch, and `count` receives the
+    dialect's name."""
 
     def __init__(
         self,
@@ -129,9 +128,9 @@ class Generating(Generic[CallT]):
             answer = self._dialect.answer(call, await self._envelope(call))
         except (InvalidRequest, NotFound, Forbidden) as error:
             (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))
-            self._generation.rejected(kind(str(error)))  # All fronts count it by that name.
+            self._generation.rejected(kind(str(error)))  # The gRPC service counts it under the same name.
             raise
-        _tell_left_out(call)
+        _log_left_out(call)
         responses = self._responses(call, answer.request, timeout_s)
         if call.constraint_param:
             responses = _naming_constraint(responses, call.constraint_param)
@@ -157,7 +156,7 @@ class Generating(Generic[CallT]):
         self, call: CallT, request: GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[GenerateResponse, None]:
         generate = partial(self._generation.generate, callers.own(request), timeout_s, call.traceparent)
-        scores = request.sampling.HasField("prompt_logprobs")  # which name no ids
+        scores = request.sampling.HasField("prompt_logprobs")  # Log-probabilities of a prompt hold no ids.
         return _with_prompt(generate) if call.reports_prompt or scores else generate()
 
     async def _envelope(self, call: Call) -> Envelope:
@@ -173,7 +172,6 @@ def only_model(generation: Generator) -> str:
 async def _with_prompt(
     generate: Callable[..., AsyncGenerator[GenerateResponse, None]],
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Put the prompt's ids in the first response. `generate` is Generator's."""
     prompts: list[PackedIds] = []
     async with aclosing(generate(tell_prompt=prompts.append)) as responses:
         async for response in responses:
@@ -185,8 +183,8 @@ async def _with_prompt(
 async def _naming_constraint(
     responses: AsyncGenerator[GenerateResponse, None], param: str
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Yield the responses. What is wrong with the constraint is reported by what the body calls it: several
-    names have the same meaning."""
+    """Yield the responses. An error in the constraint gets its name in the body, as several parameters mean
+    the same."""
     async with aclosing(responses):
         try:
             async for response in responses:
@@ -197,7 +195,7 @@ async def _naming_constraint(
             raise InvalidParameter(param, error.problem.lstrip(",: ")) from error
 
 
-def _tell_left_out(call: Call) -> None:
+def _log_left_out(call: Call) -> None:
     if call.left_out:
         names = ",".join(call.left_out)
         log_lines.event(log, "left_out", request_id=call.request.request_id, names=names)

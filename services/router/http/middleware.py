@@ -1,5 +1,5 @@
-"""The framing of bodies, keys, and the ids of requests are seen to before the routes; errors are answered
-behind them, in the words of the API that was asked, which its path tells."""
+"""Middleware checks the framing of bodies, the keys and the request ids before the routes. Errors are
+formatted for the API that the path belongs to."""
 
 import math
 import secrets
@@ -37,7 +37,7 @@ GENERATE = "/generate"
 HEALTH = "/health"
 
 
-# Bodies call the prompt so.
+# These are the names of the prompt in the bodies.
 _PROMPTS = {
     CHATS: "messages",
     COMPLETIONS: "prompt",
@@ -47,7 +47,7 @@ _PROMPTS = {
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer an error. A bug keeps its frames, which Starlette has yet to log."""
+    """Return the response for an error. A bug keeps its frames, which Starlette still has to log."""
     if isinstance(error, IsthmusError):
         let_frames_go(error)
     path = request.url.path
@@ -76,17 +76,17 @@ def _is_anthropics(path: str) -> bool:
 
 def headers_of(error: Exception) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
-        return {"WWW-Authenticate": "Bearer"}  # Every 401 has it (RFC 9110, 11.6.1).
+        return {"WWW-Authenticate": "Bearer"}  # RFC 9110, 11.6.1 requires this for every 401.
     if isinstance(error, UnknownEncoding):
-        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16 asks for it.
+        return {"Accept-Encoding": ", ".join(ENCODINGS)}  # RFC 9110, 15.5.16 recommends this.
     wait_s = error.retry_after_s if isinstance(error, NoCapacity) else None
     return {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
 
 
 class OneLength:
-    """This ASGI middleware refuses a request which gives its length twice, and closes its connection. A
-    proxy may heed Content-Length where we heed Transfer-Encoding: then what is a body to it is another
-    client's request to us (RFC 9112, 6.1 and 11.2)."""
+    """This ASGI middleware refuses a request with both Content-Length and Transfer-Encoding, and closes its
+    connection. A proxy that follows the one while we follow the other would let a body pass as another
+    client's request (RFC 9112, 6.1 and 11.2)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -106,8 +106,8 @@ _NOBODY = "\0"  # No tenant has that name.
 
 
 class HttpDoor:
-    """This ASGI middleware asks every request for a key, but for those to `open_paths`. What it wraps asks
-    `callers.current` whose it was."""
+    """This ASGI middleware requires a key, except for `open_paths`. The app reads the caller
+    from `callers.current`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -131,8 +131,8 @@ class HttpDoor:
 
 
 def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
-    """Return whose a request is by its key and its header; with a key that belongs to no tenant its body
-    may still name one. Those who are refused at the door are nobody."""
+    """Return the request's tenant by its key and header. With a key of no tenant the body may still name one.
+    A request that will be refused gets a name that no tenant has."""
     try:
         caller = ANYBODY if keys is None else keys.check(_key_of(headers))
         return caller.tenant_of(headers.get(TENANT, ""))
@@ -141,7 +141,6 @@ def tenant_of(keys: ApiKeys | None, headers: Headers) -> str:
 
 
 def _key_of(headers: Headers) -> str | None:
-    """Return the key that is shown as a bearer's; Anthropic's clients have a header of their own for it."""
     own = headers.get("x-api-key")
     return headers.get("authorization") or (None if own is None else f"Bearer {own}")
 
@@ -154,25 +153,26 @@ _SUFFIX_BYTES = 3
 
 
 class RequestIds:
-    """ASGI middleware: the id of a request is the client's own where it can be, and reported in every answer.
+    """This ASGI middleware uses the client's own request id where possible, and reports the id with every
+    answer.
 
-        x-request-id: a    its tenant has none such  -> a
-                           a request of its has it   -> a-1f6e02   proxies hand one id to all of a trace
-                           absent, or no id          -> drawn
+        x-request-id: a    no request of the tenant has it  -> a
+                           a request of the tenant has it   -> a-1f6e02   Proxies repeat a trace's id.
+                           absent, or no valid id           -> random
 
-    Tenants choose their ids apart, and learn nothing of each other's. Over gRPC a client that gives an id
-    twice at a time gets an error (ALREADY_EXISTS). What it wraps reads the id from the request's header.
+    Tenants have separate ids and learn nothing about each other's. Over gRPC a second request with a running
+    request's id is an error (ALREADY_EXISTS). The app reads the id from the request's header.
     """
 
     def __init__(
         self, app: ASGIApp, is_running: Callable[[str, str], bool], tenant_of: Callable[[Headers], str]
     ) -> None:
-        """`is_running` tells whether a request of the tenant that came in otherwise has the id.
-        `tenant_of` tells whose a request is, as far as its headers say."""
+        """`is_running` returns whether a request of the tenant from another front end has the id. `tenant_of`
+        returns the request's tenant as far as the headers name it."""
         self._app = app
         self._is_running = is_running
         self._tenant_of = tenant_of
-        self._used: set[tuple[str, str]] = set()  # Requests that are answered now use them.
+        self._used: set[tuple[str, str]] = set()  # Running requests use these ids.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,11 +1,11 @@
-"""The page is a browser's files (static/), which ask the HTTP API for what they show. It is served over HTTP:
-nothing but its own files may run in it, and nobody else may frame it.
+"""The page is a set of static files (static/) that call the HTTP API. Only these files may run in it, and no
+other site may frame it.
 
-    /                     index.html, which names the files by the digest of them all
-    /page/DIGEST/NAME     never changes: kept by browsers for a year
-    /favicon.ico          for browsers that do not read index.html first
+    /                     index.html, which refers to the files by the digest of all of them
+    /page/DIGEST/NAME     a file that never changes: browsers keep it for a year
+    /favicon.ico          the icon for browsers that do not read index.html first
 
-All files are read at the start: no path reaches the disk.
+All files are read at the start, so that no path reaches the disk.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ _MEDIA_TYPES = {
     ".txt": "text/plain; charset=utf-8",
 }
 _FOR_EVER = "public, max-age=31536000, immutable"
-_ASK_AGAIN = "no-cache"  # It is kept, but not used before the ETag has been compared.
-_ROOT = "page/"  # In index.html it is relative, so that a proxy may serve the page below a path of its own.
+_ASK_AGAIN = "no-cache"  # Browsers keep it, but compare the ETag before they use it.
+_ROOT = "page/"  # This is relative in index.html, so that a proxy may serve the page below another path.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,6 @@ class PageFile:
 
 
 def page_files(folder: Path = STATIC) -> Mapping[str, PageFile]:
-    """Return the page's files, by the path that each is served under. Raises KeyError for a file of no
-    known type."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -69,8 +67,8 @@ def _digest(contents: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-# Scripts and styles come from this router alone, and none stands in the markup: what a model or a tenant says
-# cannot become one. Styles that a script sets through the DOM are not concerned (CSP 3, 8.3).
+# Scripts and styles come only from this router, and none is in the markup, so that a text from a model or a
+# tenant cannot become one. The policy does not cover styles that a script sets through the DOM (CSP 3, 8.3).
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -83,8 +81,6 @@ _HEADERS = {
 
 
 class Page:
-    """`paths` need no key: there is nothing in them that is not in the source."""
-
     def __init__(self, files: Mapping[str, PageFile] | None = None) -> None:
         self._files = page_files() if files is None else files
         self.paths = frozenset(self._files)
@@ -93,7 +89,6 @@ class Page:
         return [Route(path, self._answer, methods=["GET"]) for path in self._files]
 
     async def _answer(self, request: Request) -> Response:
-        """Answer a request, HEAD too: whoever serves leaves its body out."""
         file = self._files[request.url.path]
         headers = {**_HEADERS, "etag": file.etag, "cache-control": file.cache_control}
         if _has(request.headers.get("if-none-match", ""), file.etag):
@@ -102,5 +97,5 @@ class Page:
 
 
 def _has(if_none_match: str, etag: str) -> bool:
-    """Compare weakly (RFC 9110, 13.1.2): a proxy that compresses makes W/ of it."""
+    """Compare weakly (RFC 9110, 13.1.2), as a proxy that compresses adds W/."""
     return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

@@ -1,4 +1,5 @@
-"""Each path of the HTTP APIs, which generate as the gRPC one does, has its endpoint here."""
+"""This module maps each path of the HTTP APIs to its endpoint; generations take the same path as
+over gRPC."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -68,17 +69,17 @@ def http_app(
 
     Args:
         generation: The router that answers.
-        defaults: What a request samples by where it does not say.
+        defaults: The sampling parameters of a request that sets none.
         model_path: The model's directory on this machine, for SGLang's /model_info.
-        page: What people see at /.
-        keys: Who may use the API; without them it serves anybody.
-        allowed_origins: Web pages' origins that may call the API.
-        leaves_images_out: Whether a text stands for each image of a body, which is refused otherwise.
+        page: The web page at /.
+        keys: The API keys; without them anybody may use the API.
+        allowed_origins: The origins of web pages that may call the API.
+        leaves_images_out: Whether a text replaces each image of a body, which is an error otherwise.
         max_body_bytes: The largest body.
-        in_flight: Counts the bytes of bodies.
-        clock: Gives seconds since the epoch, for the `created` fields.
-        count: It receives each call's dialect.
-        metrics: What Prometheus sees at /metrics.
+        in_flight: The count of the bytes of bodies.
+        clock: The function that returns seconds since the epoch, for the `created` fields.
+        count: The function that receives each call's dialect.
+        metrics: The Prometheus metrics at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     bodies = BodyReader(max_body_bytes, generation.context_tokens, leaves_images_out=leaves_images_out)
@@ -98,15 +99,15 @@ def http_app(
     ]
     handlers = {IsthmusError: answer_error, HTTPException: answer_http_error, Exception: answer_error}
     starlette = Starlette(routes=routes, exception_handlers=handlers)
-    starlette.router.redirect_slashes = False  # The scheme may be one that a proxy before us does not speak.
+    starlette.router.redirect_slashes = False  # Its URL's scheme may not be the proxy's.
     app: ASGIApp = starlette
     if in_flight is not None:
         app = CountedBodies(app, in_flight)
-    # This stands around all of it: Starlette answers what is a bug outside of any middleware of its own.
+    # The rest is outside of Starlette, which answers bugs outside of its own middleware.
     if keys is not None:
         open_paths = frozenset({HEALTH}) | (page.paths if page is not None else frozenset())
         app = HttpDoor(app, keys, open_paths=open_paths)
-    if allowed_origins:  # It stands outside of the door: a browser asks beforehand, and shows no key then.
+    if allowed_origins:  # This is outside of HttpDoor: a browser's preflight request has no key.
         app = CORSMiddleware(
             app,
             allow_origins=allowed_origins,
@@ -119,7 +120,7 @@ def http_app(
 
 
 def _without_last_slash(app: ASGIApp) -> ASGIApp:
-    """A client's base URL and path may both have a slash: /v1/models/ is /v1/models to everything behind."""
+    """A client's base URL and path may both have a slash: the app sees /v1/models for /v1/models/."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "/")
