@@ -11,7 +11,7 @@ from enum import Enum
 from math import inf
 from typing import Any, Self
 
-from services.router.text.chat_turns import said_in
+from services.router.text.chat_turns import content_of
 from services.router.text.prompt import PastAnswers
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
@@ -96,7 +96,7 @@ def _continued(chat: Chat) -> ContinuedTurn | None:
     if not (chat.continue_final_message and chat.messages):
         return None
     last = chat.messages[-1]
-    return ContinuedTurn(said_in(last), tuple(last.token_ids))
+    return ContinuedTurn(content_of(last), tuple(last.token_ids))
 
 
 def _schema(tool: Tool, name: str) -> Any:

@@ -1,14 +1,13 @@
-"""An answer ends at some token ids and stop strings; this finds which, and what of it is its own. Pure.
+"""This module finds where an answer ends, by token ids and stop strings, and what of it is the answer's own.
+It is pure.
 
-Stop strings are looked for in text that comes in pieces.
+Stop strings are searched for in text that arrives in pieces. The match that is complete first wins; of those
+complete at the same character, the longest. So the released text does not depend on how the text is cut into
+pieces, and no look-ahead past a match is needed. Each stop string has a Knuth-Morris-Pratt automaton: a
+character costs the same for a string of any length.
 
-The match that is complete first wins; of those complete at the same character, the longest. So what is
-released does not depend on where the pieces are cut, and no look-ahead past a match is needed. Each stop
-string has a Knuth-Morris-Pratt automaton: a character costs the same however long the string is.
-
-An answer's ids are cut to what it said: without what ended it and was not its own.
-
-Texts that an answer must not contain become the ids that it would say them by.
+An answer's ids are cut to its own text, without the stop token or stop string that ended it. Texts that an
+answer must not contain become the ids that would write them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ from services.values.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EndOfSequence:
-    """`stated` are the ids of generation_config.json, as transformers' generate takes them, or of config.json
-    where it states none. The tokenizer's own ends a generation too, as with vLLM and SGLang: a model tuned
-    for chat often has another end than the configuration that it inherited."""
+    """`stated` are the ids of generation_config.json, as transformers' generate uses them, or else of
+    config.json. The tokenizer's own id ends a generation too, as with vLLM and SGLang: a model tuned for chat
+    often has another end than the configuration that it inherited."""
 
-    source: str  # this file states them, or none where it is empty
+    source: str  # This is the file that states them, or "".
     stated: tuple[int, ...]
     tokenizer: int | None
 
@@ -35,13 +34,12 @@ class EndOfSequence:
 
 
 def find_end_of_sequence(configs: Mapping[str, Mapping[str, Any]], tokenizer: int | None) -> EndOfSequence:
-    """The first of `configs`, which are by file name, that states an id is the one that counts.
+    """Return the ids of the first of `configs`, by file name, that states any.
 
-    Raises:
-        ConfigError: What it states is no token id.
+    Raises ConfigError where it states something other than token ids.
     """
     for source, config in configs.items():
-        text_config = config.get("text_config") or {}  # multimodal checkpoints keep it there
+        text_config = config.get("text_config") or {}  # Multimodal checkpoints have it there.
         if stated := _ids(source, config.get("eos_token_id", text_config.get("eos_token_id"))):
             return EndOfSequence(source, stated, tokenizer)
     return EndOfSequence("", (), tokenizer)
@@ -55,11 +53,10 @@ def _ids(source: str, value: Any) -> tuple[int, ...]:
 
 
 class StopStrings:
-    """One stream of text is searched. With `included`, what is found is released, too, so that nothing is
-    held back.
+    """This searches one stream of text. With `included` the match is released, too, so that no text is held
+    back.
 
-    Raises:
-        ValueError: A stop string is empty.
+    Raises ValueError where a stop string is empty.
     """
 
     def __init__(self, stop: tuple[str, ...], included: bool = False) -> None:
@@ -71,10 +68,10 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that no stop string can begin in any more, and the stop string once one is
-        complete.
+        """Return the text that cannot begin a stop string any more, and the stop string once one is complete.
 
-        Text from the match on, or behind it where that is included, is dropped; so is all that comes later.
+        The text from the match on, or behind it where the match is `included`, is dropped, and so is all
+        later text.
         """
         if self._matched is not None or not self._automata:
             return ("" if self._matched is not None else text), self._matched
@@ -99,8 +96,6 @@ class StopStrings:
 
 
 class _Automaton:
-    """It knows how much of `pattern` the text ends with: the longest prefix that is a suffix of the text."""
-
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.matched_len = 0
@@ -115,7 +110,8 @@ class _Automaton:
 
 
 def _borders(pattern: str) -> list[int]:
-    """Return for each i how long a proper prefix of pattern[:i + 1] that is also its suffix is at most."""
+    """Return for each i the length of the longest proper prefix of pattern[:i + 1] that is also
+    its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):
@@ -127,7 +123,7 @@ def _borders(pattern: str) -> list[int]:
     return borders
 
 
-_STOP_IDS = 1024  # a stop string has fewer
+_STOP_IDS = 1024  # A stop string has fewer ids.
 
 
 class TextTokenizer(Protocol):
@@ -139,7 +135,8 @@ class TextTokenizer(Protocol):
 def without_stop_token(
     ids: Sequence[int], stop_token_ids: Sequence[int], end_ids: Sequence[int]
 ) -> Sequence[int]:
-    """`stop_token_ids` are the client's, `end_ids` the model's: these end an answer in every prompt."""
+    """Return the ids without the client's stop token at the end. `end_ids` are the model's own, which stay,
+    as they end an answer in every prompt."""
     is_stop = bool(ids) and ids[-1] in stop_token_ids and ids[-1] not in end_ids
     return ids[:-1] if is_stop else ids
 
@@ -151,9 +148,9 @@ def unended(ids: Sequence[int], end_ids: Sequence[int]) -> Sequence[int]:
 def until_stop_string(
     tokenizer: TextTokenizer, ids: Sequence[int], stop_string: str, *, included: bool = False
 ) -> Sequence[int]:
-    """Return the ids up to where the stop string begins or, where it is `included`, ends. Where that is
-    within a token, its part of the text is encoded anew. Nothing is returned where the string is not in the
-    text, with special tokens written out."""
+    """Return the ids up to where the stop string begins or, where it is `included`, ends. A token that it
+    cuts is encoded again in part. Return nothing where the text, with special tokens written out, lacks
+    the string."""
     ids, last = ids[:-_STOP_IDS], ids[-_STOP_IDS:]
     text = tokenizer.text_of(last)
     begin, kept = _begin(text, stop_string, len(tokenizer.text_of(last[:-1]))), len(last)
@@ -167,8 +164,8 @@ def until_stop_string(
 
 
 def _begin(text: str, stop_string: str, before_last: int) -> int:
-    """Return where the string begins that ended the answer: the first that the last token completes, which
-    may be two. Text that was held back comes later, and the string then is the last."""
+    """Return where the stop string begins: at the first match that the last token completes, of perhaps two.
+    Without one, text was held back and came later, so that the last match counts."""
     first = text.find(stop_string, max(0, before_last - len(stop_string) + 1))
     return text.rfind(stop_string) if first < 0 else first
 
@@ -183,10 +180,10 @@ class TextEncoder(Protocol):
 
 
 def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
-    """Encode each word as at a text's beginning and as behind a blank, like vLLM's bad_words. Where one way
-    of writing ends with another, the shorter one bans both."""
+    """Encode each word as at the beginning of a text and as after a blank, like vLLM's bad_words. An encoding
+    that ends with a shorter one is left out, as the shorter one bans both."""
     written = dict.fromkeys(ids for word in words for ids in _written(tokenizer, word))
-    lengths = {len(ids) for ids in written}  # a word of a thousand ids has too many ends
+    lengths = {len(ids) for ids in written}  # A word of a thousand ids has too many ends to try all.
     return tuple(ids for ids in written if not any(ids[-n:] in written for n in lengths if n < len(ids)))
 
 

@@ -1,7 +1,7 @@
-"""This holds what an answer says, and finds when two of them say the same. Pure.
+"""This module holds the message of an answer, and finds out when two messages are the same. It is pure.
 
-A parser of answers makes an AnswerMessage at an answer's end. The router remembers its ids, and finds them
-again when a client sends the answer back in a later chat, in whatever form its JSON has come to have.
+A parser makes an AnswerMessage at an answer's end. The router remembers the answer's ids, and finds them
+again when a client sends the answer back in a later chat, however its JSON has changed.
 """
 
 import json
@@ -14,7 +14,8 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A model calls a tool. `arguments` are JSON as it wrote them, or what it wrote instead."""
+    """This is a tool call. `arguments` are the JSON as the model wrote it, or the invalid text that
+    it wrote."""
 
     id: str
     name: str
@@ -23,26 +24,24 @@ class AnswerCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """A client gets this answer, all deltas put together.
-
-    `calls` are those that the client sees: what could not be parsed is in `content`.
-    """
+    """This is the whole answer that a client gets. `calls` are those that the client sees; calls that could
+    not be parsed are in `content`."""
 
     content: str
     reasoning: str = ""
     calls: tuple[AnswerCall, ...] = ()
 
 
-def said(content: str, calls: Sequence[AnswerCall]) -> bytes:
-    """Return a digest of what was said: equal for messages that differ by ids of calls, blanks and order of
-    keys in their arguments, by how those are escaped, or by white space around the content."""
+def message_digest(content: str, calls: Sequence[AnswerCall]) -> bytes:
+    """Return a digest that is equal for messages that differ only in the ids of calls, in blanks, key order
+    and escapes in arguments, and in white space around the content."""
     names = [[call.name, canonical_json(call.arguments)] for call in calls]
     return digest(json.dumps([content.strip(), names]))
 
 
 def canonical_json(text: str) -> str:
-    """Return the same for texts that are the same to a reader of JSON. A text that is no JSON stays, an empty
-    one is {}."""
+    """Return the same text for equal JSON values. A text that is not JSON stays as it is, and an empty one
+    is {}."""
     try:
         return json.dumps(json.loads(text.strip() or "{}", parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
@@ -50,18 +49,15 @@ def canonical_json(text: str) -> str:
 
 
 def _number(text: str) -> float:
-    """1.0 is 1 to clients that know one kind of number."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
 
 def with_whole_characters(source: str) -> str:
-    """Return the JSON with U+FFFD where it escapes half of a surrogate pair: models write that, and nobody
-    can pass it on. JSON without any stays as it is.
+    """Return the JSON with U+FFFD in place of each escaped half of a surrogate pair: models write these, and
+    no text can hold them. JSON without any stays as it is.
 
-    Raises:
-        ValueError: It is no JSON.
-        RecursionError: It is nested too deeply.
+    Raises ValueError where it is not JSON, and RecursionError where it is nested too deeply.
     """
     if "\\u" not in source:
         return source
@@ -71,7 +67,7 @@ def with_whole_characters(source: str) -> str:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return a digest of the parts in their order, each apart from the next."""
+    """Return a digest of the sequence of parts."""
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part

@@ -1,6 +1,6 @@
-"""The ids of past answers are found by whatever a later chat may name them with. Pure.
+"""This module remembers the ids of past answers by all names that a later chat may use for them. It is pure.
 
-The router remembers the ids that each conversation last held, and finds how much a new prompt repeats.
+It also remembers the ids that each conversation last had, and finds how many of them a new prompt repeats.
 """
 
 from array import array
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from services.router.tenant_lru import TenantLru
 
-# An answer costs so much beside its ids, for its digests and our books of it; and each of its keys so much.
+# An answer costs about this much memory beside its ids, and each of its keys this much.
 _OVERHEAD_BYTES = 512
 _KEY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedAnswer:
-    """`prompt_end` are the last ids of its prompt. `said` and `reasoning` are digests of what it said and
-    thought; `reasoning` is empty where it did not think."""
+    """`prompt_end` are the last ids of its prompt. `message_digest` and `reasoning` are digests of its
+    message and its thinking; the latter is empty without thinking."""
 
     ids: "array[int]"
     prompt_end: "array[int]"
-    said: bytes
+    message_digest: bytes
     reasoning: bytes = b""
 
     def size_bytes(self, num_keys: int) -> int:
@@ -29,18 +29,18 @@ class RememberedAnswer:
 
 
 class AnswerMemory:
-    """Keys lead to answers; where memory is short, the least recently used ones of the tenant that has the
-    most go.
+    """This maps keys to answers. When memory is full, the tenant with the most bytes loses its least recently
+    used answers.
 
-    A key under which two answers of other ids were remembered is ambiguous, and finds nothing. Tenants never
-    have a key in common: whoever makes the keys sees to that.
+    A key of two answers with different ids is ambiguous, and finds nothing. Tenants must not share a key,
+    which the caller ensures.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._next_number = 0
         self._answers: TenantLru[int, tuple[RememberedAnswer, Sequence[bytes]]] = TenantLru(max_bytes)
-        # Each key has the number of its answer, and whether that is the only one.
+        # Each key has the number of its answer, and whether that answer is the only one.
         self._owners: dict[bytes, tuple[int, bool]] = {}
 
     def __len__(self) -> int:
@@ -51,7 +51,6 @@ class AnswerMemory:
         return self._answers.size
 
     def remember(self, tenant: str, keys: Sequence[bytes], answer: RememberedAnswer) -> bool:
-        """Return whether there is memory for it."""
         size_bytes = answer.size_bytes(len(keys))
         if size_bytes > self._max_bytes:
             return False
@@ -88,7 +87,7 @@ def drift_tokens(remembered: Sequence[int], prompt: Sequence[int]) -> int:
 def _common_prefix_len(first: "array[int]", second: "array[int]") -> int:
     """Compare by halves, so that the work is done in C."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # first[:low] == second[:low], and they differ somewhere in [low, high] or end
+    while low < high:  # first[:low] == second[:low], and they differ somewhere in [low, high] or end there.
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle
@@ -98,18 +97,19 @@ def _common_prefix_len(first: "array[int]", second: "array[int]") -> int:
 
 
 class ConversationMemory:
-    """It remembers the ids of the last turn, prompt and output, of each tenant's conversations. Where memory
-    is short, the least recently used one of the tenant that has the most goes."""
+    """This remembers the ids of the last turn, prompt and output, of each tenant's conversations. When memory
+    is full, the tenant with the most ids loses its least recently used conversation."""
 
     def __init__(self, max_conversations: int, max_token_ids: int) -> None:
-        """`max_token_ids`, of 4 bytes, bounds those of all conversations together."""
+        """`max_token_ids` limits the ids of all conversations together; an id takes 4 bytes."""
         self._last_turns: TenantLru[str, array[int]] = TenantLru(max_token_ids, max_conversations)
 
     def __len__(self) -> int:
         return len(self._last_turns)
 
     def remember(self, tenant: str, conversation_id: str, token_ids: Sequence[int]) -> None:
-        """A turn that is longer than all may be together is not remembered, nor is the one before it."""
+        """Remember the turn instead of the last one. A turn above the limit is not remembered, and the last
+        one is dropped."""
         self._last_turns.put(tenant, conversation_id, array("I", token_ids), len(token_ids))
 
     def recall(self, tenant: str, conversation_id: str) -> Sequence[int] | None:

@@ -1,5 +1,4 @@
-"""A chat's messages and tools are checked at the door and become turns for templates. Errors name the
-field."""
+"""A chat's messages and tools are checked and become turns for templates. Errors name the field."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,17 @@ from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, Too
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_VARIABLES_BYTES = 4096
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-_ENTRY_BYTES = 256  # an entry of a table takes about that beside its text
+_ENTRY_BYTES = 256  # An entry of a table takes about this much memory beside its text.
 _MOST_TOOLS = 1024
-_MOST_CHARS = 256 << 10  # all tools of a chat take some 15 ms the first time
+_MOST_CHARS = 256 << 10  # Comparing this much for the first time takes some 15 ms.
 _OF_ASSISTANTS = ("token_ids", "reasoning", "tool_calls", "answer_id")
 
-Content = str | Sequence[str]  # a sequence is of parts
+Content = str | Sequence[str]  # A sequence holds parts.
 _AsSent = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A template gets this message. The arguments of its calls are JSON objects."""
-
     role: str
     content: Content = ""
     reasoning: str = ""
@@ -37,9 +34,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
-    """A template gets this chat: `tools` in OpenAI's shape, and `variables` that it may read. Where it
-    `continues`, the last turn is a model's, which goes on. `origins` are, for each turn, the indices of the
-    messages that it was made of, in their order. `may_call` says that a tool may be called."""
+    """This is a chat for a template, with `tools` in OpenAI's format and the template's `variables`. Where it
+    `continues`, the last turn is the model's, and the answer continues it. `origins` are, for each turn, the
+    indices of the messages that it was made of, in order."""
 
     turns: Sequence[Turn]
     tools: Sequence[dict[str, Any]] = ()
@@ -53,7 +50,7 @@ class ChatTurns:
 
 
 def read_chat(chat: Chat) -> ChatTurns:
-    """Raise InvalidRequest where a field of the chat is wrong; the error names it."""
+    """Return the chat's turns. Raises InvalidRequest, which names the wrong field."""
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
@@ -77,16 +74,15 @@ def _check_continued(last: ChatMessage, name: str) -> None:
         )
     if last.tool_calls:
         raise InvalidRequest(f"{name}.tool_calls", "must be empty where the answer goes on with its content")
-    if not (said_in(last) or last.token_ids):
+    if not (content_of(last) or last.token_ids):
         raise InvalidRequest(f"{name}.content", "must not be empty where the answer goes on with it")
 
 
-def said_in(message: ChatMessage) -> str:
+def content_of(message: ChatMessage) -> str:
     return message.content or "".join(message.parts)
 
 
 def with_text(turn: Turn, text: str) -> Turn:
-    """Return the turn with its calls as a text behind its content."""
     content = turn.content if isinstance(turn.content, str) else "".join(turn.content)
     return replace(turn, content="\n".join(filter(None, [content, text])), calls=())
 
@@ -118,7 +114,7 @@ def _call(call: ToolCall, name: str) -> AnswerCall:
     try:
         arguments = with_whole_characters(call.arguments or "{}")
     except (ValueError, RecursionError):
-        arguments = call.arguments  # the error below says more
+        arguments = call.arguments  # The check below has a better message.
     _read_object(arguments, f"{name}.arguments")
     return AnswerCall(call.id, call.name, arguments)
 
@@ -141,10 +137,9 @@ def _read_variables(text: str) -> Mapping[str, Any]:
 
 
 def _read_object(text: str, name: str) -> dict[str, Any]:
-    """An empty text is an empty object."""
     try:
         value = json.loads(text or "{}")
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode()  # Half of a surrogate pair cannot be encoded.
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(name, f"must be a JSON object: {error}") from error
     if not isinstance(value, dict):
@@ -153,16 +148,17 @@ def _read_object(text: str, name: str) -> dict[str, Any]:
 
 
 class ToolSpellings:
-    """Tools that say the same are spelt as they were at first, so that prompts that show them begin alike.
+    """This gives equal tools the spelling that was used first, so that the prompts that show them have a
+    common prefix.
 
-    Clients order the keys of a schema anew when they start again; to a cache of prefixes that is another
-    prompt. Each tenant's first spelling of a tool's parameters is remembered. Tools differ where their names
-    do, or their descriptions, or where their parameters do as JSON values; the order of an object's keys is
-    no part of a JSON value (RFC 8259, 4).
+    Clients may write the keys of a schema in another order after a restart, which is another prompt to a
+    cache of prefixes. For each tenant the first spelling of a tool's parameters is remembered. Tools are
+    equal if their names, their descriptions and their parameters as JSON values are; the order of keys is no
+    part of a JSON value (RFC 8259, 4).
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds what is remembered; the tenant that has the most forgets first."""
+        """`max_bytes` limits the memory; when it is full, the tenant with the most bytes loses entries."""
         self._known: TenantLru[_AsSent, str] = TenantLru(max_bytes // 2)
         self._first: TenantLru[bytes, str] = TenantLru(max_bytes // 2)
 
@@ -171,8 +167,8 @@ class ToolSpellings:
         return self._known.size + self._first.size
 
     def restore(self, tenant: str, chat: Chat) -> None:
-        """Give each tool of the chat the spelling that the tenant used first, unless there is so much to
-        compare that the loop would be held up."""
+        """Give each tool of the chat the tenant's first spelling, unless comparing so much text would block
+        the loop."""
         if len(chat.tools) > _MOST_TOOLS or sum(len(tool.parameters) for tool in chat.tools) > _MOST_CHARS:
             return
         for tool in chat.tools:

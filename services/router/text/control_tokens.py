@@ -1,16 +1,16 @@
 """Control tokens that are written in a message's text, such as <|im_end|>, stay text and control nothing.
 
-A chat template writes control tokens and what clients say into one text, and a tokenizer cannot tell whose a
-`<|im_end|>` in it is: a user could end the turn and write a system's. So those in messages are hidden before
-the template renders, and the rendered text is encoded by a tokenizer that knows the control tokens by names
-which nobody else can write:
+A chat template writes control tokens and the clients' texts into one text, and a tokenizer cannot tell the
+source of a `<|im_end|>` in it: a user could end the turn and write a system turn. So those in messages are
+hidden before the template renders, and the rendered text is encoded by a tokenizer that knows the control
+tokens by secret names:
 
     message     a <|im_end|> b                          is hidden as  a 3f..0k b
     rendered    <|im_start|>user\\na 3f..0k b<|im_end|>
     encoded     |0|user\\na <|im_end|> b|1|             |0| and |1| are control tokens, <|im_end|> is text
 
-A chat without such text is not changed. Templates that look for a control token in what was said do not find
-it there.
+A chat without such text is not changed. A template that looks for a control token in a message does not find
+it.
 """
 
 import json
@@ -31,7 +31,7 @@ from services.values.errors import InvalidRequest
 
 
 class ControlTokens:
-    """`added` are a tokenizer's added tokens by their ids. `backend` is left as it is."""
+    """`added` are a tokenizer's added tokens by their ids. `backend` is not changed."""
 
     def __init__(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> None:
         self._stem = secrets.token_hex(16)
@@ -43,11 +43,10 @@ class ControlTokens:
         self._renamed, self._ids = self._rename(backend, added)
 
     def hide(self, chat: ChatTurns) -> ChatTurns | None:
-        """Return the chat with names in place of the control tokens that its texts hold, or None where they
-        hold none. A last turn that goes on is what its client says the model wrote, and stays.
+        """Return the chat with names in place of the control tokens in its texts, or None where it has none.
+        A last turn that is continued stays as it is, as the model wrote it.
 
-        Raises:
-            InvalidRequest: The JSON is nested too deeply to be looked through.
+        Raises InvalidRequest where the JSON is nested too deeply.
         """
         last = len(chat.turns) - 1 if chat.continues else len(chat.turns)
         hidden = replace(
@@ -62,15 +61,14 @@ class ControlTokens:
         return self._hidden.sub(lambda match: self._texts[int(match[1])], text)
 
     def encode(self, rendered: str) -> list[int]:
-        """Control tokens that were hidden are text; all others are themselves."""
         renamed = self._pattern.sub(lambda match: self._name(self._numbers[match[0]]), rendered)
         encoding = self._renamed.encode(self.show(renamed), add_special_tokens=False)
         return [self._ids.get(id_, id_) for id_ in encoding.ids]
 
     def encodes_otherwise(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> str:
-        """Return a text that `backend` encodes in another way, so that this cannot take its place, or an
-        empty one where no such text is found. Tokenizers may look for a token behind their normalizer, or
-        only between spaces, or find another that begins before it, and names are not taken for that."""
+        """Return a text that `backend` encodes differently, so that this class must not replace it, or ""
+        where none is found. Tokenizers may search for a token behind their normalizer, or only between
+        spaces, or find another one that begins before it, which does not work with the secret names."""
         others = [token.content for token in added.values() if token.content and not token.special]
         for text in (*map(_among_others, self._texts), *_overlapping(self._texts, others)):
             if self.encode(text) != backend.encode(text, add_special_tokens=False).ids:
@@ -81,7 +79,8 @@ class ControlTokens:
         return self._pattern.sub(lambda match: f"{self._stem}x{self._numbers[match[0]]}k", text)
 
     def _in_parts(self, parts: Sequence[str]) -> Sequence[str]:
-        """Templates may join parts: a token that goes on in the next one is hidden where it begins."""
+        """Hide control tokens in parts, which templates may join: a token that spans parts is hidden where
+        it begins."""
         joined, ends = "".join(parts), list(accumulate(map(len, parts)))
         hidden: list[list[str]] = [[] for _ in parts]
         at = 0
@@ -110,14 +109,14 @@ class ControlTokens:
     def _in_arguments(self, written: str) -> str:
         if "\\" not in written:
             return self._in_text(written)
-        with _not_too_deep("chat.messages.tool_calls.arguments"):  # any character may be escaped
+        with _not_too_deep("chat.messages.tool_calls.arguments"):  # Any character may be escaped.
             value = json.loads(written)
             hidden = self._in_value(value)
             is_same = hidden == value and not self._pattern.search(written)
             return written if is_same else _dump(hidden)
 
     def _in_json(self, value: Any, name: str) -> Any:
-        """Go only through what holds a control token: tools have thousands of texts."""
+        """Search the whole dump before its values, as tools have thousands of texts."""
         with _not_too_deep(name):
             return self._in_value(value) if self._in_dump.search(_dump(value)) else value
 
@@ -132,13 +131,13 @@ class ControlTokens:
         return value
 
     def _name(self, number: int) -> str:
-        return f"\ue000{self._stem}{number}\ue001"  # no model has been taught characters of private use
+        return f"\ue000{self._stem}{number}\ue001"  # No model was trained with characters of private use.
 
     def _rename(
         self, backend: Tokenizer, added: Mapping[int, AddedToken]
     ) -> tuple[Tokenizer, Mapping[int | None, int]]:
-        """Return the same tokenizer with its control tokens renamed, and the right ids of its added tokens.
-        The vocabulary is not copied."""
+        """Return the tokenizer with renamed control tokens, and the right ids of its added tokens. It shares
+        the vocabulary."""
         renamed = Tokenizer(backend.model)
         if backend.normalizer is not None:
             renamed.normalizer = backend.normalizer
@@ -177,7 +176,6 @@ def _among_others(control: str) -> str:
 
 
 def _overlapping(controls: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """Yield texts in which one of the others holds a control token, or ends with the beginning of one."""
     starts = {text[:length]: text for text in controls for length in range(1, len(text) + 1)}
     whole = _pattern_of(controls)
     for other in others:
@@ -205,8 +203,8 @@ def _pattern_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """Return a pattern of the longest text that stands at a place. A thousand of them may begin alike: they
-    are not tried one by one."""
+    """Return a pattern of the longest of the texts at a place. A tree avoids trying a thousand texts with a
+    common prefix one by one."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         by_first.setdefault(text[:1], []).append(text[1:])

@@ -1,23 +1,23 @@
-"""Ids become text while they come, never half a character. Pure, given a decoder.
+"""Ids become text as they arrive, never half a character. The module is pure, given a decoder.
 
-Where ids are bytes no decoder is needed: a character's first bytes are held until its last one comes. Else
-the latest ids are kept in a window and decoded together:
+Where ids are bytes, no decoder is needed: a character's first bytes are held until its last one arrives. Else
+the latest ids are in a window that is decoded as a whole:
 
-    window   | context ........ | pending ........ |     context: gives the decoder its left side
-    text     | released ........... | held ....... |     held: U+FFFD that may yet become a character
+    window   | context ........ | pending ........ |     The context gives the decoder its left side.
+    text     | released ........... | held ....... |     A held U+FFFD may still become a character.
 
-The window is *clean* when its text does not end in U+FFFD: all of it is released, and in time the window is
-cut at the clean point before. While the text ends in U+FFFD that tail is held; once more ids are pending than
-an incomplete character can have, only as much of it is held as an incomplete character can look like.
+The window is *clean* when its text does not end in U+FFFD: all text is released, and at times the window is
+cut at the last clean point. A tail of U+FFFD is held; once more ids are pending than an incomplete character
+can have, only as much of the tail is held as an incomplete character can become.
 
-Some tokenizers' text is nothing but the bytes of their ids, read as UTF-8; this finds the bytes. Pure.
+With some tokenizers a text is only the bytes of its ids, read as UTF-8:
 
-    byte level       GPT-2's alphabet: Llama 3, Qwen, gpt-oss, DeepSeek and their like
-    byte fallback    sentencepiece's; most drop a space at a text's beginning: Llama 2, Mistral, Phi-3
+    byte level       This is GPT-2's alphabet: Llama 3, Qwen, gpt-oss, DeepSeek.
+    byte fallback    This is sentencepiece's: Llama 2, Mistral, Phi-3. Most drop a text's first space.
 
-Bytes that are not UTF-8 become U+FFFD as everywhere: one for each byte that begins nothing, or for what could
-have become a character. The library makes one of each byte of a whole run of fallbacks if any of it is wrong,
-which nobody can know while the run is still being written; so its own decoder is not asked.
+Bytes that are not UTF-8 become U+FFFD as everywhere: one for each byte that begins nothing, or for the bytes
+of an incomplete character. The library replaces each byte of a run of fallbacks if any of the run is wrong,
+which cannot be known while the run is still growing; so its own decoder is not used.
 """
 
 import json
@@ -38,14 +38,13 @@ _DROPS_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`of_ids[id]` is empty where the id has no text. `drops_space` says that a text loses a space at its
-    beginning."""
+    """`of_ids[id]` is empty where the id has no text. `drops_space` says that a text loses a space at
+    its beginning."""
 
     of_ids: Sequence[bytes]
     drops_space: bool = False
 
     def joined(self, token_ids: Iterable[int]) -> bytes:
-        """Ids beyond the last have no bytes."""
         of_ids = self.of_ids
         return b"".join(of_ids[token_id] for token_id in token_ids if token_id < len(of_ids))
 
@@ -54,7 +53,6 @@ class Pieces:
         return text.removeprefix(" ") if self.drops_space else text
 
     def without(self, silent: Iterable[int]) -> "Pieces":
-        """Return the same pieces, in which these ids have no bytes."""
         audible = list(self.of_ids)
         for token_id in silent:
             audible[token_id] = b""
@@ -62,8 +60,8 @@ class Pieces:
 
 
 def pieces_of(tokenizer: Any) -> Pieces | None:
-    """Return the bytes of each id of a tokenizers.Tokenizer, special tokens' too, or None where its text is
-    more."""
+    """Return the bytes of each id of a tokenizers.Tokenizer, including special tokens, or None where its text
+    is not just bytes."""
     kind = _kind_of(tokenizer.decoder)
     if kind is None:
         return None
@@ -73,14 +71,13 @@ def pieces_of(tokenizer: Any) -> Pieces | None:
     for token, token_id in vocabulary.items():
         of_ids[token_id] = bytes_of(token)
     pieces = Pieces(of_ids, drops_space)
-    # The library makes something else of fallbacks above ASCII that stand in the order of their ids.
+    # The library decodes fallbacks above ASCII differently when they are in the order of their ids.
     is_text = bytes_of is bytes_of_byte_level
     ids = sorted(i for i in vocabulary.values() if is_text or of_ids[i][:1] < b"\x80" or len(of_ids[i]) > 1)
     return pieces if tokenizer.decode(ids, skip_special_tokens=False) == pieces.text_of(ids) else None
 
 
 def _kind_of(decoder: Any) -> tuple[Callable[[str], bytes], bool] | None:
-    """Return what turns a token into bytes, and whether a space at the beginning is dropped."""
     says = json.loads(decoder.__getstate__()) if decoder is not None else {}
     if says.get("type") == "ByteLevel":
         return bytes_of_byte_level, False
@@ -91,30 +88,29 @@ def _kind_of(decoder: Any) -> tuple[Callable[[str], bytes], bool] | None:
 
 
 _INCOMPLETE = "\ufffd"
-# An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or (byte
-# fallback) to one for each byte.
+# An incomplete character has at most 3 bytes, hence at most 3 ids, and decodes to one U+FFFD or, with byte
+# fallback, to one for each byte.
 _MAX_INCOMPLETE = 3
-# So many ids say the same of the text's end as all ids would: 3 held U+FFFD of up to 3 bytes each, and the
-# 3 bytes before them after which a UTF-8 stream that was cut anywhere is in step again.
+# This many ids determine the text's end as well as all ids would: 3 held U+FFFD of up to 3 bytes each, and
+# the 3 bytes before them, after which any UTF-8 stream is in step again.
 _MIN_WINDOW = 12
-# A clean window is cut when it is longer than that: cutting costs a second decode.
+# A clean window is cut above this length: cutting costs a second decode.
 _CUT_ABOVE = 16
-# Any window is cut when it is longer than that, but not while a character may yet be whole: among the ids
-# before it, many of which may have come together, the cut could break another.
+# Any window is cut above this length, but not while a character may become whole: many ids may have arrived
+# together, and the cut could break another character.
 _MAX_WINDOW = 32
 
 
 class TokenDecoder(Protocol):
     @property
     def pieces(self) -> Pieces | None:
-        """The bytes of each id, none of silent ones, are known; where this is None text is more than
-        bytes."""
+        """Return the bytes of each id, with none for silent ids, or None where text is not just bytes."""
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Decode ids that are not silent. Bytes that are not UTF-8 become U+FFFD."""
 
     def audible(self, token_ids: Sequence[int]) -> list[int]:
-        """Leave out silent ids (special, unknown), which have no text wherever they stand."""
+        """Return the ids without silent ones (special or unknown), which never have text."""
 
 
 def detokenizer_of(decoder: TokenDecoder) -> "ByteDetokenizer | Detokenizer":
@@ -122,12 +118,10 @@ def detokenizer_of(decoder: TokenDecoder) -> "ByteDetokenizer | Detokenizer":
 
 
 class ByteDetokenizer:
-    """This is the text of one stream of ids. Silent ids have no bytes in `pieces`."""
-
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._held = b""
-        self._drops_space = pieces.drops_space  # this holds as long as there is no text
+        self._drops_space = pieces.drops_space  # This is true until there is text.
 
     def push(self, token_ids: Sequence[int]) -> str:
         data = self._held + self._bytes_of(token_ids)
@@ -151,28 +145,28 @@ class ByteDetokenizer:
 
 
 class Detokenizer:
-    """This is the text of one stream of ids.
+    """This makes the text of one stream of ids.
 
-    All pushes and finish put together are `decode(all ids)`, for decoders whose text never changes once it is
-    complete (byte-level, sentencepiece without byte fallback, per character), and the same however the ids
-    are cut into pushes. A push costs one or two decodes, and where it breaks a character, or ends within one,
-    as many for each id: of at most _MAX_WINDOW ids, the push's, and those of the push before.
+    All pushes and finish together equal `decode(all ids)`, for decoders whose text never changes once it is
+    complete (byte-level, sentencepiece without byte fallback, per character), and do not depend on how the
+    ids are cut into pushes. A push costs one or two decodes; where it breaks a character or ends within one,
+    it costs as many for each id. A decode covers at most _MAX_WINDOW ids and those of this push and the last.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._clean_point = 0  # the ids before it are context, those from it on are pending
-        self._released = 0  # these are characters of the decoded window
+        self._clean_point = 0  # The ids before it are context, and the others are pending.
+        self._released = 0  # This counts characters of the decoded window.
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new text that is final, which is empty while a character is incomplete."""
+        """Return the new final text, which is empty while a character is incomplete."""
         audible = self._tokenizer.audible(token_ids)
         whole = self._push_whole(audible) if len(audible) > 1 else None
         return "".join(map(self._push_one, audible)) if whole is None else whole
 
     def _push_whole(self, token_ids: list[int]) -> str | None:
-        """Return None, having done nothing, where a character of them is broken or may be incomplete."""
+        """Return None, without a change, where a character in them is broken or may be incomplete."""
         window = self._window + token_ids
         text = self._tokenizer.text_of(window)
         new_text = text[self._released :]
@@ -203,7 +197,6 @@ class Detokenizer:
         return len(self._window) - self._clean_point
 
     def finish(self) -> str:
-        """Return what was held back. Nothing can be pushed after."""
         rest = self._tokenizer.text_of(self._window)[self._released :]
         self._window, self._clean_point, self._released = [], 0, 0
         return rest
@@ -223,8 +216,7 @@ class Detokenizer:
 class SpecialTokens(Protocol):
     @property
     def all_pieces(self) -> Pieces | None:
-        """The bytes of each id, special tokens' too, are known; where this is None text is more than
-        bytes."""
+        """Return the bytes of each id, also of special tokens, or None where text is not just bytes."""
 
     @property
     def special_tokens(self) -> Mapping[int, str]: ...
@@ -232,12 +224,11 @@ class SpecialTokens(Protocol):
     def is_silent(self, token_id: int) -> bool: ...
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Special tokens are written out."""
+        """Decode ids, with special tokens written out."""
 
 
 class MarkerDecoder:
-    """It decodes for a parser: what a client sees, and the special tokens that `is_marker` says are
-    markers."""
+    """This decodes for a parser: the client's text and the special tokens that `is_marker` accepts."""
 
     def __init__(self, tokenizer: SpecialTokens, is_marker: Callable[[str], bool]) -> None:
         self._tokenizer = tokenizer

@@ -1,13 +1,14 @@
-"""A request's prompt becomes ids, whichever way the client gave it.
+"""A request's prompt becomes ids, in whichever form the client sent it.
 
-A chat's past answers that are remembered are found by any of three names, and used if they say the same.
+Past answers of a chat that are remembered are found by any of three names, and used if the message is the
+same.
 
-    tool call id    ours, random
-    answer id       Finish.answer_id, random
-    fingerprint     of the answer and all turns before it: role, content and calls, without thinking and ids
+    tool call id    This is our own random id.
+    answer id       This is Finish.answer_id, which is random.
+    fingerprint     This covers role, content and calls of the answer and all turns before it.
 
-The tenant and the model are in every name. What a client sends back is compared with what the answer said
-before its ids are used: they can never change what was said.
+Each name includes the tenant and the model. The client's message is compared with the answer's before the ids
+are used, so that they can never change what a prompt says.
 """
 
 import asyncio
@@ -19,41 +20,41 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from services.router.text.answer_message import AnswerCall, AnswerMessage, digest, said
+from services.router.text.answer_message import AnswerCall, AnswerMessage, digest, message_digest
 from services.router.text.chat_memory import AnswerMemory, RememberedAnswer
-from services.router.text.chat_turns import said_in
+from services.router.text.chat_turns import content_of
 from services.router.text.rendered_chat import NO_ANSWERS, CallText, ChatTokenizer, PastAnswer, render_chat
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
 
-# A past answer in a chat is one of these: the client sent its ids; we put its ids in; we knew it, but the
-# template shows it otherwise; we did not know it.
+# A past answer in a chat is one of these: the client sent its ids; we inserted its ids; we remembered it, but
+# the template shows it differently; we did not remember it.
 GIVEN, FOUND, CHANGED, UNKNOWN = OUTCOMES = ("given", "found", "changed", "unknown")
-_PROMPT_END = 64  # no generation prompt has so many ids, even of a byte each
+_PROMPT_END = 64  # No generation prompt has so many ids, even with an id per byte.
 
 
 class PastAnswers:
-    """These belong to one request. `digest` is work, and may be done in a thread; everything else is done on
-    the loop."""
+    """These are the past answers of one request. `digest` takes time and may run in a thread; all other
+    methods run on the loop."""
 
     def __init__(self, memory: AnswerMemory, tenant: str, model: str, chat: Chat) -> None:
         self._memory = memory
         self._tenant = tenant
         self._names = (tenant, model)
         self._chat = chat
-        self._chain: list[bytes] = []  # each is of a message with all before it
+        self._chain: list[bytes] = []  # Each digest covers a message and all before it.
         self.known: dict[int, PastAnswer] = {}
         self.outcomes: Counter[str] = Counter()
 
     def digest(self) -> None:
         chain = self._key("chat")
         for message in self._chat.messages:
-            chain = digest(chain, message.role, _said_by(message))
+            chain = digest(chain, message.role, _digest_of(message))
             self._chain.append(chain)
 
     def recall(self) -> None:
-        """Fill `known`, by the message's index. `digest` comes before."""
+        """Fill `known`, by the message's index; `digest` must have run."""
         for index, message in enumerate(self._chat.messages):
             if message.role == "assistant" and not message.token_ids:
                 answer = self._find(index, message)
@@ -69,8 +70,8 @@ class PastAnswers:
     def remember(
         self, prompt_ids: "array[int]", ids: "array[int]", message: AnswerMessage, answer_id: str
     ) -> bool:
-        """Remember the answer to this chat, which has ended. Return whether there is memory for it."""
-        what = said(message.content, message.calls)
+        """Remember the finished answer to this chat. Return whether there was memory for it."""
+        what = message_digest(message.content, message.calls)
         reasoning = message.reasoning.strip()
         keys = [digest(self._chain[-1], "assistant", what), self._key("answer", answer_id)]
         keys += [self._key("call", call.id) for call in message.calls if call.id]
@@ -80,10 +81,10 @@ class PastAnswers:
         )
 
     def _find(self, index: int, message: ChatMessage) -> RememberedAnswer | None:
-        what = _said_by(message)
+        what = _digest_of(message)
         for key in self._keys(index, message):
             answer = self._memory.recall(self._tenant, key)
-            if answer is not None and answer.said == what and _thought_so(answer, message):
+            if answer is not None and answer.message_digest == what and _has_same_reasoning(answer, message):
                 return answer
         return None
 
@@ -99,48 +100,49 @@ class PastAnswers:
         return digest(*self._names, kind, name)
 
 
-def _said_by(message: ChatMessage) -> bytes:
+def _digest_of(message: ChatMessage) -> bytes:
     calls: Sequence[AnswerCall] = [
         AnswerCall(call.id, call.name, call.arguments) for call in message.tool_calls
     ]
-    return said(said_in(message), calls)
+    return message_digest(content_of(message), calls)
 
 
-def _thought_so(answer: RememberedAnswer, message: ChatMessage) -> bool:
-    """A client that sends no thinking back has not changed it."""
+def _has_same_reasoning(answer: RememberedAnswer, message: ChatMessage) -> bool:
     reasoning = message.reasoning.strip()
     return not reasoning or digest(reasoning) == answer.reasoning
 
 
 _Result = TypeVar("_Result")
 
-# A serialized request has so many bytes; every stream on the loop would feel the encoding of a longer one.
+# This is the size of a serialized request in bytes; encoding a larger one would delay all streams of the
+# loop.
 _LONG_REQUEST = 4096
-# Fewer take less than the 5 ms for which a thread would keep the loop from running, too.
+# Fewer ids take less than the 5 ms for which a thread would stop the loop, too.
 _MANY_IDS = 1 << 16
 
 _IDS_NAME = "token_ids.ids"
 
 
-_TOKEN_BYTES = 16  # in no language do tokens have half of it on average
+_TOKEN_BYTES = 16  # The average token of any language is less than half as long.
 _LEAST_TEXT_BYTES = 1 << 20
-_BESIDE_PROMPT_BYTES = 1 << 20  # schemas, variables, biases and names need no more
-_MOST_MESSAGE_BYTES = 64 << 20  # the ranks' own messages have no more
+_BESIDE_PROMPT_BYTES = 1 << 20  # Schemas, variables, biases and names need no more.
+_MOST_MESSAGE_BYTES = 64 << 20  # The ranks' own messages have the same limit.
 _UNKNOWN_CONTEXT_MESSAGE_BYTES = 8 << 20
 
 
 def most_text_bytes(context_tokens: int) -> int:
-    """Return how many bytes of UTF-8 may become tokens of one context; that is far more than it can hold."""
+    """Return the limit on the bytes of UTF-8 that may be tokenized for one context, which is far above what
+    it can hold."""
     return max(_LEAST_TEXT_BYTES, _TOKEN_BYTES * context_tokens)
 
 
 def most_message_bytes(context_tokens: int | None, vocab_size: int) -> int:
-    """Return how many bytes a client's message may have, in protobuf or JSON: what the model's context can
-    need.
+    """Return the limit on the bytes of a client's message, in protobuf or JSON, which the model's context
+    determines.
 
-    A prompt is text, every second byte of which JSON may escape, or ids in decimal with a comma and a space
-    each. Beside it there is a mebibyte for all else: of 4,096 tokens 3 MiB in all, of 131,072 5 MiB, of
-    1,048,576 33 MiB. Where config.json states no context (None) it is 8 MiB.
+    A prompt is text, of which JSON may escape every second byte, or ids in decimal with a comma and a space
+    each. A mebibyte is for all else. This gives 3 MiB for 4,096 tokens, 5 MiB for 131,072 and 33 MiB for
+    1,048,576; it is 8 MiB where config.json states no context (None).
     """
     if context_tokens is None:
         return _UNKNOWN_CONTEXT_MESSAGE_BYTES
@@ -150,11 +152,11 @@ def most_message_bytes(context_tokens: int | None, vocab_size: int) -> int:
 
 
 class PromptEncoder:
-    """Text, chats or ids go in; ids come out.
+    """This makes ids of text, chats or ids.
 
-    `max_context_tokens` bounds prompt and output together. `max_text_bytes` (UTF-8) refuses a text before the
-    work of tokenizing it; unset, it is far above what any context holds. `call_text` writes past calls as the
-    model writes them, for chat templates that have no place for them.
+    `max_context_tokens` limits prompt and output together. `max_text_bytes` (UTF-8) limits a text before it
+    is tokenized; its default is far above any context. `call_text` writes past calls as the model does, for
+    chat templates that cannot show them.
     """
 
     def __init__(
@@ -175,8 +177,8 @@ class PromptEncoder:
         self._call_text = call_text
 
     async def encode(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
-        """Encode as `encode_now` does, a long request in a thread. A chat's past answers are looked up in
-        `past`."""
+        """Encode as `encode_now` does, in a thread where the request is long. A chat's past answers are
+        looked up in `past`."""
         is_long = _is_long(request)
         if past is not None:
             await _do(is_long, partial(self._digest, request.chat, past))
@@ -184,7 +186,7 @@ class PromptEncoder:
         return await _do(is_long, partial(self.encode_now, request, past))
 
     def _digest(self, chat: Chat, past: PastAnswers) -> None:
-        self._check_chat(chat)  # a chat that is refused for its length needs no digests
+        self._check_chat(chat)  # A chat that is refused for its length needs no digests.
         past.digest()
 
     def check(self, given: PackedIds) -> PackedIds:
@@ -192,12 +194,12 @@ class PromptEncoder:
         return given
 
     def encode_now(self, request: GenerateRequest, past: PastAnswers | None = None) -> PackedIds:
-        """Return at least one id, every one in the vocabulary, with room for one more token in the context.
+        """Return at least one id, all in the vocabulary, with room for one more token in the context.
 
         Raises:
             ContextExceeded: The context cannot hold the prompt.
-            InvalidRequest: There is no prompt, or an empty one, or an id that is not in the vocabulary, or
-                the template refuses the chat; the message begins with the field.
+            InvalidRequest: There is no prompt, or an empty one, or an id outside of the vocabulary, or the
+                template refuses the chat; the message begins with the field.
         """
         name = _IDS_NAME if request.HasField("token_ids") else "prompt"
         match request.WhichOneof("prompt"):
@@ -209,7 +211,7 @@ class PromptEncoder:
             case "token_ids":
                 self._check_len(
                     len(request.token_ids.ids), name
-                )  # taken out, they would take many times their bytes
+                )  # Unpacked ids would take many times their bytes.
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt", "must be set: one of text, chat and token_ids")
@@ -227,7 +229,7 @@ class PromptEncoder:
         return self._tokenizer.encode(text, special_tokens)
 
     def _check_chat(self, chat: Chat) -> None:
-        # A message is at least one token; a request's worth of empty ones would keep the template busy.
+        # A message is at least one token; very many empty ones would keep the template busy.
         num_parts = len(chat.messages) + len(chat.tools) + sum(len(each.tool_calls) for each in chat.messages)
         if num_parts > self._max_context_tokens:
             self._refuse_len(f"{num_parts} messages, tools and calls")
@@ -235,7 +237,7 @@ class PromptEncoder:
         self._check_bytes(_texts_of_tools(chat), "chat.tools")
 
     def _encode_chat(self, chat: Chat, past: PastAnswers | None) -> list[int]:
-        if past is None:  # with past answers it was checked before
+        if past is None:  # With past answers it was checked before.
             self._check_chat(chat)
         for index, message in enumerate(chat.messages):
             self._check_ids(array("I", message.token_ids), f"chat.messages[{index}].token_ids")
@@ -266,7 +268,7 @@ class PromptEncoder:
         raise ContextExceeded(f"prompt is too long: it has {length}. {self._limit()}")
 
     def _limit(self) -> str:
-        # Many a client that knows no code knows by OpenAI's words that a context is full.
+        # Many clients that know no code recognize a full context by OpenAI's wording.
         return (
             f"This model's maximum context length is {self._max_context_tokens} tokens, "
             "prompt and output together"
@@ -300,7 +302,7 @@ async def _do(in_thread: bool, work: Callable[[], _Result]) -> _Result:
 
 
 def _is_long(request: GenerateRequest) -> bool:
-    if request.HasField("token_ids"):  # they would be packed to learn their size
+    if request.HasField("token_ids"):  # Their ids would be packed to learn their size.
         return len(request.token_ids.ids) > _MANY_IDS
     size_bytes: int = request.ByteSize()
     return size_bytes >= _LONG_REQUEST

@@ -15,7 +15,7 @@ from services.wire.isthmus.v1.generation_pb2 import Chat
 
 Encode = Callable[[str], list[int]]
 CallText = Callable[[Sequence[AnswerCall]], str]
-_ANSWER_END = 64  # templates write fewer ids behind the last value of a call
+_ANSWER_END = 64  # Templates write fewer ids after the last value of a call.
 
 
 class ChatTokenizer(Protocol):
@@ -51,7 +51,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PastAnswer:
-    """`prompt_end` are the last ids of the prompt that it was generated from, as far as they are known."""
+    """`prompt_end` are the last ids of the prompt of this answer, as far as they are known."""
 
     ids: Sequence[int]
     has_reasoning: bool = False
@@ -69,20 +69,17 @@ def render_chat(
     keep_thinking: bool = False,
     call_text: CallText | None = None,
 ) -> "RenderedChat":
-    """Return the prompt's ids, up to where the assistant's next turn begins or, where the last one goes on,
-    up to there.
+    """Return the prompt's ids, up to where the assistant's next turn begins or, where the last turn is
+    continued, to its end.
 
-    Past answers that come with `token_ids`, or are `remembered` by their message's index, stand there as the
-    ids that they were, in the frame that the template gives them. One of which the template does not show
-    all, because it leaves thinking out, is written as the template has it, unless `keep_thinking` is set.
+    Past answers with `token_ids`, or those `remembered` by their message's index, keep their ids, in the
+    frame that the template gives them. One that the template does not show in full, because it leaves
+    thinking out, is written as the template has it, unless `keep_thinking` is set.
 
-    Control tokens in what messages say are text, unless the tokenizer is to read them.
+    Control tokens in messages are text, unless the tokenizer is to read them. An end-of-sequence id at an
+    answer's end is dropped where the template writes its own end marker next.
 
-    An end-of-sequence id at an answer's end is dropped where the template writes an end marker of its own
-    right after.
-
-    Raises:
-        InvalidRequest: The error names the message and its field, or says why the template refuses the chat.
+    Raises InvalidRequest, which names the message and its field, or says why the template refuses the chat.
     """
     read = read_chat(chat)
     controls = tokenizer.controls
@@ -133,7 +130,7 @@ def _check_stand_alone(given: Mapping[int, PastAnswer], chat: ChatTurns) -> None
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """`spliced` are the remembered answers that stand in it as they were, by their message's index."""
+    """`spliced` are the remembered answers that kept their ids, by their message's index."""
 
     ids: list[int]
     spliced: frozenset[int]
@@ -141,17 +138,14 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class _Splice:
-    """An answer's ids follow the text before them. `is_ended` says that the template writes an end marker
-    next."""
-
     before: str
     ids: Sequence[int]
     is_ended: bool
 
 
 class _Rendering:
-    """`given` are the answers that came with ids, and stand whole. `encode` makes ids of rendered text where
-    that is not done in the tokenizer's own way."""
+    """`given` are the answers with the client's ids, which must be kept. `encode` makes ids of rendered text
+    instead of the tokenizer."""
 
     def __init__(
         self,
@@ -172,8 +166,8 @@ class _Rendering:
         self._last_question = max(questions, default=-1)
 
     def worth_trying(self, remembered: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
-        """Leave out answers whose thinking the template is known to leave out: they would be rendered
-        twice."""
+        """Return the answers but those whose thinking the template is known to leave out, which would be
+        rendered twice."""
         keeps = self._keep_thinking or self._tokenizer.keeps_past_reasoning
         return {
             index: answer
@@ -182,13 +176,13 @@ class _Rendering:
         }
 
     def splice(self, remembered: Mapping[int, PastAnswer]) -> list[int] | set[int]:
-        """Return the prompt's ids, or the remembered answers that have to be left out."""
+        """Return the prompt's ids, or the remembered answers that must be left out."""
         answers = {**remembered, **self._given}
         sentinels = Sentinels(secrets.token_hex(16))
         try:
             rendered = self._rendered(sentinels, answers)
         except InvalidRequest:
-            if remembered:  # the template may refuse the sentinels
+            if remembered:  # The template may refuse the sentinels.
                 return set(remembered)
             raise
         self._check_shown(rendered, answers)
@@ -211,8 +205,8 @@ class _Rendering:
         )
 
     def _check_shown(self, rendered: str, answers: Mapping[int, PastAnswer]) -> None:
-        """Some templates leave messages out without a word: those are refused by name. What is not found as
-        it was said may only be written otherwise, so something is rendered in its place that cannot be."""
+        """Refuse messages that the template silently leaves out. A text that is not found may have been
+        written differently, so a sentinel, which cannot be, is rendered in its place."""
         turns = [(index, turn) for index, turn in enumerate(self._chat.turns) if index not in answers]
         doubtful = set(unseen(rendered, turns))
         if not doubtful:
@@ -224,7 +218,7 @@ class _Rendering:
                 for index, turn in enumerate(self._chat.turns)
             )
         except InvalidRequest:
-            return  # the template computes with what is said
+            return  # The template computes with the text.
         hidden = doubtful - {written.index for written in sentinels.find(trial) if "c" in written.parts}
         if hidden:
             raise InvalidRequest(
@@ -276,14 +270,14 @@ class _Rendering:
         return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
 
     def _before(self, written: Written, answer: PastAnswer, frame: Frame | None, before: str) -> str | None:
-        """Return `before` up to the first of the answer's ids, or None where the template shows the answer
-        otherwise."""
+        """Return `before` up to the first of the answer's ids, or None where the template shows the
+        answer differently."""
         split = None if frame is None else frame.split_lead(before)
         if frame is None or split is None:
             return before if written.index in self._given and written.parts == ("c",) else None
         head, rest = split
         if any(marker in rest for marker in self._end_markers):
-            return None  # it is the header of another turn
+            return None  # This is the header of another turn.
         begun = frame.begun(self._tokenizer.text_of(answer.prompt_end) if answer.prompt_end else "")
         if written.index in self._given or self._keep_thinking or written.shows_reasoning:
             return head + begun
@@ -325,8 +319,6 @@ class _Rendering:
     # -- frames -----------------------------------------------------------------------------------
 
     def _frame(self, written: Written) -> Frame | None:
-        """Return the frame of what is written of the turn, or None where the template cannot be made to show
-        it."""
         index = written.index
         role = self._chat.turns[index - 1].role if index else None
         shows_ids = self._tokenizer.shows_call_ids(self._chat.tools)
@@ -340,28 +332,29 @@ class _Rendering:
         sentinels, before = Sentinels(secrets.token_hex(16)), example_before(role)
         last = self._stand_in(sentinels, index, has_reasoning)
         try:
-            shown, asked, answered = (
+            shown, prompted, answered = (
                 self._shown(turns, generation_prompt=prompts)
                 for turns, prompts in ((before, False), (before, True), ([*before, last], False))
             )
         except InvalidRequest:
             return None
         found = sentinels.find(answered)
-        if len(found) != 1 or not asked.startswith(shown) or not answered.startswith(shown):
+        if len(found) != 1 or not prompted.startswith(shown) or not answered.startswith(shown):
             return None
         lead, tail = answered[len(shown) : found[0].start], answered[found[0].end :]
         inner_lead = self._inner_lead(shown, [*before, last], sentinels) or lead
-        return Frame(lead, tail, asked[len(shown) :], inner_lead)
+        return Frame(lead, tail, prompted[len(shown) :], inner_lead)
 
     def _shown(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
-        """A tool is shown where the chat has some: a model may have another template for those."""
+        """Render the turns, with a tool where the chat has some, as a model may have another template
+        for tools."""
         return self._tokenizer.render_template(
             turns, self._chat.variables, self._chat.tools[:1], generation_prompt=generation_prompt
         )
 
     def _inner_lead(self, shown: str, turns: Sequence[Turn], sentinels: Sentinels) -> str:
-        """Return what stands before the last turn's first sentinel where others speak after it; `shown` is
-        what is before that turn. It is empty where the template does not show it so."""
+        """Return the text before the last turn's first sentinel where other turns follow, or "" where the
+        template does not show that. `shown` is the text before that turn."""
         try:
             followed = self._shown([*turns, *example_after(turns[-1])], generation_prompt=False)
         except InvalidRequest:

@@ -1,14 +1,14 @@
-"""This finds where the ids of past answers go in a rendered chat. Pure.
+"""This module finds where the ids of past answers go in a rendered chat. It is pure.
 
-Sentinels stand for what an answer said while the template renders: for its thinking, for its content, and for
-an argument of each of its calls.
+Sentinels replace parts of an answer while the template renders: its thinking, its content, and an argument of
+each of its calls.
 
     <|assistant|><think>R</think><tool_call>{"name": "f", "arguments": {"x": "A0"}}</tool_call><|end|>
     |-- stem ---|       |---------------------------------------------------|              |-- tail --|
                  |--------------- the ids that were generated ---------------------------|
 
-The stem is what the header has in common with the prompt that the answer was generated from. What that prompt
-wrote behind it (`<think>`, where templates begin the thinking) goes before the ids.
+The stem is the common part of the header and the prompt that the answer was generated from. What that prompt
+wrote after it (`<think>`, where templates begin the thinking) goes before the ids.
 """
 
 import json
@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 from services.router.text.answer_message import AnswerCall
 from services.router.text.chat_turns import Turn
 
-_MOST_UNSEEN = 64  # after so many no others are searched for
-_MIN_STEM = 4  # fewer characters may be the beginning of any marker
+_MOST_UNSEEN = 64  # After so many, no more are searched for.
+_MIN_STEM = 4  # Fewer characters may be the beginning of any marker.
 
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """`stem` is chance, which no message can have foreseen, so messages need not be searched for it."""
+    """`stem` is random, so that no message needs to be searched for it."""
 
     stem: str
 
     def stand_in(self, turn: Turn, index: int) -> Turn:
-        """Return `turn` with sentinels. Content beside calls needs none, and some templates refuse it
-        there."""
+        """Return `turn` with sentinels. Content beside calls needs none, and some templates refuse
+        it there."""
         calls = tuple(
             replace(call, arguments=f'{{"x": "{self._of(index, number)}"}}')
             for number, call in enumerate(turn.calls)
@@ -47,8 +47,6 @@ class Sentinels:
         return f"{self.stem}x{index}x{what}y"
 
     def find(self, rendered: str) -> "list[Written]":
-        """Return the turns of which something was written, in their order; one is there twice where others
-        were between."""
         found: list[Written] = []
         for match in re.finditer(f"{self.stem}x([0-9]+)x(r|c|[0-9]+)y", rendered):
             index, what = int(match[1]), match[2]
@@ -61,8 +59,8 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A turn stands in rendered[start:end], from its first sentinel to its last; `parts` are r, c or calls'
-    numbers."""
+    """This turn is in rendered[start:end], from its first sentinel to its last; `parts` are r, c or the
+    numbers of calls."""
 
     index: int
     start: int
@@ -70,7 +68,7 @@ class Written:
     parts: tuple[str, ...]
 
     def is_once(self, turn: Turn) -> bool:
-        """Return whether all is there but thinking, once and in order."""
+        """Return whether everything except thinking is there, once and in order."""
         expected = [str(number) for number in range(len(turn.calls))] or ["c"]
         return [part for part in self.parts if part != "r"] == expected and self.parts.count("r") <= 1
 
@@ -81,9 +79,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A template writes this around an answer of some shape: `lead` before its first sentinel, `tail` behind
-    the last; `prompt` is the generation prompt that such an answer follows. `inner_lead` is the lead where
-    others speak after it; Qwen3's template writes an empty thinking for the last turn alone."""
+    """A template writes this around an answer of some shape: `lead` before its first sentinel, `tail` after
+    the last; `prompt` is the generation prompt before it. `inner_lead` is the lead where other turns follow;
+    Qwen3's template writes an empty thinking only for the last turn."""
 
     lead: str
     tail: str
@@ -92,13 +90,12 @@ class Frame:
 
     @property
     def stem(self) -> str:
-        """Fewer than _MIN_STEM characters are no stem."""
         stem = _common_prefix(_common_prefix(self.prompt, self.lead), self.inner_lead)
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
-        """Split `before`, which ends with a turn's header, behind its stem; return None where the header is
-        not there."""
+        """Split `before`, which ends with a turn's header, after its stem; return None where the header
+        is missing."""
         if self.stem:
             head, stem, rest = before.rpartition(self.stem)
             return (head + stem, rest) if stem else None
@@ -107,28 +104,26 @@ class Frame:
         return before[: len(before) - len(self.lead)], ""
 
     def begun(self, prompt_end: str) -> str:
-        """Return what a prompt wrote behind the stem; `prompt_end` is empty where it is not known."""
+        """Return what a prompt wrote after the stem; `prompt_end` is empty where it is not known."""
         _, stem, rest = prompt_end.rpartition(self.stem) if self.stem else ("", "", "")
         return rest if stem else self.prompt[len(self.stem) :]
 
     def skip_tail(self, after: str, answer_end: str | None, end_markers: Sequence[str]) -> int | None:
-        """Return how many characters of `after` the ids of the answer stand for. `after` begins behind the
-        last sentinel of a turn's calls. They go up to the end marker or, where the answer was cut off before
-        one, as far as its text goes, of which `answer_end` is the end. None means that it does not look as it
-        should."""
+        """Return how many characters of `after`, the text after the last sentinel of a turn's calls, the
+        answer's ids stand for. They go up to the end marker or, where the answer was cut off earlier, as far
+        as its text, which ends with `answer_end`. Return None where the text is not as expected."""
         skipped = self._up_to_marker(end_markers)
         if not after.startswith(skipped):
             return None
         return len(skipped) if answer_end is None else _covered(skipped, answer_end) or None
 
     def skip_marker(self, after: str, end_markers: Sequence[str]) -> int:
-        """Count likewise behind content: what templates write between it and their end marker."""
+        """Return the same count after content: the characters between the content and the template's
+        end marker."""
         skipped = self._up_to_marker(end_markers) if self.ends_with(end_markers) else ""
         return len(skipped) if after.startswith(skipped) else 0
 
     def ends_with(self, end_markers: Sequence[str]) -> bool:
-        """Return whether the template writes an end marker, which may be another where the turn is not the
-        last."""
         return any(marker in self.tail for marker in end_markers)
 
     def _up_to_marker(self, end_markers: Sequence[str]) -> str:
@@ -137,8 +132,7 @@ class Frame:
 
 
 def _covered(tail: str, answer_end: str) -> int:
-    """Return how much of `tail` the answer has written, whose last value need not have been a text in
-    quotes."""
+    """Return how much of `tail` the answer has written; its last value may not have been a quoted text."""
     for length in range(len(tail), 0, -1):
         written = tail[:length].lstrip('"')
         if written and answer_end.endswith(written):
@@ -147,9 +141,9 @@ def _covered(tail: str, answer_end: str) -> int:
 
 
 def unseen(rendered: str, turns: Iterable[tuple[int, Turn]]) -> list[int]:
-    """Return the indices of turns whose text does not stand in what a template wrote, behind that of the turn
-    before and as it is or as JSON: it may be missing, or be written otherwise. What stands beside calls is
-    left aside: many a template has no place for it."""
+    """Return the indices of turns whose text the template did not write after that of the turn before, as it
+    is or as JSON: it may be missing or written differently. Content beside calls is ignored, as many
+    templates cannot show it."""
     at, missed = 0, list[int]()
     for index, turn in turns:
         behind = _behind(turn, rendered, at) if len(missed) < _MOST_UNSEEN else None
@@ -161,8 +155,6 @@ def unseen(rendered: str, turns: Iterable[tuple[int, Turn]]) -> list[int]:
 
 
 def _behind(turn: Turn, rendered: str, at: int) -> int | None:
-    """Return where the texts of a turn end, the first of which begins at `at` or later, or None if one is not
-    there."""
     texts = [turn.content] if isinstance(turn.content, str) else turn.content
     for text in [] if turn.calls else map(str.strip, texts):
         begin = rendered.find(text, at)

@@ -1,5 +1,4 @@
-"""A chat template takes turns in its own way: what differs between templates is tried once, when one is
-loaded.
+"""A chat template takes turns in its own format, which is found by trials when the template is loaded.
 
     arguments of calls    an object {"a": 1}, or the same as a string; tried in this order
     content beside them   "" or null
@@ -10,7 +9,7 @@ loaded.
     thinking beside       one text, where the template refuses both beside a call
       content
     tools                 as they are, or with an empty description or properties
-    order                 turn_order.py
+    order                 as turn_order.py finds it
 
 A chat template takes a message's content as a string, or as a list of parts as vision models have it.
 
@@ -20,7 +19,7 @@ A chat template takes a message's content as a string, or as a list of parts as 
     parts          template takes lists          template takes strings alone
     "a", "b"       [{..."a"}, {..."b"}]          "a\\nb"
 
-Which it is differs by role, and nothing but the template says it: it is tried once.
+This differs by role, and only the template knows it, so it is tried once.
 """
 
 import json
@@ -39,7 +38,7 @@ from services.router.text.turn_order import find_order
 Rendered = str | list[dict[str, str]]
 
 _SEPARATOR = "\n"
-# These stand around a message of the role, so that a template which wants an order has one.
+# These go before and after a message of the role, for templates that require an order.
 _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
 _AFTER = {"system": ("user",), "developer": ("user",)}
 
@@ -49,8 +48,8 @@ def _no_call() -> list[dict[str, Any]]:
 
 
 class TemplateContent:
-    """`render` writes a chat as the template does, and may raise anything. `call` makes messages before a
-    tool's."""
+    """`render` renders a chat with the template, and may raise anything. `call` makes the messages before a
+    tool's message."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class TemplateContent:
         first, second, alien = (secrets.token_hex(16) for _ in range(3))
         self._takes_text[role] = first in self._rendered(role, first)
         parts = _as_parts([first, second])
-        parts[0]["note"] = alien  # it shows where a list is written out as it is
+        parts[0]["note"] = alien  # This shows where a list is written out as it is.
         rendered = self._rendered(role, parts)
         self._takes_parts[role] = first in rendered and second in rendered and alien not in rendered
 
@@ -84,7 +83,7 @@ class TemplateContent:
         after = _others(_AFTER, role)
         try:
             return self._render([*before, message, *after])
-        except Exception:  # a template raises what it likes
+        except Exception:  # A template may raise anything.
             return ""
 
 
@@ -108,7 +107,7 @@ _FILLED = (
     ("description",),
     ("properties",),
     ("description", "properties"),
-)  # these may be left out of a tool
+)  # These members may be missing in a tool.
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
 EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -117,8 +116,6 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
 
 
 class CallIds(Enum):
-    """A template takes a call's id in one of these ways."""
-
     ANY = "as they are"
     SHORT = "nine letters or digits"
     LONG = "nine characters or more"
@@ -126,11 +123,11 @@ class CallIds(Enum):
 
 
 class TemplateTurns:
-    """`render` writes a chat, with tools, as the template does, and may raise anything. It is tried with
-    `tools`; a model may have one template for chats with tools, and another for those without.
+    """`render` renders a chat and tools with the template, and may raise anything. It is tried with `tools`;
+    a model may have one template for chats with tools, and another for those without.
 
     `writes_calls` and `reads_tools` say whether the template does so, `keeps_past_reasoning` whether it shows
-    what was thought before the last question, `shows_ids` whether it writes a call's id. It takes turns in
+    the thinking before the last question, `shows_ids` whether it writes a call's id. It takes turns in
     `order`.
     """
 
@@ -150,7 +147,7 @@ class TemplateTurns:
         self._joins_reasoning = self._thinks_in_parts = False
         self._content = TemplateContent(self._rendered_chat)
         self.writes_calls = self._find_calls()
-        if self.writes_calls:  # some take a tool's content behind a call alone
+        if self.writes_calls:  # Some templates take a tool's content only after a call.
             self._content = TemplateContent(
                 self._rendered_chat, lambda: [self.of(turn) for turn in self._of_calls("x")[:2]]
             )
@@ -207,7 +204,8 @@ class TemplateTurns:
         return {**tool, "function": {**function, "parameters": parameters}}
 
     def with_own_ids(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Calls whose ids are their text are numbered through the chat, and results keep to it."""
+        """Return the turns with calls, whose ids are their text, numbered through the chat, and their
+        results accordingly."""
         return _numbered(turns) if self._ids is CallIds.TEXT else list(turns)
 
     def _set_reasoning(self, message: Message, turn: Turn) -> None:
@@ -224,12 +222,11 @@ class TemplateTurns:
     # -- what is tried ----------------------------------------------------------------------------
 
     def _find_calls(self) -> bool:
-        """Find how calls can be shown, and return whether they can at all."""
         for ids, content, as_text in product((CallIds.ANY, CallIds.SHORT), ("", None), (False, True)):
             self._ids, self._empty_content, self._arguments_as_text = ids, content, as_text
             name, key, value = (_chance() for _ in range(3))
             rendered = self._rendered(self._of_calls(name, json.dumps({key: value})))
-            # These begin a dict as Python writes it, and a string that became a string of JSON or HTML.
+            # These begin a dict as Python writes it, and a string that was escaped for JSON or HTML.
             is_garbled = f"'{key}'" in rendered or f'\\"{key}' in rendered
             is_garbled = is_garbled or any(quote in rendered for quote in _HTML_QUOTES)
             if all(text in rendered for text in (name, key, value)) and not is_garbled:
@@ -246,7 +243,6 @@ class TemplateTurns:
             self._ids = CallIds.LONG
 
     def _shows_name(self) -> bool:
-        """Return whether it is written in the call, and not with its result alone."""
         name = _chance()
         return name in self._rendered([replace(turn, name="") for turn in self._of_calls(name)])
 
@@ -255,8 +251,8 @@ class TemplateTurns:
         return self._ids is CallIds.TEXT or id_ in self._rendered(self._of_calls("f", id_=id_))
 
     def _find_filled(self) -> tuple[str, ...] | None:
-        """Return what a tool must have that OpenAI's schema lets be left out, or None where no tools are
-        shown."""
+        """Return the members that a tool must have though OpenAI's schema does not require them, or None
+        where no tools are shown."""
         for self._filled in _FILLED:
             name = _chance()
             function = {"name": name, "parameters": {"type": "object"}}
@@ -298,7 +294,7 @@ class TemplateTurns:
                 "type": "thinking",
                 "thinking": thought,
                 "note": alien,
-            },  # it shows where a list is written as it is
+            },  # This shows where a list is written as it is.
             {"type": "text", "text": "x"},
         ]
         question = self.of(Turn("user", "x"))
@@ -328,13 +324,12 @@ class TemplateTurns:
         ]
 
     def _rendered(self, turns: Sequence[Turn], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """The text is empty where the template refuses them."""
         return self._rendered_chat([self.of(turn) for turn in turns], tools)
 
     def _rendered_chat(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         try:
             return self._render(messages, list(tools) or self._tools) if messages else ""
-        except Exception:  # a template raises what it likes
+        except Exception:  # A template may raise anything.
             return ""
 
 
@@ -343,8 +338,8 @@ def _is_text(id_: str) -> bool:
 
 
 def _numbered(turns: Sequence[Turn]) -> list[Turn]:
-    """No number makes an id that the chat has already. A result without an id is the first call's before it
-    which has none yet, of its name if it has one."""
+    """Number the calls without using an id that the chat already has. A result without an id belongs to the
+    first call before it without a result and, if the result has a name, of that name."""
     own = {call.id for turn in turns for call in turn.calls if _is_text(call.id)}
     ids: dict[str, str] = {}
     open_calls: list[AnswerCall] = []

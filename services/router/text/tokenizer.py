@@ -1,4 +1,4 @@
-"""This is the door to transformers' tokenizers: text, ids, the chat template, end-of-sequence ids."""
+"""This module loads transformers' tokenizers: text, ids, the chat template, end-of-sequence ids."""
 
 import html
 import inspect
@@ -28,7 +28,7 @@ from services.values.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
-# Transformers hands these on to the template, beside what it is called with.
+# Transformers passes these to the template, beside the arguments of the call.
 _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
 _NOT_CONTINUED = (
     "cannot be heeded: the model's chat template does not show the last message's content as it is"
@@ -42,15 +42,15 @@ _NAMES_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
 class Tokenizer:
-    """The tokenizer lies in a model's directory. Nothing is ever downloaded.
+    """This is the tokenizer in a model's directory. Nothing is ever downloaded.
 
-    `chat_template` is a file, whose template takes the place of the model's own. With `reads_controls`,
-    control tokens in a message's text are those that they name.
+    `chat_template` is a file with a template instead of the model's own. With `reads_controls`, a control
+    token in a message's text is read as such.
 
     An id is *silent* when it has no text: a special token, or an id that the tokenizer lacks.
 
-    Raises:
-        ConfigError: The directory, its tokenizer, one of its config files or the template cannot be read.
+    Raises ConfigError where the directory, its tokenizer, one of its config files or the template cannot be
+    read.
     """
 
     def __init__(self, model_path: str, chat_template: str = "", *, reads_controls: bool = False) -> None:
@@ -84,24 +84,24 @@ class Tokenizer:
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """This is generation_config.json, and empty where the model has none."""
+        """Return generation_config.json, or an empty mapping where the model has none."""
         return self._generation_config
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it have an embedding, by config.json, else by the tokenizer's own size."""
+        """Return the number of ids with an embedding, by config.json, or else the tokenizer's size."""
         return self._vocab_size
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together have so many, by config.json, or None where it does not say; ranks may
-        hold less."""
+        """Return the limit of prompt and answer together, by config.json, or None where it states none; ranks
+        may hold less."""
         return self._context_tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """`special_tokens` lets the tokenizer add its own (a BOS) as it does to a plain prompt."""
+        """Return the ids. With `special_tokens` the tokenizer adds its own (a BOS), as for a plain prompt."""
         ids: list[int]
-        if self._backend.is_fast:  # this gives the call below without a mask and types for each id
+        if self._backend.is_fast:  # This does the call below without a mask and types for each id.
             [encoding] = self._backend.backend_tokenizer.encode_batch_fast(
                 [text], add_special_tokens=special_tokens
             )
@@ -111,7 +111,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Silent ids leave no trace: the bytes on both of their sides join."""
+        """Return the text; silent ids are dropped, and the bytes on both sides join."""
         return self._decode_raw(self.audible(token_ids))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -131,17 +131,17 @@ class Tokenizer:
 
     @property
     def controls(self) -> ControlTokens | None:
-        """It keeps control tokens in a message's text from being those; where it is None, nothing does."""
+        """Return what keeps control tokens in a message's text from taking effect, or None where
+        nothing does."""
         return self._controls
 
     @property
     def chat_template(self) -> str:
-        """It is the template as written, and empty where there is none."""
         return str(self._backend.chat_template or "")
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """The model's own files say by it how the model writes its answers, for transformers' parser."""
+        """Return the format of the model's answers that its own files state, for transformers' parser."""
         template: Mapping[str, Any] | None = getattr(self._backend, "response_template", None)
         return template
 
@@ -153,15 +153,15 @@ class Tokenizer:
         return [token_id for token_id in token_ids if token_id < num_known and flags[token_id]]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token as it stands inside a text, special tokens included."""
+        """Return the text of one token as it is within a text, also of a special token."""
         alone = self._decode_raw([token_id])
-        # Sentencepiece-like decoders strip the space of the first token only.
+        # Sentencepiece-like decoders strip only the space of the first token.
         inside = self._decode_raw([token_id, token_id])[len(alone) :]
         return inside if inside.endswith(alone) else alone
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token whose text is not all that it stands for (a part of a character is
-        U+FFFD there), or None where they are not known."""
+        """Return the bytes of a token whose text is not complete (U+FFFD for a part of a character), or None
+        where they are not known."""
         piece = self._backend.convert_ids_to_tokens(token_id)
         return None if piece is None else bytes_of_piece(piece)
 
@@ -170,15 +170,13 @@ class Tokenizer:
         return self._plain_turns.keeps_past_reasoning or self._tool_turns.keeps_past_reasoning
 
     def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the chat template, in a chat with those tools, writes the id of a call beside it."""
         return self._turns(tools).shows_ids
 
     def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns:
-        """Return the chat with what its template takes and shows: turn_order.py, template_turns.py. Past
-        calls that the template has no place for become text, if `call_text` knows how the model writes them.
+        """Return the chat as its template takes and shows it: see turn_order.py and template_turns.py. Past
+        calls that the template cannot show become text, if `call_text` can write them as the model does.
 
-        Raises:
-            InvalidRequest: The model has no chat template, or its template knows nothing of tools.
+        Raises InvalidRequest where the model has no chat template, or one that cannot show tools.
         """
         self._check_template()
         tools = chat.tools
@@ -210,11 +208,10 @@ class Tokenizer:
     ) -> str:
         """Return the chat as text, up to where the assistant's next turn begins; without `generation_prompt`,
         to where the last turn ends; where it `continues`, to where the last turn's content ends. The template
-        may read `variables`; `tools` are in OpenAI's shape.
+        may read `variables`; `tools` are in OpenAI's format.
 
-        Raises:
-            InvalidRequest: The model has no chat template, its template refuses these messages or tools, or a
-                variable has the name of an argument of transformers' own.
+        Raises InvalidRequest where the model has no chat template, its template refuses these messages or
+        tools, or a variable has the name of an argument of transformers.
         """
         self._check_template()
         self._check_variables(variables)
@@ -222,8 +219,8 @@ class Tokenizer:
         try:
             messages = [self._turns(tools).of(turn) for turn in turns]
             return self._apply_template(messages, tools, prompts, continues, **variables)
-        except Exception as error:  # a template raises what it likes, and computes with the client's values
-            if continues and "continue_final_message" in str(error):  # all of the chat follows
+        except Exception as error:  # A template may raise anything, and computes with the client's values.
+            if continues and "continue_final_message" in str(error):  # It holds all of the chat.
                 raise InvalidRequest("chat.continue_final_message", _NOT_CONTINUED) from error
             name = "chat.tools" if tools and self._takes_without_tools(turns, prompts) else "chat.messages"
             raise InvalidRequest(name, f"are refused by the model's chat template: {error}") from error
@@ -232,13 +229,13 @@ class Tokenizer:
         try:
             messages = [self._plain_turns.of(turn) for turn in turns]
             self._apply_template(messages, generation_prompt=prompts)
-        except Exception:  # a template raises what it likes
+        except Exception:  # A template may raise anything.
             return False
         return True
 
     def shown_call(self, name: str, arguments: str, schema: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return what the chat template writes of an answer that calls this tool: from the question on, and
-        from where the prompt for that answer ends, without escapes of HTML. It is empty where the template
+        """Return two texts that the chat template writes of an answer that calls this tool, without HTML
+        escapes: from the question on, and from the end of the prompt on. Return nothing where the template
         shows no calls."""
         question = secrets.token_hex(16)
         call = AnswerCall(f"functions.{name}:0", name, arguments)
@@ -250,15 +247,15 @@ class Tokenizer:
         function = {"name": name, "description": "x", "parameters": schema}
         tools = [{"type": "function", "function": function}]
         try:
-            asked = self.render_template(turns[:1], tools=tools)
+            prompted = self.render_template(turns[:1], tools=tools)
             answered = self.render_template(turns, tools=tools)
         except InvalidRequest:
             return ()
-        pairs = zip(asked, answered, strict=False)
-        begins = next((at for at, (one, other) in enumerate(pairs) if one != other), len(asked))
+        pairs = zip(prompted, answered, strict=False)
+        begins = next((at for at, (one, other) in enumerate(pairs) if one != other), len(prompted))
         texts = (answered[answered.rfind(question) + len(question) :], answered[begins:])
-        told = (name, *json.loads(arguments))  # some name a tool beside its result, and show no call
-        return tuple(html.unescape(text) for text in texts if all(each in text for each in told))
+        needed = (name, *json.loads(arguments))  # Some templates name a tool only with its result.
+        return tuple(html.unescape(text) for text in texts if all(each in text for each in needed))
 
     def _apply_template(
         self,
@@ -297,9 +294,9 @@ class Tokenizer:
                 raise InvalidRequest("chat.chat_template_kwargs", f"must not set {name!r}: it is set already")
 
     def _decode_raw(self, token_ids: Sequence[int]) -> str:
-        if self._all_pieces is not None:  # a stream's text is made so, too
+        if self._all_pieces is not None:  # A stream's text is made in the same way.
             return self._all_pieces.text_of(token_ids)
-        if self._backend.is_fast:  # this is the call below in a quarter of the time
+        if self._backend.is_fast:  # This is the call below in a quarter of the time.
             return str(self._backend.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text: str = self._backend.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -316,7 +313,8 @@ def _with_call_text(turn: Turn, index: int, call_text: CallText | None) -> Turn:
 
 
 def _load_backend(directory: Path) -> Any:
-    # It is not at the top: a router first sees to it that transformers comes without torch (__main__).
+    # This import is not at the top: a router first makes sure that transformers loads without torch
+    # (__main__).
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     if not directory.is_dir():
@@ -324,10 +322,10 @@ def _load_backend(directory: Path) -> Any:
     try:
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         backend = tokenizer_of_file(loaded, directory)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and bare ones
+    except Exception as error:  # Transformers raises many: OSError, ValueError, KeyError, ImportError.
         raise ConfigError(f"the model in {directory} has no tokenizer that can be loaded: {error}") from error
     if backend.is_fast:
-        # A tokenizer saved with truncation would cut prompts; and changing it later races with threads.
+        # A tokenizer saved with truncation would cut prompts, and changing it later would race with threads.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
         backend.backend_tokenizer.encode_special_tokens = backend.split_special_tokens
@@ -335,7 +333,7 @@ def _load_backend(directory: Path) -> Any:
 
 
 def _control_tokens(backend: Any) -> ControlTokens | None:
-    if not backend.is_fast or backend.split_special_tokens:  # the latter takes all for text
+    if not backend.is_fast or backend.split_special_tokens:  # With the latter all control tokens are text.
         return None
     controls = ControlTokens(backend.backend_tokenizer, backend.added_tokens_decoder)
     text = controls.encodes_otherwise(backend.backend_tokenizer, backend.added_tokens_decoder)
@@ -358,7 +356,7 @@ def _set_template(backend: Any, path: Path) -> None:
         raise ConfigError(
             f"the chat template {path} is wrong in line {error.lineno}: {error.message}"
         ) from error
-    except Exception:  # a template raises what it likes: this chat need not be one for it
+    except Exception:  # A template may raise anything, and need not accept this chat.
         pass
 
 
@@ -375,7 +373,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stated_vocab_size(config: dict[str, Any]) -> int | None:
-    text_config = config.get("text_config") or {}  # multimodal checkpoints keep it there
+    text_config = config.get("text_config") or {}  # Multimodal checkpoints have it there.
     size = config.get("vocab_size", text_config.get("vocab_size"))
     return None if size is None else int(size)
 

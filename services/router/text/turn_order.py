@@ -1,15 +1,14 @@
-"""A chat's turns come in an order that its template takes and shows. Which orders those are is tried when the
+"""A chat's turns are put into an order that its template takes and shows. Trials find these orders when the
 template is loaded; where it takes an order, the turns stay as the client sent them.
 
     system a, system b, user c        ->  system a+b, user c
     user a, assistant b, system c     ->  user a, assistant b, user c
     user a, user b                    ->  user a+b
-    system a, user b                  ->  user a+b                       no place for a system's text
-    ... tool c, user d                ->  ... tool c, assistant, user d  turns must alternate
+    system a, user b                  ->  user a+b                       A system turn is not taken.
+    ... tool c, user d                ->  ... tool c, assistant, user d  Turns must alternate.
     assistant calls f and g, tools    ->  assistant calls f, tool, assistant calls g, tool
 
-What becomes of a turn depends on the turns before it alone. So the prompt of a chat that grows goes on
-beginning with what it was.
+The result for a turn depends only on the turns before it, so that a growing chat's prompt keeps its prefix.
 """
 
 import secrets
@@ -21,13 +20,11 @@ from services.router.text.chat_turns import Content, Turn
 
 SYSTEM_ROLES = ("system", "developer")
 _JOINT = "\n\n"
-# An assistant says this between a tool's result and a user who did not wait for its answer.
+# An assistant says this between a tool's result and a user who did not wait for the answer.
 _BRIDGE = Turn("assistant", "Done.")
 
 
 class SystemPlace(Enum):
-    """It says where the text of leading system turns stands."""
-
     OWN = "in a turn of its own"
     FIRST_USER = "before the first user's text"
     LAST_USER = "before the last user's text, where the template itself has it unless a tool answers"
@@ -35,9 +32,9 @@ class SystemPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TurnOrder:
-    """A template takes and shows these: a developer's turns, several leading system turns, system turns
-    behind others in their place, neighbours of one role, tools' results, several calls in a turn. `bridges`
-    says that a user is not taken behind a tool's result, but is behind an assistant's turn."""
+    """A template takes and shows these: developer turns, several leading system turns, system turns after
+    others in their place, adjacent turns of one role, tools' results, several calls in a turn. `bridges` says
+    that it refuses a user turn after a tool's result, but takes one after an assistant turn."""
 
     developers: bool = False
     system: SystemPlace = SystemPlace.OWN
@@ -52,14 +49,16 @@ class TurnOrder:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
-    """A turn has the indices of the messages that it was made of. A part of a message names it twice."""
+    """This is a turn with the indices of the messages that it was made of. A part of a message has its
+    index twice."""
 
     turn: Turn
     origins: tuple[int, ...]
 
 
 def arrange(turns: Sequence[Turn], order: TurnOrder) -> list[PlacedTurn]:
-    """A developer, as OpenAI has come to name the system, is the system where no developer is known."""
+    """Return the turns in the template's order. A developer turn, OpenAI's newer name for a system turn,
+    becomes a system turn where the template knows no developer."""
     if not order.developers:
         turns = [replace(turn, role="system") if turn.role == "developer" else turn for turn in turns]
     placed = [PlacedTurn(turn, (index,)) for index, turn in enumerate(turns)]
@@ -91,15 +90,14 @@ def _with_calls_apart(placed: Sequence[PlacedTurn]) -> list[PlacedTurn]:
         )
         results, at = list(placed[at : at + num_results]), at + num_results
         for number, call in enumerate(each.turn.calls):
-            said = each.turn if number == 0 else replace(each.turn, content="", reasoning="")
-            apart.append(PlacedTurn(replace(said, calls=(call,)), each.origins * 2))
+            part = each.turn if number == 0 else replace(each.turn, content="", reasoning="")
+            apart.append(PlacedTurn(replace(part, calls=(call,)), each.origins * 2))
             apart += [results.pop(index) for index in _result_of(call.id, results)]
         apart += results
     return apart
 
 
 def _result_of(call_id: str, results: Sequence[PlacedTurn]) -> list[int]:
-    """The call's result is found by its id, else it is the next one that has none."""
     for wanted in (call_id, ""):
         for index, result in enumerate(results):
             if result.turn.tool_call_id == wanted:
@@ -116,7 +114,7 @@ def _as_user(placed: PlacedTurn) -> PlacedTurn:
 
 
 def _folded(system: PlacedTurn, rest: list[PlacedTurn], place: SystemPlace) -> list[PlacedTurn]:
-    """A chat that has no user gets a user's turn for it."""
+    """Join the system turn with a user turn, or make it one where the chat has none."""
     users = [index for index, each in enumerate(rest) if each.turn.role == "user"]
     if not users or (place is SystemPlace.FIRST_USER and users[0] != 0):
         return [_as_user(system), *rest]
@@ -144,14 +142,13 @@ def _without_neighbours(placed: list[PlacedTurn], order: TurnOrder) -> list[Plac
 
 
 def _are_joined(first: Turn, second: Turn, order: TurnOrder) -> bool:
-    if first.role != second.role or first.calls:  # what is said behind calls does not stand before them
+    if first.role != second.role or first.calls:  # Content after calls must not move before them.
         return False
     takes = {"user": order.users, "assistant": order.assistants}
     return not takes.get(first.role, True)
 
 
 def _joined(placed: Sequence[PlacedTurn]) -> PlacedTurn:
-    """Return one turn that says what they say; text that was one part stays within one."""
     first, turns = placed[0].turn, [each.turn for each in placed]
     contents = [turn.content for turn in turns if turn.content]
     turn = replace(
@@ -185,10 +182,10 @@ _ROLES = {"S": "system", "D": "developer", "U": "user", "A": "assistant"}
 
 
 def find_order(render: Render, loop: Sequence[Turn], *, names_developers: bool) -> TurnOrder:
-    """`render` writes a chat as the template does, empty where it refuses it. `loop` is a question, a call
-    and its result; it is without a call where the template writes none."""
+    """Return the order. `render` renders a chat with the template, and returns "" where it refuses it. `loop`
+    is a question, a call and its result, without a call where the template writes none."""
     trial = _Trial(render, loop)
-    if not trial.shows("U"):  # nothing can be found out then
+    if not trial.shows("U"):  # Nothing can be found out then.
         return TurnOrder(developers=names_developers)
     developers = names_developers and trial.shows("DU")
     roles = "SD" if developers else "S"
@@ -214,7 +211,8 @@ def _find_system(trial: "_Trial", roles: str) -> SystemPlace:
 
 
 class _Trial:
-    """Chats are written as letters: S, D, U and A for a turn of a role, L for the loop, B for the bridge."""
+    """Letters stand for the turns of a chat: S, D, U and A for a turn of a role, L for the loop, B for
+    the bridge."""
 
     def __init__(self, render: Render, loop: Sequence[Turn]) -> None:
         self._render = render
@@ -224,7 +222,7 @@ class _Trial:
         return min(self._places(chat), default=-1) >= 0
 
     def shows_late(self, role: str) -> bool:
-        """Return whether a late system's text is shown, and where it stands."""
+        """Return whether a late system turn is shown, and in its place."""
         before = [chat for chat in ("U", "SUA", "L") if self.shows(chat)]
         return all(self._shows_in_order(chat + role) for chat in before) and self._shows_in_order(
             f"UA{role}U"
@@ -235,14 +233,14 @@ class _Trial:
         return min(places, default=-1) >= 0 and places == sorted(places)
 
     def is_before_last_user(self) -> bool:
-        """Return whether a system's text is written as if the last user's began with it."""
         system, first, answer, last = self._turns("SUAU")
         joined = _joined([_as_user(PlacedTurn(system, ())), PlacedTurn(last, ())]).turn
-        as_told = self._render([system, first, answer, last])
-        return bool(as_told) and as_told == self._render([first, answer, joined])
+        rendered = self._render([system, first, answer, last])
+        return bool(rendered) and rendered == self._render([first, answer, joined])
 
     def _places(self, chat: str) -> list[int]:
-        """Return the places of the turns' texts: -1 for a missing one, none for a chat that is refused."""
+        """Return the places of the turns' texts: -1 for a missing one, and none for a chat that
+        is refused."""
         turns = self._turns(chat)
         rendered = self._render(turns)
         texts = [turn.content for turn in turns if turn.content and turn is not _BRIDGE]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.text.answer_message import AnswerCall, canonical_json, digest, said
+from services.router.text.answer_message import AnswerCall, canonical_json, digest, message_digest
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=5),
@@ -14,7 +14,7 @@ values = st.recursive(
 
 
 def said_of(arguments: str, content: str = "", name: str = "f", id_: str = "1") -> bytes:
-    return said(content, [AnswerCall(id_, name, arguments)])
+    return message_digest(content, [AnswerCall(id_, name, arguments)])
 
 
 @given(st.dictionaries(st.text(max_size=5), values, max_size=4))
@@ -44,8 +44,10 @@ def test_what_is_said_counts_and_ids_do_not(subtests: pytest.Subtests) -> None:
             assert said_of(broken) == said_of(broken) != said_of(broken + " ")
 
     assert said_of("{}") == said_of("{}", id_="2") == said_of("{}", content=" \n")
-    assert len({said_of("{}"), said_of("{}", name="g"), said_of("{}", content="a"), said("", [])}) == 4
+    assert (
+        len({said_of("{}"), said_of("{}", name="g"), said_of("{}", content="a"), message_digest("", [])}) == 4
+    )
     twice = [AnswerCall("1", "f", "{}"), AnswerCall("2", "g", "{}")]
-    assert said("", twice) != said("", twice[::-1])
+    assert message_digest("", twice) != message_digest("", twice[::-1])
 
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("ab", b"c", "")}) == 4
