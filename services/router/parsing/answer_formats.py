@@ -1,4 +1,5 @@
-"""We know these formats of answers, by name, and how a model's chat template tells which it is. Pure."""
+"""This module lists the known formats of answers by name, and recognizes a format from a model's chat
+template. It is pure."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,21 +27,19 @@ HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A template that has all of `tells` in it writes so. `markers` may be special tokens of the tokenizer,
-    or have some in them; other special tokens in a model's answer are no text."""
+    """A template with all of `signs` in it uses this format. `markers` may be special tokens of the
+    tokenizer, or contain some; other special tokens in an answer are not text."""
 
     name: str
-    tells: tuple[str, ...]
+    signs: tuple[str, ...]
     call_markers: CallMarkers
     markers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """`wrapping` is what the same models write around content."""
-
     name: str
-    tells: tuple[str, ...]  # a template has any of these
+    signs: tuple[str, ...]  # A template with any of these in it uses this format.
     thinking: Thinking
     wrapping: Wrapping = NO_WRAPPING
 
@@ -55,7 +54,7 @@ def _by_name(formats: Iterable[CallFormat]) -> Mapping[str, CallFormat]:
 
 def _listed(
     name: str,
-    tells: tuple[str, ...],
+    signs: tuple[str, ...],
     opens: tuple[str, ...],
     closes: tuple[str, ...] = (),
     begins: tuple[str, ...] = (),
@@ -64,7 +63,7 @@ def _listed(
     call: ReadCall | None = None,
 ) -> CallFormat:
     read = partial(listed, closes=closes, leads=leads, must_lead=must_lead, call=call)
-    return CallFormat(name, tells, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
+    return CallFormat(name, signs, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
 
 
 def _gemma(name: str, opens: str, closes: str, spoken: Literals) -> CallFormat:
@@ -73,13 +72,13 @@ def _gemma(name: str, opens: str, closes: str, spoken: Literals) -> CallFormat:
 
 
 def _tagged(
-    name: str, tells: tuple[str, ...], opens: tuple[str, ...], tags: tagged.Tags, *markers: str
+    name: str, signs: tuple[str, ...], opens: tuple[str, ...], tags: tagged.Tags, *markers: str
 ) -> CallFormat:
-    return CallFormat(name, tells, CallMarkers(opens, tags.read), markers)
+    return CallFormat(name, signs, CallMarkers(opens, tags.read), markers)
 
 
 def _dsml(name: str, block: str) -> CallFormat:
-    """Both blocks are read, whichever the template writes."""
+    """Return the format, which reads both kinds of blocks, whichever the template writes."""
     opens = (*tagged.DSML_OPENS, tagged.DSML.call)
     return _tagged(name, ("｜DSML｜", block), opens, tagged.DSML, "｜DSML｜")
 
@@ -96,7 +95,7 @@ _INTERNLM = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
 _GIGACHAT = ("function call<|role_sep|>", "<|function_call|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 
-# The first that a template tells is the one: those that say more stand before those that say less.
+# The first format whose signs a template has is used, so formats with more signs come first.
 CALL_FORMATS = _by_name(
     [
         CallFormat(
@@ -249,23 +248,22 @@ THINKING_FORMATS = {
         ThinkingFormat("mistral", ("[THINK]",), Thinking("[THINK]", "[/THINK]")),
     )
 }
-HARMONY_TELLS = (harmony.CHANNEL, harmony.MESSAGE)
+HARMONY_SIGNS = (harmony.CHANNEL, harmony.MESSAGE)
 
 
-def told_calls(written: str) -> Iterator[str]:
-    """Yield the formats in which a template may write calls that has all of this in it, the likeliest
-    first."""
-    if _has_all(written, HARMONY_TELLS):
+def likely_calls(written: str) -> Iterator[str]:
+    """Yield the call formats whose signs are all in the template's text, the likeliest first."""
+    if _has_all(written, HARMONY_SIGNS):
         yield HARMONY
-    yield from (name for name, each in CALL_FORMATS.items() if _has_all(written, each.tells))
+    yield from (name for name, each in CALL_FORMATS.items() if _has_all(written, each.signs))
 
 
-def told_thinking(written: str) -> str:
-    if _has_all(written, HARMONY_TELLS):
+def likely_thinking(written: str) -> str:
+    if _has_all(written, HARMONY_SIGNS):
         return HARMONY
     formats = THINKING_FORMATS.items()
-    told = (name for name, each in formats if any(sign in written for sign in each.tells))
-    return next(told, NONE)
+    found = (name for name, each in formats if any(sign in written for sign in each.signs))
+    return next(found, NONE)
 
 
 def _has_all(text: str, signs: Iterable[str]) -> bool:
@@ -273,8 +271,6 @@ def _has_all(text: str, signs: Iterable[str]) -> bool:
 
 
 class WrittenCall(Protocol):
-    """`arguments` are a JSON object."""
-
     @property
     def name(self) -> str: ...
 
@@ -306,9 +302,9 @@ def _python(call: WrittenCall) -> str:
     return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in arguments)})"
 
 
-# Calls are written here as the text that a model would have written, by the name of the format. Some chat
-# templates show tools and no past calls (SmolLM3, LFM2, Granite 3.3, Hunyuan), and some models have one that
-# shows past calls only beside tools (Hermes). There a past call is content.
+# These functions write calls as a model of the format would. Some chat templates show tools but no past calls
+# (SmolLM3, LFM2, Granite 3.3, Hunyuan), and some models have one that shows past calls only beside tools
+# (Hermes); there a past call becomes content.
 CALL_TEXTS: Mapping[str, CallText] = {
     "hermes": _written_hermes,
     "granite": _written_list("<|tool_call|>"),

@@ -1,8 +1,8 @@
-"""A tool constraint says as a grammar what an answer with tools, or behind thinking, must be. Pure.
+"""A tool constraint gives the grammar of an answer with tools, or of one after thinking. The module is pure.
 
 must call         thinking? calls
 strict tools      thinking? (content calls)* content         calls by their schemas
-another grammar   thinking? calls | what it says             calls where there are tools
+another grammar   thinking? calls | the other grammar        calls where there are tools
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,8 @@ class ToolConstraint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedWriting:
-    """It writes an answer as marked.py reads it. Where `writing` is None nothing is called."""
+    """This gives the grammar of an answer that marked.py reads. There are no calls where `writing`
+    is None."""
 
     thinking: Thinking | None
     writing: Writing | None
@@ -40,28 +41,28 @@ class MarkedWriting:
     def binds_calls(self) -> bool:
         return self.writing is not None
 
-    def must_call(self, asked: ToolConstraint) -> str:
-        return asked.lark.grammar(f"{self._thought(asked)}{self._calls(asked)}")
+    def must_call(self, constraint: ToolConstraint) -> str:
+        return constraint.lark.grammar(f"{self._thought(constraint)}{self._calls(constraint)}")
 
-    def may_call(self, asked: ToolConstraint) -> str:
-        lark = asked.lark
+    def may_call(self, constraint: ToolConstraint) -> str:
+        lark = constraint.lark
         writing = self._known(lark)
-        thought = self._thought(asked)
+        thought = self._thought(constraint)
         if writing.begins:
             plain = lark.text((writing.opens, *writing.also), begins_without=writing.begins)
-            return lark.grammar(f"{thought}{one_of(self._calls(asked), plain)}")
+            return lark.grammar(f"{thought}{one_of(self._calls(constraint), plain)}")
         opens = (writing.opens, *writing.also)
-        # What closes calls holds several, others follow one another.
-        calls = writing.calls(lark, asked.schemas, asked.parallel and bool(writing.closes))
-        more = "*" if asked.parallel else "?"
+        # A format with a closing marker has several calls before it; in others calls follow one another.
+        calls = writing.calls(lark, constraint.schemas, constraint.parallel and bool(writing.closes))
+        more = "*" if constraint.parallel else "?"
         answer = f"({lark.upto(writing.opens, opens)} {calls}){more} {lark.text(opens)}"
         return lark.grammar(f"{thought}{self._wrapped(lark, answer)}")
 
-    def then(self, asked: ToolConstraint, answer: str) -> str:
-        """`answer` is a rule's body."""
-        calls = [self._calls(asked)] if asked.schemas and self.writing else []
-        answers = one_of(*calls, self._wrapped(asked.lark, answer))
-        return asked.lark.grammar(f"{self._thought(asked)}{answers}")
+    def then(self, constraint: ToolConstraint, answer: str) -> str:
+        """Return the grammar of calls or `answer`, which is the body of a rule."""
+        calls = [self._calls(constraint)] if constraint.schemas and self.writing else []
+        answers = one_of(*calls, self._wrapped(constraint.lark, answer))
+        return constraint.lark.grammar(f"{self._thought(constraint)}{answers}")
 
     def _wrapped(self, lark: Lark, answer: str) -> str:
         if not self.wrapping.opens:
@@ -71,42 +72,43 @@ class MarkedWriting:
         )
         return f"({opens} {_BLANK})? {answer} ({_BLANK} {closes})?"
 
-    def _calls(self, asked: ToolConstraint) -> str:
-        writing = self._known(asked.lark)
-        calls = writing.calls(asked.lark, asked.schemas, asked.parallel)
-        opens = f"{asked.lark.literal(writing.opens)} " if writing.opens else ""
+    def _calls(self, constraint: ToolConstraint) -> str:
+        writing = self._known(constraint.lark)
+        calls = writing.calls(constraint.lark, constraint.schemas, constraint.parallel)
+        opens = f"{constraint.lark.literal(writing.opens)} " if writing.opens else ""
         return f"{_BLANK}{opens}{calls}"
 
     def _known(self, lark: Lark) -> Writing:
         assert self.writing is not None
         return self.writing.known_to(lark)
 
-    def _thought(self, asked: ToolConstraint) -> str:
+    def _thought(self, constraint: ToolConstraint) -> str:
         if self.thinking is None:
             return ""
-        lark = asked.lark
+        lark = constraint.lark
         rest = f"{lark.upto(self.thinking.closes)} {_BLANK}"
-        return rest if asked.thinks else f'("\\n"? {lark.literal(self.thinking.opens)} {rest})? '
+        return rest if constraint.thinks else f'("\\n"? {lark.literal(self.thinking.opens)} {rest})? '
 
 
 class HarmonyWriting:
-    """It writes an answer as harmony.py reads it: its last message is a call, which ends it, or final."""
+    """This gives the grammar of an answer that harmony.py reads: the last message is a call, which ends it,
+    or final."""
 
     binds_calls = True
 
-    def must_call(self, asked: ToolConstraint) -> str:
-        return asked.lark.grammar(f"{self._before(asked.lark)}{self._call(asked)}")
+    def must_call(self, constraint: ToolConstraint) -> str:
+        return constraint.lark.grammar(f"{self._before(constraint.lark)}{self._call(constraint)}")
 
-    def may_call(self, asked: ToolConstraint) -> str:
-        return self._then(asked, asked.lark.text(), ("analysis", "commentary"))
+    def may_call(self, constraint: ToolConstraint) -> str:
+        return self._then(constraint, constraint.lark.text(), ("analysis", "commentary"))
 
-    def then(self, asked: ToolConstraint, answer: str) -> str:
-        return self._then(asked, answer, ("analysis",))
+    def then(self, constraint: ToolConstraint, answer: str) -> str:
+        return self._then(constraint, answer, ("analysis",))
 
-    def _then(self, asked: ToolConstraint, answer: str, channels: tuple[str, ...]) -> str:
-        lark = asked.lark
+    def _then(self, constraint: ToolConstraint, answer: str, channels: tuple[str, ...]) -> str:
+        lark = constraint.lark
         final = f"{lark.literal(f'{CHANNEL}final{MESSAGE}')} {answer}"
-        calls = [self._call(asked)] if asked.schemas else []
+        calls = [self._call(constraint)] if constraint.schemas else []
         return lark.grammar(f"{self._before(lark, channels)}{one_of(*calls, final)}")
 
     @staticmethod
@@ -115,10 +117,10 @@ class HarmonyWriting:
         return f"({begins} {lark.text()} {lark.literal(f'<|end|>{START}assistant')})* "
 
     @staticmethod
-    def _call(asked: ToolConstraint) -> str:
-        """The recipient stands behind the channel, as models write it, or before it, as the template does."""
-        lark, calls = asked.lark, []
-        for name, schema in asked.schemas.items():
+    def _call(constraint: ToolConstraint) -> str:
+        """Allow the recipient after the channel, as models write it, or before it, as the template does."""
+        lark, calls = constraint.lark, []
+        for name, schema in constraint.schemas.items():
             channel, to = f"{CHANNEL}commentary", f" to=functions.{name}"
             headers = one_of(lark.literal(channel + to), lark.literal(to + channel))
             kinds = one_of(*(lark.literal(f" {kind}json{MESSAGE}") for kind in (_CONSTRAINED, "")))

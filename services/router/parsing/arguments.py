@@ -1,8 +1,9 @@
-"""Arguments that were written as plain text become what their tool's JSON schema says. Pure.
+"""Arguments in plain text become values of the types in their tool's JSON schema. The module is pure.
 
     <parameter=days>3</parameter>      {"days": {"type": "integer"}}  -> 3      {"type": "string"} -> "3"
 
-What the schema leaves open is JSON where it reads as JSON: templates write strings alone without quotes.
+Where the schema states no type, the text is read as JSON if it can be, as templates leave out only the quotes
+of strings.
 
 A model's JSON is checked, and kept as text.
 """
@@ -23,7 +24,7 @@ _BLANKS = " \t\r\n"
 
 
 def value_of(source: str) -> Any:
-    """Raise Unreadable for what is not JSON."""
+    """Return the JSON value. Raises Unreadable for invalid JSON."""
     try:
         return _DECODER.decode(source)
     except (ValueError, RecursionError) as error:
@@ -31,7 +32,7 @@ def value_of(source: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Write it readably where that can be: half of a surrogate pair is no text, and stays escaped."""
+    """Return JSON, with escapes only where it holds half of a surrogate pair, which is not text."""
     text = json.dumps(value, ensure_ascii=False)
     return text if is_text(text) else json.dumps(value)
 
@@ -41,13 +42,13 @@ def is_text(text: str) -> bool:
 
 
 def members_of(source: str) -> dict[str, str]:
-    """Return the text of each member of an object, by name. Raise Unreadable for all that is none."""
+    """Return the text of each member of an object, by name. Raises Unreadable for anything else."""
     if not isinstance(value_of(source), dict):
         raise Unreadable
     members, at = {}, _behind_blanks(source, source.index("{") + 1)
     while source[at] != "}":
         name, at = _DECODER.raw_decode(source, at)
-        begin = _behind_blanks(source, _behind_blanks(source, at) + 1)  # the value begins behind the colon
+        begin = _behind_blanks(source, _behind_blanks(source, at) + 1)  # The value begins after the colon.
         _, end = _DECODER.raw_decode(source, begin)
         members[name] = source[begin:end]
         at = _behind_blanks(source, end)
@@ -62,8 +63,8 @@ def _behind_blanks(source: str, at: int) -> int:
 
 
 def arguments_of(source: str) -> str:
-    """Return an object's text. Nothing and null are {}; a string that holds an object is what it holds, for
-    some models write their arguments twice. Raise Unreadable for all else."""
+    """Return an object's text. Nothing and null become {}, and a string that holds an object becomes that
+    object, as some models encode their arguments twice. Raises Unreadable for anything else."""
     source = source.strip(_BLANKS)
     if source in ("", "null", '""'):
         return "{}"
@@ -75,23 +76,22 @@ def arguments_of(source: str) -> str:
     return source
 
 
-_WORDS = {"true": True, "false": False, "none": None, "null": None}  # Python writes some of them so
+_WORDS = {"true": True, "false": False, "none": None, "null": None}  # Python writes some of them in this way.
 
 
 class TypedText:
-    """`schema` is that of the object of all arguments, or of one within `root`."""
+    """`schema` is that of the object of all arguments, or of an object within `root`."""
 
     def __init__(self, schema: Any, root: Any = None) -> None:
         self._schema = schema
         self._root = schema if root is None else root
 
     def may_have(self, name: str) -> bool:
-        """Return whether the schema has such a property, or says nothing of properties."""
+        """Return whether the schema has such a property, or lists none."""
         properties = _member(self._schema, "properties")
         return not properties or _has(properties, name)
 
     def is_string(self, name: str) -> bool:
-        """It is a string whatever its text is."""
         return self._types(name) == {"string"}
 
     def takes_text(self, name: str) -> bool:
@@ -121,15 +121,14 @@ class TypedText:
         return "array" in self._types(name)
 
     def empty(self, name: str) -> Any:
-        """Return the value for nothing, where that is no string."""
         types = self._types(name)
         return [] if "array" in types else {} if "object" in types else None
 
     def within(self, name: str) -> dict[str, Any]:
-        """Return the schema of what is in it: that of its alternatives which says most."""
+        """Return the first of the value's alternative schemas that describes its members."""
         schemas = _made_of(self._of(name), self._root)
-        told = (each for each in schemas if _has(each, "properties") or _has(each, "items"))
-        return next(told, {})
+        described = (each for each in schemas if _has(each, "properties") or _has(each, "items"))
+        return next(described, {})
 
 
 def _value(text: str) -> Any:
@@ -159,9 +158,9 @@ def _types(schema: Any, root: Any) -> set[str]:
 
 
 def _made_of(schema: Any, root: Any) -> list[Any]:
-    """Return it, and those it is made of. Each is there once, though made of itself."""
+    """Return the schema and those that it consists of, each once, as it may be recursive."""
     found, seen = [schema], {id(schema)}
-    for looked_at in found:  # it grows meanwhile
+    for looked_at in found:  # The list grows in this loop.
         for part in _parts(looked_at, root):
             if id(part) not in seen:
                 seen.add(id(part))

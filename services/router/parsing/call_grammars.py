@@ -1,13 +1,14 @@
-"""Grammars say how models write calls: each format's own words around what the tools' schemas allow. Pure.
+"""These grammars describe how models write calls: each format's own text around values of the tools' schemas.
+The module is pure.
 
     <tool_call>\\n{"name": "f", "arguments": {the schema of f}}\\n</tool_call>\\n<tool_call>...
 
-What is read by calls.py and marked.py is written here.
+calls.py and marked.py read what is described here.
 
-Grammars have rules in llguidance's dialect of Lark, for text with a model's special tokens in it.
+The rules are in llguidance's dialect of Lark, for text with a model's special tokens in it.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md: a special token is <[its id]>, which no
-regular expression matches; %json is a schema; a [lazy] terminal ends where it first can.
+regular expression matches; %json is a schema; a [lazy] terminal ends at its first possible end.
 """
 
 import re
@@ -25,7 +26,7 @@ from services.router.parsing.tagged import (
     KIMI_SECTION_ENDS,
 )
 
-# Templates write JSON so, and models are used to it. Nothing that the client's schema says of it counts.
+# Templates write JSON in this way, and models are trained on it. The client's schema cannot change this.
 _JSON: Mapping[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -40,7 +41,7 @@ class Lark:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._cuts = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self._rules: dict[str, str] = {}  # names stand by body
+        self._rules: dict[str, str] = {}  # The keys are bodies and the values names.
 
     def has(self, token: str) -> bool:
         return token in self._special
@@ -49,14 +50,13 @@ class Lark:
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items())])
 
     def rule(self, body: str, name: str = "r") -> str:
-        """Return the rule's name. One that ends in [lazy] or is in capitals says what kind it is of."""
+        """Return the rule's name. A name in capitals, or one with [lazy], makes a terminal."""
         head, bracket, attributes = name.partition("[")
-        key = body if not bracket else body + " "  # a lazy terminal is another one
+        key = body if not bracket else body + " "  # A lazy terminal differs from others with the same body.
         numbered = self._rules.setdefault(key, f"{head}{len(self._rules)}{bracket}{attributes}")
         return numbered.partition("[")[0]
 
     def literal(self, text: str) -> str:
-        """Return the text, with special tokens for what is one."""
         pieces, at = [], 0
         for found in self._cuts.finditer(text):
             pieces += [text_of(text[at : found.start()])] if found.start() > at else []
@@ -70,22 +70,23 @@ class Lark:
         return self.rule("%json " + text_of({**schema, "x-guidance": _JSON}))
 
     def text(self, without: tuple[str, ...] = (), begins_without: str = "") -> str:
-        """Return a rule for any text of ordinary tokens, also for none, without what is given and with none
-        of those characters first."""
+        """Return a rule for any text of ordinary tokens, which may be empty, without the texts `without` and
+        not beginning with one of the characters `begins_without`."""
         return self.rule(_text_pattern(begins_without) + self._excluding(without), "TEXT")
 
     def upto(self, end: str, without: tuple[str, ...] = ()) -> str:
-        """Return a rule for any text and then the end, which is not in the text."""
+        """Return a rule for any text and then `end`, which is not in that text."""
         excluding = self._excluding(tuple(each for each in without if each != end))
         first = self._cuts.search(end)
         if first is None:
             return self.rule(f"/(?s:.*){_escaped(end)}/{excluding}", "upto[lazy]")
-        # A special token is in no ordinary text, so what stands before it ends there, however often it comes.
+        # No ordinary text holds a special token, so the text before one ends there, however often the text
+        # recurs.
         before, behind = end[: first.start()], end[first.start() :]
         return f"{self.rule(f'/(?s:.*){_escaped(before)}/{excluding}', 'TEXT')} {self.literal(behind)}"
 
     def _excluding(self, texts: tuple[str, ...]) -> str:
-        """No ordinary text holds a special token."""
+        """Leave out special tokens, as no ordinary text holds one."""
         return "".join(_excluded(each) for each in texts if each and not self._cuts.search(each))
 
 
@@ -102,10 +103,10 @@ def _excluded(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")  # it is escaped already
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")  # A line end is escaped already.
 
 
-_WriteCall = Callable[[Lark, str, Any], str]  # it takes a tool's name and schema
+_WriteCall = Callable[[Lark, str, Any], str]  # The arguments are a tool's name and schema.
 _MAX_REFERENCES = 8
 _D = "｜DSML｜"
 _LINE = r'"\n"?'
@@ -113,9 +114,9 @@ _LINE = r'"\n"?'
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Calls are `opens`, `head`, a call, `between` before each further one, and `closes`. To those who read,
-    `also` opens calls, too. Calls begin with the characters `begins` where an answer does; behind other text
-    there are none then. A model without the special token `needs` writes them as `older`."""
+    """Calls are `opens`, `head`, a call, `between` before each further one, and `closes`. A parser also takes
+    `also` as the opening of calls. With `begins` calls are only at the beginning of an answer, with one of
+    these characters first. A model without the special token `needs` uses `older`."""
 
     call: _WriteCall
     opens: str
@@ -123,7 +124,7 @@ class Writing:
     closes: str = ""
     also: tuple[str, ...] = ()
     begins: str = ""
-    head: str = ""  # it is a rule's body
+    head: str = ""  # This is the body of a rule.
     needs: str = ""
     older: "Writing | None" = None
 
@@ -131,7 +132,6 @@ class Writing:
         return self if self.older is None or lark.has(self.needs) else self.older
 
     def calls(self, lark: Lark, schemas: Mapping[str, Any], parallel: bool) -> str:
-        """The rule begins behind `opens`, with at least one call."""
         call = one_of(*(self.call(lark, name, schema) for name, schema in schemas.items()))
         any_call = lark.rule(call, "call")
         more = f"({_lined(lark, self.between)} {any_call})*" if parallel else ""
@@ -199,7 +199,7 @@ def _qwen3_coder(lark: Lark, name: str, schema: Any, closes: str = "</tool_call>
 
 
 def _glm(lark: Lark, name: str, schema: Any) -> str:
-    """GLM-4.5 and 4.6 write line ends, 4.7 and later ones do not."""
+    """GLM-4.5 and 4.6 write line ends, and later ones from 4.7 on do not."""
     parameters = _parameters(lark, schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", _LINE)
     return _joined(lark.literal(name), _LINE, parameters, lark.literal("</tool_call>"))
 
@@ -222,19 +222,18 @@ def _joined(*parts: str) -> str:
 
 
 def _lined(lark: Lark, text: str) -> str:
-    """Write the text, whose line ends may be left out."""
     return f" {_LINE} ".join(map(lark.literal, text.split("\n")))
 
 
 def _parameters(lark: Lark, schema: Any, begin: str, end: str, behind: str = "") -> str:
-    """Write an object's properties in their order, each in its tags, with what is `behind` it; strings stand
-    there as they are."""
+    """Return an object's properties in their order, each in its tags and followed by `behind`; strings have
+    no quotes."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     parts = []
     for name, property_ in properties.items():
         is_text = _texts(property_, schema, _MAX_REFERENCES) is not None
         before, between = begin.replace("{text}", "true" if is_text else "false").split("{}")
-        # What is the client's is plain text, whatever it looks like.
+        # The client's names are plain text, even if they look like special tokens.
         ends = _lined(lark, between) if behind else lark.literal(between)
         tag = f"{lark.literal(before)} {text_of(name)} {ends}"
         part = _joined(tag, _value(lark, property_, schema, end), behind)
@@ -253,8 +252,8 @@ def _value(lark: Lark, schema: Any, root: Any, end: str) -> str:
 
 
 def _texts(schema: Any, root: Any, references: int) -> tuple[str, ...] | None:
-    """Return None where what the schema allows is no plain text, and nothing in a tuple where it allows
-    any."""
+    """Return the plain texts that the schema allows, () for any text, or None where the value is not
+    plain text."""
     if not isinstance(schema, dict):
         return None
     reference = schema.get("$ref")

@@ -1,8 +1,8 @@
-"""Models write calls of tools in several ways; there is a reading for each. Pure.
+"""Models write tool calls in several formats; each has a reading here. The module is pure.
 
-A reading begins behind the marker that opens calls, and ends where content may go on. A call is reported when
-it is whole, and long arguments while they come; a closing marker that is missing then changes nothing. Where
-a reading raises Unreadable, what was taken and not reported is no call.
+A reading begins after the marker that opens calls, and ends where content may continue. A call is reported
+when it is complete, and long arguments as they arrive; a missing closing marker then changes nothing. Where a
+reading raises Unreadable, what it took and did not report is not a call.
 """
 
 import re
@@ -16,17 +16,17 @@ from services.router.parsing.reader import Reader, Reading, Unreadable
 
 _Result = TypeVar("_Result")
 
-Schemas = Mapping[str, Any]  # each is of a tool's arguments, by the tool's name
+Schemas = Mapping[str, Any]  # The values are the schemas of tools' arguments, by the tool's name.
 
-# Arguments of so many characters come with their call when that is whole: what breaks off before, or is no
-# call, is content. Longer ones, a file's text, come while they are written.
+# Arguments up to this many characters are reported with the complete call: a text that breaks off before, or
+# is not a call, becomes content. Longer ones, such as a file's text, are reported as they arrive.
 _WHOLE_CHARS = 256
 _OBJECT = re.compile(r'\{[ \t\r\n]*["}]')
 _NAMES = ("name", "tool_name")
 
 
 class NotACall(Unreadable):
-    """It only looks like one: no call is broken."""
+    """The text only looked like a call, so no call is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Calls:
         self.reader.mark()
 
     def attempt(self, reading: Reading[None], opening: str) -> Reading[bool]:
-        """Return whether all of it was calls; what is none is content. `opening` has been taken for it."""
+        """Return whether all of the text was calls; the rest becomes content. `opening` is the marker that
+        was taken."""
         self.reader.mark(opening)
         is_whole = False
         try:
@@ -60,8 +61,8 @@ class Calls:
 
 
 class Arguments:
-    """One call's arguments come bit by bit; the name is checked first. This and all below raise
-    Unreadable."""
+    """One call's arguments arrive in pieces; the name is checked first. This class and all functions below
+    raise Unreadable."""
 
     def __init__(self, calls: Calls, name: str, id_: str = "") -> None:
         self._calls = calls
@@ -94,7 +95,7 @@ class Arguments:
 
 
 class TextArguments:
-    """A call whose arguments are written one by one, as plain text, gets the JSON object of them."""
+    """This makes a JSON object of a call's arguments that are written one by one, as plain text."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         name = name.strip()
@@ -103,14 +104,13 @@ class TextArguments:
         self._given = set[str]()
 
     def misses(self, key: str) -> bool:
-        """Return whether the tool may have such an argument, which was not written yet."""
         return bool(key) and self._typed.may_have(key) and key not in self._given
 
     def read(
         self, key: str, value: Callable[[Callable[[str], object]], Reading[_Result]], is_text: bool = False
     ) -> Reading[_Result]:
-        """`value` reads its text into a sink, and this returns what it returns. `is_text` is the model's word
-        that it is text, which holds where the schema lets it be."""
+        """Return the result of `value`, which reads the argument's text into a sink. `is_text` says that the
+        model marked it as text, which holds where the schema allows text."""
         self._begin(key)
         if self._typed.is_string(key) or (is_text and self._typed.takes_text(key)):
             self._arguments.add('"')
@@ -138,7 +138,6 @@ class TextArguments:
 
 
 def call_of(name: str, arguments: str) -> ParsedCall:
-    """Raise Unreadable for a name that is none, and for arguments that are no object."""
     return ParsedCall(_checked(name), arguments_of(arguments))
 
 
@@ -150,8 +149,8 @@ def _checked(name: str) -> str:
 
 
 def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> ParsedCall:
-    """Return the call of an object with a name and, under the first of these names that is there,
-    arguments."""
+    """Return the call of an object with a name and, under the first of the keys `arguments` that it
+    has, arguments."""
     return _call_of_members(members_of(source), arguments)
 
 
@@ -170,7 +169,7 @@ def _value_of_name(members: Mapping[str, str]) -> Any:
     return value_of(next((members[key] for key in _NAMES if key in members), '""'))
 
 
-ReadCalls = Callable[[Calls, str], Reading[None]]  # the second argument is the marker that opened them
+ReadCalls = Callable[[Calls, str], Reading[None]]  # The second argument is the marker that opened the calls.
 
 
 _line = Reader.line
@@ -183,7 +182,7 @@ def hermes(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _objects(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
-    """Read one or more, on a line each or with a comma or semicolon between them."""
+    """Read one or more objects, each on a line or with a comma or semicolon between them."""
     yield from read_object(calls, arguments, known_only)
     while (yield from _goes_on(calls.reader)):
         yield from read_object(calls, arguments, known_only)
@@ -194,13 +193,13 @@ def _goes_on(reader: Reader) -> Reading[bool]:
     between = yield from reader.either(",", ";")
     more = yield from reader.next_is("{")
     if between and not more:
-        raise NotACall  # a sentence goes on so
+        raise NotACall  # A sentence continues like this.
     return more
 
 
 def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
-    """Raise NotACall where a tool that is not known is named, or none, with `known_only`."""
-    reader, members, told = calls.reader, dict[str, str](), None
+    """Read a call. With `known_only`, raises NotACall where it names no tool or an unknown one."""
+    reader, members, streamed = calls.reader, dict[str, str](), None
     yield from reader.expect("{")
     more = not (yield from reader.next_is("}"))
     while more:
@@ -209,9 +208,9 @@ def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = Fal
             raise Unreadable
         yield from reader.expect(":")
         is_named = not members.keys().isdisjoint(_NAMES)
-        if name in arguments and is_named and told is None and (yield from reader.next_is("{")):
-            told = Arguments(calls, _name_in(members))
-            yield from reader.json(told.add)
+        if name in arguments and is_named and streamed is None and (yield from reader.next_is("{")):
+            streamed = Arguments(calls, _name_in(members))
+            yield from reader.json(streamed.add)
         else:
             members[name] = yield from reader.json_value()
             if not members[name]:
@@ -223,15 +222,15 @@ def read_object(calls: Calls, arguments: tuple[str, ...], known_only: bool = Fal
     yield from reader.expect("}")
     if known_only:
         _check_known(members, calls.schemas)
-    if told is not None:
-        told.end()
+    if streamed is not None:
+        streamed.end()
     else:
         calls.add(_call_of_members(members, arguments))
 
 
 def _check_known(members: Mapping[str, str], schemas: Schemas) -> None:
     if _value_of_name(members) not in [*schemas]:
-        raise NotACall  # it is an answer in JSON
+        raise NotACall  # This is an answer in JSON.
 
 
 def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
@@ -242,16 +241,15 @@ def json_arguments(calls: Calls, name: str, id_: str = "") -> Reading[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """Arguments stand between tags: each `begins`, has something `between` its name and its value, and
-    `ends`. `closes` are the tags that close their call, from the inside out; `opens` are those of the next
-    call."""
+    """Arguments are between tags: each `begins`, has something `between` its name and its value, and `ends`.
+    `closes` are the tags that close the call, from the inside out; `opens` are those of the next call."""
 
     begins: str
     between: tuple[str, ...]
     ends: str
     closes: tuple[str, ...]
     opens: tuple[str, ...]
-    on_lines: bool = True  # a value has lines of its own
+    on_lines: bool = True  # A value has its own lines.
 
 
 _QWEN = _Tags(
@@ -273,24 +271,26 @@ _KEY = re.compile(r"[^\n<>]*")
 
 @dataclass(slots=True)
 class _Tagged:
-    """A call has its arguments between tags. Models leave closing tags out at times. A value without one ends
+    """This reads a call with its arguments between tags. Models sometimes leave out closing tags. A value
+    without one ends
 
     - where a line begins with the tag of an argument that the tool may have and that was not written yet,
-      unless that argument comes right behind the next end of a value: then the tag is only mentioned;
-    - where tags close the call with nothing behind them;
-    - where a line begins with tags that close the call, and a call follows. None does where a value ends
-      before any other tag comes.
+      unless that argument follows the next end of a value: then the value only mentions the tag;
+    - where tags close the call and nothing follows;
+    - where a line begins with tags that close the call, and a call follows; none does where a value ends
+      before any other tag.
 
-    All else between two tags is the value's text. An argument that is given twice makes a call unreadable.
+    All other text between two tags is the value. An argument that is given twice makes a call unreadable.
     """
 
     reader: Reader
     tags: _Tags
     arguments: TextArguments
-    follows: str | None = None  # this argument is behind the next end of a value; None is not looked up
+    follows: str | None = None  # It comes after the next value's end; None is not looked up.
 
     def read(self) -> Reading[None]:
-        """A tag that ends the call, or opens another, is not taken. Unreadable is raised where none comes."""
+        """Leave the tag that ends the call, or opens another, in the reader. Raises Unreadable where
+        none follows."""
         tags = self.tags
         found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
         while found == tags.begins:
@@ -304,7 +304,7 @@ class _Tagged:
         self.arguments.end()
 
     def _value(self, sink: Callable[[str], object]) -> Reading[str]:
-        """Return the name of the argument that begins where this one's end should be, or "" for none."""
+        """Return the name of the argument that begins before this one's end, or "" for none."""
         tags, text = self.tags, Unlined(sink, led=self.tags.on_lines)
         while True:
             marker = yield from self.reader.upto((tags.ends, tags.begins, *tags.closes), text)
@@ -326,7 +326,6 @@ class _Tagged:
             text(marker + taken)
 
     def _key(self) -> Reading[tuple[str, str]]:
-        """Return an argument's name, "" if none stands here, and all the text that was taken."""
         reader, between = self.reader, self.tags.between
         texts = [(yield from reader.blank()), (yield from reader.word(_KEY))]
         while between:
@@ -339,8 +338,8 @@ class _Tagged:
         return texts[1].strip("\"' "), "".join(texts)
 
     def _behind_end(self) -> Reading[str]:
-        """Return the name of the argument behind the next end of a value, or "" for none. Nothing is
-        taken."""
+        """Return the name of the argument after the next end of a value, or "" for none, without taking
+        any text."""
         if self.follows is None:
             reader, tags, texts = self.reader, self.tags, list[str]()
             end = yield from reader.upto((tags.ends, *tags.closes), texts.append)
@@ -355,7 +354,7 @@ class _Tagged:
         return self.follows
 
     def _ends_call(self, closing: str, begins_line: bool) -> Reading[bool]:
-        """Return whether the call ends with the tag, which is not taken then. Nothing behind it is."""
+        """Return whether the call ends with the tag, which is then put back. No text after it is taken."""
         reader, tags, texts = self.reader, self.tags, list[str]()
         for closes in tags.closes[tags.closes.index(closing) + 1 :]:
             texts += [(yield from reader.blank()), (yield from reader.either(closes))]
@@ -371,8 +370,8 @@ class _Tagged:
 
 
 def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
-    """Read <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, blanks between all of
-    them."""
+    """Read <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, with blanks
+    anywhere between."""
     reader = calls.reader
     if opening == "<tool_call>":
         yield from reader.expect("<function=")
@@ -382,8 +381,8 @@ def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
 
 
 def glm(calls: Calls, opening: str) -> Reading[None]:
-    """Read <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, blanks between all of
-    them."""
+    """Read <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, with blanks
+    anywhere between."""
     reader = calls.reader
     yield from reader.blank()
     arguments = TextArguments(calls, (yield from reader.word()))
@@ -408,14 +407,13 @@ def minimax(calls: Calls, opening: str) -> Reading[None]:
 
 
 def llama3_json(calls: Calls, opening: str) -> Reading[None]:
-    """Read {"name": "f", "parameters": {...}}; {...}, from the answer's beginning or behind
-    <|python_tag|>."""
+    """Read {"name": "f", "parameters": {...}}; {...}, at the answer's beginning or after <|python_tag|>."""
     yield from _objects(calls, ("parameters", "arguments"), known_only=opening != "<|python_tag|>")
 
 
 def mistral(calls: Calls, opening: str) -> Reading[None]:
-    """Read [TOOL_CALLS]f[ARGS]{...}, once for each call; older models have [TOOL_CALLS][{"name": "f", ...},
-    ...]."""
+    """Read [TOOL_CALLS]f[ARGS]{...}, once for each call; older models write [TOOL_CALLS][{"name": "f",
+    ...}, ...]."""
     reader = calls.reader
     yield from reader.blank()
     name = yield from reader.word()
@@ -435,7 +433,6 @@ def mistral(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _with_id(found: Any) -> ParsedCall:
-    """Make a call of {"name": "f", "arguments": {...}, "id": "abcdefghi"}."""
     call = object_call(text_of(found))
     id_ = found.get("id")
     return replace(call, id=id_) if isinstance(id_, str) else call
@@ -446,11 +443,11 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 
 
 def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
-    """Each call is function<sep>f, and its arguments as a code block of JSON."""
+    """Read function<sep>f and the arguments in a code block of JSON, for each call."""
     reader = calls.reader
     more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
     while more:
-        yield from _line(reader, _SEP)  # this is the kind of tool
+        yield from _line(reader, _SEP)  # This is the kind of tool.
         name, _ = yield from reader.until("\n")
         yield from reader.optional("```json")
         yield from json_arguments(calls, name)
@@ -459,7 +456,7 @@ def deepseek_v3(calls: Calls, opening: str) -> Reading[None]:
 
 
 def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
-    """Each call is f<sep>{...}."""
+    """Read f<sep>{...}, for each call."""
     reader = calls.reader
     more = (yield from reader.expect(_CALL, _CALLS_END)) == _CALL
     while more:
@@ -469,7 +466,6 @@ def deepseek_v31(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _deepseek_goes_on(reader: Reader) -> Reading[bool]:
-    """Return whether another call begins behind one; its marker is taken."""
     yield from reader.optional(_CALL_END)
     yield from reader.blank()
     more = yield from reader.either(_CALL, _CALLS_END)

@@ -1,12 +1,11 @@
-"""gpt-oss answers in harmony: messages, each with a header that says what it is. Pure.
+"""gpt-oss answers in harmony: messages, each with a header that states its kind. The module is pure.
 
     <|channel|>analysis<|message|>thinking<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
-The prompt ends with <|start|>assistant, so the first message may begin with what is left of its header:
-gpt-oss's own chat template writes the recipient before the channel. Other text outside of messages is
-content.
+The prompt ends with <|start|>assistant, so the first message may begin with the rest of its header: gpt-oss's
+own chat template writes the recipient before the channel. Other text outside of messages is content.
 
      to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
 """
@@ -29,7 +28,7 @@ _RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyAnswer:
-    """Calls are content without `has_calls`, and so is thinking without `has_thinking`."""
+    """Calls are content without `has_calls`, and thinking is without `has_thinking`."""
 
     calls: Calls
     has_calls: bool
@@ -52,7 +51,6 @@ class HarmonyAnswer:
             marker = yield from reader.upto(_BOUNDS, sink.content)
 
     def _message(self, opening: str) -> Reading[None]:
-        """Read up to the marker behind it, which is not taken."""
         reader = self.calls.reader
         header, marker = yield from reader.until(MESSAGE, START, *ENDS)
         if marker != MESSAGE:
@@ -71,7 +69,7 @@ class HarmonyAnswer:
             yield from self._text(self.calls.sink.content)
 
     def _function(self, header: str) -> str:
-        """Return the tool to which a message goes, or "" for none. A declared one may lack its namespace."""
+        """Return the tool that a message is for, or "" for none. A declared tool may lack its namespace."""
         to = _RECIPIENT.search(header)
         return to[2] if to and (to[1] or to[2] in self.calls.schemas) else ""
 

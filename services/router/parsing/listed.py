@@ -1,13 +1,14 @@
-"""Models write calls in a list: as JSON, or as a language would write them. Pure.
+"""Some models write calls in a list: as JSON, or in the syntax of a language. The module is pure.
 
-    [{"name": "f", "arguments": {"a": 1}}, ...]    objects, also without the list's brackets
-    [{"f": {"a": 1}}, ...]                         each named by its key
-    [f(a=1), ...]                                  Python's calls
-    call:f{a: 1}                                   Gemma's, each in markers of its own
+    [{"name": "f", "arguments": {"a": 1}}, ...]    These are objects, also without the list's brackets.
+    [{"f": {"a": 1}}, ...]                         Each key is a name.
+    [f(a=1), ...]                                  These are Python's calls.
+    call:f{a: 1}                                   This is Gemma's call; each has its own markers.
 
-Families differ in the markers around it. Where a list has none, it begins the answer and calls a known tool.
+Families differ in the markers around the list. A list without markers begins the answer and calls a known
+tool.
 
-Models write values in other ways than JSON; they are read as they come.
+Models write values in other syntaxes than JSON, which are read as they arrive.
 
 Python    "a", 'it\\'s', 1, True, None, [1, 2], {"a": 1}
 Gemma     <|"|>a<|"|>, 1, true, [1, 2], {a: 1}
@@ -26,15 +27,15 @@ from services.router.parsing.reader import Reader, Reading, Unreadable
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {c: c for c in "\\'\"/"}
-_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d{1,2})?")  # JSON would write it otherwise
+_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d{1,2})?")  # JSON writes these differently.
 _KEY = re.compile(r"[^\s=:,(){}\[\]]*")
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """Strings stand between `quotes`; where it `escapes`, a backslash within them does. A number, a constant
-    or, where `takes_bare`, a string without quotes is made of `word`."""
+    """Strings are between `quotes`; with `escapes` a backslash escapes within them. A number, a constant or,
+    with `takes_bare`, a string without quotes matches `word`."""
 
     quotes: tuple[str, ...]
     escapes: bool
@@ -42,7 +43,7 @@ class Literals:
     takes_bare: bool = False
 
     def members(self, reader: Reader, sign: str, end: str, depth: int = 0) -> Reading[dict[str, Any]]:
-        """Read keys and values with `sign` between them, up to `end`. Raise Unreadable for all else."""
+        """Read keys and values with `sign` between them, up to `end`. Raises Unreadable for anything else."""
         found: dict[str, Any] = {}
         while not (yield from self._ends(reader, end, bool(found))):
             yield from reader.blank()
@@ -52,7 +53,6 @@ class Literals:
         return found
 
     def value(self, reader: Reader, depth: int = 0) -> Reading[Any]:
-        """Raise Unreadable for what is none."""
         if depth > _MAX_DEPTH:
             raise Unreadable
         yield from reader.blank()
@@ -76,7 +76,7 @@ class Literals:
 
     @staticmethod
     def _ends(reader: Reader, end: str, follows: bool) -> Reading[bool]:
-        """Return whether a list ends; a comma is taken, which may stand before its end, too."""
+        """Return whether the list ends. A comma is taken, also one right before the end."""
         yield from reader.blank()
         if follows and not (yield from reader.either(",")):
             yield from reader.expect(end)
@@ -114,7 +114,8 @@ class Literals:
 
 
 def _unescaped(text: str) -> str:
-    """Escapes are read as Python does; one that is none stays. Two halves of a pair are one character."""
+    """Read escapes as Python does; an invalid one stays. Two halves of a surrogate pair become
+    one character."""
     text = _ESCAPE.sub(_character, text)
     return text if is_text(text) else str(json.loads(json.dumps(text)))
 
@@ -127,7 +128,7 @@ def _character(found: re.Match[str]) -> str:
     return _ESCAPED.get(name, found[0])
 
 
-# A word is a number or a constant, and only in Gemma's a string, too.
+# A word is a number or a constant, and with Gemma also a string.
 PYTHON = Literals(("'", '"'), escapes=True, word=re.compile(r"[\w.+\-]*"))
 GEMMA = Literals(('<|"|>',), escapes=False, word=re.compile(r"[^,\[\]{}<]*"), takes_bare=True)
 FUNCTION_GEMMA = Literals(("<escape>",), escapes=False, word=GEMMA.word, takes_bare=True)
@@ -137,7 +138,7 @@ _NAME = re.compile(r"[\w.\-/]*")
 _GEMMA_NAME = re.compile(r"[^\s{<]*")
 
 
-ReadCall = Callable[[Calls, bool], Reading[None]]  # the second argument says that the tool must be known
+ReadCall = Callable[[Calls, bool], Reading[None]]  # The second argument says that the tool must be known.
 
 
 def listed(
@@ -148,8 +149,8 @@ def listed(
     must_lead: str = "",
     call: ReadCall | None = None,
 ) -> Reading[None]:
-    """`leads` may stand before the list, `must_lead` has to, `closes` may stand behind it. `call` reads each:
-    as JSON or as Python's, unless said otherwise."""
+    """Read a list of calls. `leads` may come before it, `must_lead` must, and `closes` may follow it. `call`
+    reads each call, by default as JSON or as Python's."""
     reader, known_only, read_call = calls.reader, not opening, call or _any_call
     yield from _lead(reader, leads, must_lead)
     yield from reader.blank()
@@ -176,8 +177,7 @@ def _lead(reader: Reader, leads: tuple[str, ...], must_lead: str) -> Reading[Non
 
 
 def _another(reader: Reader, in_list: bool) -> Reading[bool]:
-    """Return whether a call follows the last one, behind a comma or, as some write objects, behind
-    nothing."""
+    """Return whether another call follows, after a comma or, as some write objects, after nothing."""
     yield from reader.blank()
     if (yield from reader.either(",", ";")):
         return not (in_list and (yield from reader.next_is("]")))
@@ -229,7 +229,7 @@ def gemma_call(calls: Calls, opening: str, literals: Literals, closes: tuple[str
 
 
 def _fitted(arguments: Mapping[str, Any], schema: Any) -> dict[str, Any]:
-    """A string that its schema allows to be none is what its text says, where that is allowed."""
+    """Convert a string whose schema does not allow strings to the value that its text states."""
     typed = TypedText(schema)
     return {
         key: typed.value(key, value) if isinstance(value, str) and not typed.takes_text(key) else value

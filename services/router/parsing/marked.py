@@ -1,14 +1,14 @@
-"""An answer may be plain text with markers around what is thought and around calls. Pure.
+"""An answer may be plain text with markers around thinking and around calls. The module is pure.
 
     <think> thinking </think> content <tool_call> call </tool_call> <tool_call> call </tool_call>
 
 Thinking may begin an answer, or follow calls; a marker in the middle of content is content. White space
-between these parts is none of theirs. Some models call without closing their thinking:
+between these parts belongs to none of them. Some models call without closing their thinking:
 
     <think> thinking <tool_call> call </tool_call>
 
-Whole calls with which an answer ends are calls there, too. Those that other text follows, or a closing
-marker, were only thought of.
+Complete calls at the end of an answer are calls there, too. Where other text or a closing marker follows,
+they are only thinking.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from services.router.parsing.calls import Calls, ReadCalls
 from services.router.parsing.piece import CallPiece, Led, Sink, Trailed
 from services.router.parsing.reader import Reader, Reading, Unreadable
 
-# Behind so much text that was read as calls within thinking, and was none, no more is looked for.
+# After this much text in thinking that was tried as calls, and was not, no more is tried.
 _MAX_TRIED_CHARS = 1 << 18
 
 
@@ -31,15 +31,15 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """This stands around content, and is none: one of `opens` where content begins, one of `closes` where it
-    ends. Either may be missing."""
+    """These are around content and not part of it: one of `opens` before it, one of `closes` after it. Either
+    may be missing."""
 
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Each has the line's end that templates write before."""
+        """Return the closing markers, also with the line end that templates write before them."""
         return tuple(before + each for each in self.closes for before in ("\n", ""))
 
 
@@ -48,8 +48,6 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class CallMarkers:
-    """`opens` may stand anywhere in content. Calls begin with one of `begins` where content would begin."""
-
     opens: tuple[str, ...]
     read: ReadCalls
     begins: tuple[str, ...] = ()
@@ -97,8 +95,8 @@ class MarkedAnswer:
         return self.call_markers.opens if self.call_markers else ()
 
     def _unwrap(self, marker: str, content: Led) -> Reading["_Place"]:
-        """A closing marker is none of the content where nothing, or another marker, follows; else it is
-        content."""
+        """Take a closing marker out of the content where nothing or another marker follows; else it
+        is content."""
         reader = self.calls.reader
         blank = yield from reader.blank()
         follows = yield from reader.either(*self._opens, *self.wrapping.opens, *self.wrapping.closes)
@@ -113,7 +111,7 @@ class MarkedAnswer:
         reader, sink = self.calls.reader, self.calls.sink
         sink.thinks = True
         yield from reader.blank()
-        while (yield from reader.either(self.thinking.opens)):  # some write it again where the prompt has it
+        while (yield from reader.either(self.thinking.opens)):  # Some models repeat the prompt's marker.
             yield from reader.blank()
         thought = Trailed(sink.reasoning)
         watched = _Watched(thought, self.call_markers, self.calls)
@@ -127,15 +125,15 @@ class MarkedAnswer:
         return _Place.BEHIND
 
     def _call(self, opening: str, blank: str) -> Reading["_Place"]:
-        """`blank` stands before the marker, and is content if that opens none."""
+        """Read calls. `blank` is the text before the marker, and content if there is no call."""
         assert self.call_markers is not None
         is_whole = yield from self.calls.attempt(self.call_markers.read(self.calls, opening), blank + opening)
         return _Place.BEHIND if is_whole else _Place.CONTENT
 
 
 class _Watched:
-    """Thinking is on its way to `sink`. What may be the calls with which an answer ends is held back until
-    other text comes behind it."""
+    """Thinking goes through this to `sink`. Possible calls at the end of the answer are held back until other
+    text follows."""
 
     def __init__(self, sink: Callable[[str], None], markers: CallMarkers | None, calls: Calls) -> None:
         self._sink, self._markers = sink, markers
@@ -186,8 +184,6 @@ class _Watched:
 
 
 class _Trial(Calls):
-    """A reading is only tried here: no call is reported."""
-
     def report(self, piece: CallPiece) -> None:
         pass
 

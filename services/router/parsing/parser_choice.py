@@ -1,6 +1,6 @@
-"""Flags, the tokenizer or the chat template say which parsers read a model's answers.
+"""Flags, the tokenizer or the chat template choose the parsers of a model's answers.
 
-Their answers are split into parts while they come.
+The parsers split an answer into parts as it arrives.
 """
 
 import json
@@ -16,8 +16,8 @@ from services.router.parsing.answer_formats import (
     NONE,
     TEMPLATE,
     THINKING_FORMATS,
-    told_calls,
-    told_thinking,
+    likely_calls,
+    likely_thinking,
 )
 from services.router.parsing.answer_grammars import AnswerWriting, HarmonyWriting, MarkedWriting
 from services.router.parsing.call_grammars import WRITINGS
@@ -31,22 +31,19 @@ from services.values.errors import ConfigError
 
 
 class AnswerParser(Protocol):
-    """It reads one answer, whose pieces together do not depend on where its text is cut. Nothing is lost:
-    what cannot be read is content."""
+    """This reads one answer. Its pieces together do not depend on how the text is cut, and no text is lost:
+    unreadable text is content."""
 
     @property
-    def thinks(self) -> bool:
-        """It is true while what has been fed ends within thinking."""
+    def thinks(self) -> bool: ...
 
     def feed(self, text: str) -> Piece: ...
 
     def finish(self) -> Piece:
-        """Return the rest. Nothing can be fed after."""
+        """Return the rest. No text may be fed afterwards."""
 
 
 class ReadingParser:
-    """`answer` is a reading of one of our formats, given where it puts what it reads."""
-
     def __init__(self, schemas: Schemas, answer: Callable[[Calls], Reading[None]]) -> None:
         self._reader, self._sink = Reader(), Sink()
         self._steps = answer(Calls(self._reader, self._sink, schemas))
@@ -67,10 +64,10 @@ class ReadingParser:
         return self._sink.take()
 
     def _go_on(self) -> None:
-        next(self._steps, None)  # it goes as far as the text does
+        next(self._steps, None)  # It goes as far as the text does.
 
 
-# A chat template is given this call to write, and the tool's schema.
+# A chat template is tried with this call and the tool's schema.
 PROBE = ParsedCall("look_up", '{"count": 7}')
 PROBE_SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -80,15 +77,14 @@ PROBE_SCHEMA: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """`tools` and `reasoning` are names of formats, or none. `template` is set where one of them is
-    template."""
+    """`tools` and `reasoning` are names of formats, or none. `template` is set where one of them
+    is "template"."""
 
     tools: str = NONE
     reasoning: str = NONE
     template: ResponseTemplate | None = None
 
     def shows(self, special_token: str) -> bool:
-        """Return whether the parsers look for it in an answer's text."""
         if self.template is not None:
             return self.template.names(special_token)
         markers: tuple[str, ...] = harmony.MARKERS if HARMONY in (self.tools, self.reasoning) else ()
@@ -96,16 +92,17 @@ class ParserChoice:
             markers += CALL_FORMATS[self.tools].markers
         if self.reasoning in THINKING_FORMATS:
             markers += THINKING_FORMATS[self.reasoning].markers
-        return any(special_token in marker for marker in markers)  # some markers are made of several
+        return any(special_token in marker for marker in markers)  # Some markers consist of several.
 
     @property
     def stop_token(self) -> str | None:
-        """This special token ends an answer which calls, whatever the model's configuration says."""
+        """Return the special token that ends an answer with calls, whatever the model's
+        configuration says."""
         return "<|call|>" if self.tools == HARMONY else None
 
     def parser(self, schemas: Schemas | None, prompt_end: str) -> AnswerParser | None:
-        """Return a parser of an answer that may call those tools; where they are None, its calls are content.
-        `prompt_end` is some hundred characters. Return None where there is nothing to tell apart."""
+        """Return a parser of an answer that may call these tools; with None its calls are content.
+        `prompt_end` is some hundred characters. Return None where there is only content."""
         has_calls = schemas is not None and self.tools != NONE
         has_thinking = self.reasoning != NONE
         if not has_calls and not has_thinking:
@@ -119,7 +116,7 @@ class ParserChoice:
 
     @property
     def writing(self) -> AnswerWriting | None:
-        """It says how such an answer is written, or is None where we cannot say."""
+        """Return the grammar of such an answer, or None where it is not known."""
         if self.template is not None:
             return None
         if HARMONY in (self.tools, self.reasoning):
@@ -137,11 +134,11 @@ class ParserChoice:
     def begins_thinking(self, prompt_end: str) -> bool:
         return self._thinking is not None and prompt_end.rstrip().endswith(self._thinking.opens)
 
-    def thinks_behind(self, prompt_end: str, said: str) -> bool:
-        """Return whether an answer ends within thinking that goes on with what was `said` in its turn."""
+    def thinks_behind(self, prompt_end: str, turn_text: str) -> bool:
+        """Return whether an answer that continues the turn's text `turn_text` begins within thinking."""
         if self._thinking is None:
             return False
-        opened, closed = said.rfind(self._thinking.opens), said.rfind(self._thinking.closes)
+        opened, closed = turn_text.rfind(self._thinking.opens), turn_text.rfind(self._thinking.closes)
         return opened > closed or (opened == closed and self.begins_thinking(prompt_end))
 
     def _marked(self, calls: Calls, has_calls: bool, prompt_end: str) -> MarkedAnswer:
@@ -161,12 +158,11 @@ def choose(
     response_template: Mapping[str, Any] | None,
     shown: Sequence[str] = (),
 ) -> ParserChoice:
-    """Choose by `tools` and `reasoning`, as the flags say, and by `chat_template`, the model's, empty for
-    none. `shown` is what that writes of an answer that is PROBE, with some of what stands before; it is empty
-    where it shows no calls.
+    """Choose by the flags `tools` and `reasoning` and by the model's `chat_template`, which is "" for none.
+    `shown` is what that template writes of an answer that calls PROBE, with some text before; it is empty
+    where the template shows no calls.
 
-    Raises:
-        ConfigError: Two do not go together, or a response_template is missing or wrong.
+    Raises ConfigError where two parsers exclude each other, or a response_template is missing or wrong.
     """
     has_own = response_template is not None
     written = "\n".join([chat_template, *shown])
@@ -175,8 +171,8 @@ def choose(
         tools = TEMPLATE if takes_own else _written_calls(written, shown)
     if reasoning == AUTO:
         takes_own = has_own and tools in (TEMPLATE, NONE)
-        reasoning = TEMPLATE if takes_own else told_thinking(written)
-    for whole in (HARMONY, TEMPLATE):  # one parser reads all of the answer
+        reasoning = TEMPLATE if takes_own else likely_thinking(written)
+    for whole in (HARMONY, TEMPLATE):  # One parser reads all of the answer.
         if whole in (tools, reasoning) and not {tools, reasoning} <= {whole, NONE}:
             raise ConfigError(f"--tool-parser={tools} and --reasoning-parser={reasoning} do not go together")
     if TEMPLATE not in (tools, reasoning):
@@ -187,15 +183,14 @@ def choose(
 
 
 def _written_calls(written: str, shown: Sequence[str]) -> str:
-    """Return the name of the format in which a template writes calls: one that it tells of, if that reads
-    the call which it shows; else any that does, those without a marker first. A template's words may name
-    a marker that its models do not write, or write as a part of another one. NONE means that we do not
-    know it."""
-    told = [*told_calls(written)]
+    """Return the format in which a template writes calls: a likely one that reads the call it shows; else any
+    that does, those without a marker first. A template's text may mention a marker that its models do not
+    write, or write as a part of another one. NONE means that the format is not known."""
+    likely = [*likely_calls(written)]
     if not shown:
-        return next(iter(told), NONE)
+        return next(iter(likely), NONE)
     others = sorted(CALL_FORMATS, key=lambda name: len(CALL_FORMATS[name].call_markers.opens))
-    return next((name for name in [*told, *others] if _reads(name, shown)), NONE)
+    return next((name for name in [*likely, *others] if _reads(name, shown)), NONE)
 
 
 def _reads(name: str, shown: Sequence[str]) -> bool:

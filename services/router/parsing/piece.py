@@ -1,7 +1,5 @@
-"""An answer is split into these parts.
-
-White space around the parts of an answer is dropped or kept while it comes. Pure.
-"""
+"""These are the parts that an answer is split into. White space around them is dropped or kept as it arrives.
+The module is pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A model calls a tool. `arguments` are a JSON object, as the model wrote it where it wrote JSON. `id` is
-    what the model itself names the call, by which its template tells results apart; most do not."""
+    """This is a tool call. `arguments` are a JSON object, as the model wrote it where it wrote JSON. `id` is
+    the model's own id of the call, by which its template assigns results; most models have none."""
 
     name: str
     arguments: str
@@ -19,18 +17,19 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A call's arguments come in pieces. One with a name begins a call; one that `ends` makes it whole. A
-    call whose pieces stop without that broke off, and its arguments with it."""
+    """This is a part of a call. One with a name begins a call; one with `ends` completes it. A call without
+    the latter broke off, and so did its arguments."""
 
     name: str = ""
     arguments: str = ""
     ends: bool = False
-    id: str = ""  # it stands beside a name, and is the model's own
+    id: str = ""  # This comes with a name, and is the model's own.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One more text made this certain. `broken` counts calls that could not be read to their end."""
+    """These parts became certain with the last text. `broken` counts calls that could not be read to
+    their end."""
 
     content: str = ""
     reasoning: str = ""
@@ -39,8 +38,8 @@ class Piece:
 
 
 class Sink:
-    """It collects what is read until it is taken. `thinks` says that what is read now is thinking,
-    `has_open_call` that a call has begun and is not whole."""
+    """This collects the parts until they are taken. `thinks` says that the current text is thinking,
+    `has_open_call` that a call has begun and is not complete."""
 
     def __init__(self) -> None:
         self.thinks = False
@@ -60,7 +59,7 @@ class Sink:
         self._reasoning.append(text)
 
     def call(self, piece: CallPiece) -> None:
-        if self._calls and not piece.name:  # it goes on with the same call
+        if self._calls and not piece.name:  # This continues the same call.
             begun = self._calls.pop()
             piece = CallPiece(begun.name, begun.arguments + piece.arguments, piece.ends, begun.id)
         self._calls.append(piece)
@@ -78,8 +77,6 @@ class Sink:
 
 
 class Led:
-    """`lead` comes before the first text, or at the end."""
-
     def __init__(self, lead: str, sink: Callable[[str], None]) -> None:
         self.lead, self._sink = lead, sink
 
@@ -93,7 +90,7 @@ class Led:
 
 
 class Trailed:
-    """White space comes with the text behind it, and not at the end."""
+    """White space is passed on with the text after it, and dropped at the end."""
 
     def __init__(self, sink: Callable[[str], None]) -> None:
         self._held, self._sink = "", sink
@@ -106,8 +103,8 @@ class Trailed:
 
 
 class Unlined:
-    """A line's end at the beginning is dropped where the text is `led` by one, and one at the end is `held`
-    back. `begins_line` says that what came last was a line's end."""
+    """A line end at the beginning is dropped where the text is `led` by one, and one at the end is `held`
+    back. `begins_line` says that the last character was a line end."""
 
     def __init__(self, sink: Callable[[str], object], led: bool = True) -> None:
         self.held = ""

@@ -1,10 +1,10 @@
-"""A text that comes in pieces is read as if it were there. Pure.
+"""A text that arrives in pieces is read as if it were complete. The module is pure.
 
-A reading is a generator: it yields where it wants more text, and returns what it has read. So a format is
-written down as it is read, and what is read does not depend on where the pieces are cut:
+A reading is a generator: it yields where it needs more text, and returns what it has read. So the code of a
+format follows its text, and the result does not depend on how the text is cut:
 
     def hermes(reader):                                  # <tool_call>{"name": ...}</tool_call>
-        source = yield from reader.json()                # yields until the object is whole
+        source = yield from reader.json()                # yields until the object is complete
         yield from reader.optional("</tool_call>")
 """
 
@@ -19,7 +19,7 @@ Reading = Generator[None, None, _T]
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[^\s{\[<]*")
 _LITERAL = re.compile(r"[^\s,:\]}]*")
-# What was read of a text is cut off when it is so long, and half of all.
+# The read part of a text is dropped when it is longer than this and more than half of the text.
 _READ_CHARS = 4096
 
 
@@ -27,14 +27,14 @@ def _nowhere(text: str) -> None: ...
 
 
 class Unreadable(Exception):
-    """The text since the mark is not what the format says."""
+    """The text since the mark does not follow the format."""
 
 
 class Reader:
-    """`put` text while readings want more; after `end` they get none."""
+    """`put` adds text while readings need more; after `end` they get no more."""
 
     def __init__(self) -> None:
-        self._text, self._at = "", 0  # it is not read yet from there on
+        self._text, self._at = "", 0  # The text before this position has been read.
         self._ended = False
         self._taken: list[str] = []
 
@@ -45,7 +45,6 @@ class Reader:
         self._ended = True
 
     def mark(self, opening: str = "") -> None:
-        """Begin `taken` anew, with `opening` and what is taken from here on."""
         self._taken = [opening]
 
     @property
@@ -57,8 +56,8 @@ class Reader:
         return self._at < len(self._text)
 
     def upto(self, markers: tuple[str, ...], sink: Callable[[str], object]) -> Reading[str | None]:
-        """Return the first of the markers that comes, which is taken, or None at the end. The text before it
-        goes to `sink` as soon as it cannot be a marker any more. No marker may be a part of another one."""
+        """Take and return the first of the markers, or None at the end. The text before it goes to `sink` as
+        soon as it cannot be part of a marker. No marker may be a part of another one."""
         search = _search_of(markers)
         while True:
             if found := search.pattern.search(self._text, self._at):
@@ -72,11 +71,8 @@ class Reader:
             yield
 
     def until(self, *markers: str) -> Reading[tuple[str, str]]:
-        """Return the text before the first of the markers that comes, and which that is.
-
-        Raises:
-            Unreadable: None of them comes.
-        """
+        """Return the text before the first of the markers, and the marker. Raises Unreadable where there
+        is none."""
         texts: list[str] = []
         marker = yield from self.upto(markers, texts.append)
         if marker is None:
@@ -84,8 +80,8 @@ class Reader:
         return "".join(texts), marker
 
     def line(self, end: str) -> Reading[str]:
-        """Return the text up to `end`, which is not far: a text that only looks like a call is soon content
-        again. Raise Unreadable where the line ends before."""
+        """Return the text up to `end`, which must be on this line, so that a text that only looks like a call
+        soon becomes content again. Raises Unreadable where the line ends first."""
         text, marker = yield from self.until(end, "\n")
         if marker != end:
             raise Unreadable
@@ -100,31 +96,31 @@ class Reader:
         return not self.has_more
 
     def word(self, pattern: re.Pattern[str] = _WORD) -> Reading[str]:
-        """Return the text up to white space or a bracket: as long as all of it matches."""
+        """Return the text as long as it matches, by default up to white space or a bracket."""
         word = ""
         while True:
-            end = pattern.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches ""
+            end = pattern.match(self._text, self._at).end()  # type: ignore[union-attr]  # It matches "".
             word += self._take(end - self._at)
             if self.has_more or self._ended:
                 return word
             yield
 
     def either(self, *literals: str) -> Reading[str]:
-        """Return the one of them that stands here, or "" for none: nothing is taken then. Of two that do, the
-        first counts."""
+        """Take and return the literal that comes next, the first of several, or return "" without taking
+        any text."""
         while True:
             for literal in literals:
                 here = self._text[self._at : self._at + len(literal)]
                 if here == literal:
                     return self._take(len(literal))
                 if literal.startswith(here) and not self._ended:
-                    break  # it may be this one yet
+                    break  # More text may make it this one.
             else:
                 return ""
             yield
 
     def expect(self, *literals: str) -> Reading[str]:
-        """Return the same behind white space. Raise Unreadable for none."""
+        """Take white space and one of the literals. Raises Unreadable where there is none."""
         yield from self.blank()
         literal = yield from self.either(*literals)
         if not literal:
@@ -132,30 +128,26 @@ class Reader:
         return literal
 
     def next_is(self, literal: str) -> Reading[bool]:
-        """Return whether it stands behind white space, which is taken; it itself is not."""
+        """Return whether the literal comes next. White space before it is taken, and the literal is not."""
         yield from self.blank()
         found = yield from self.either(literal)
         self.put_back(found)
         return bool(found)
 
     def optional(self, *literals: str) -> Reading[None]:
-        """Each in turn is taken, with white space before it, where it stands here."""
+        """Take those of the literals that come next, in this order, with white space before each."""
         for literal in literals:
             yield from self.blank()
             yield from self.either(literal)
 
     def json(self, sink: Callable[[str], object] = _nowhere) -> Reading[str]:
-        """Return the text of an object or a list without white space before it; `sink` gets it while it
-        comes. Brackets within strings are none.
-
-        Raises:
-            Unreadable: None stands here, or it does not end.
-        """
+        """Return the text of an object or a list, after white space; `sink` receives it as it arrives.
+        Brackets within strings do not count. Raises Unreadable where there is none, or it does not end."""
         yield from self.blank()
         return (yield from self._scanned(("{", "["), sink))
 
     def json_value(self) -> Reading[str]:
-        """Return the same of any value. What stands in the place of a number or a word may be none."""
+        """Return the text of any value. A number or a word is not checked."""
         yield from self.blank()
         if self._text.startswith(("{", "[", '"'), self._at):
             return (yield from self._scanned(("{", "[", '"'), _nowhere))
@@ -176,7 +168,6 @@ class Reader:
             yield
 
     def one(self) -> Reading[str]:
-        """Return one character. Raise Unreadable at the end."""
         while not self.has_more:
             if self._ended:
                 raise Unreadable
@@ -184,13 +175,12 @@ class Reader:
         return self._take(1)
 
     def put_back(self, text: str) -> None:
-        """Put back what was taken last."""
         if self._at >= len(text) and self._text.startswith(text, self._at - len(text)):
             self._at -= len(text)
         else:
             self._text, self._at = text + self._text[self._at :], 0
         num_chars = len(text)
-        while self._taken and num_chars:  # much may have been taken since the mark
+        while self._taken and num_chars:  # Much may have been taken since the mark.
             last = self._taken.pop()
             kept = last[: max(0, len(last) - num_chars)]
             num_chars -= len(last) - len(kept)
@@ -210,7 +200,6 @@ class Reader:
         return text
 
     def forget(self) -> None:
-        """Nothing is kept of what is taken from here on."""
         self._taken = []
 
 
@@ -221,19 +210,19 @@ class _Search:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def held(self, text: str, left: int) -> int:
-        """Return how many characters at its end, of those `left`, may begin a marker."""
+        """Return how many of the last `left` characters may begin a marker."""
         for length in range(min(left, self._longest), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
         return 0
 
 
-_search_of = lru_cache(maxsize=256)(_Search)  # there are few, all in the formats' code
+_search_of = lru_cache(maxsize=256)(_Search)  # There are few, and all are in the formats' code.
 
 
 class _JsonScan:
-    """It finds where a JSON value that begins with a bracket or a quote ends, in text that comes in
-    pieces."""
+    """This finds the end of a JSON value that begins with a bracket or a quote, in text that arrives
+    in pieces."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
@@ -243,7 +232,6 @@ class _JsonScan:
         self._in_string = self._escaped = False
 
     def end_in(self, text: str, at: int) -> int | None:
-        """Return the place behind the last bracket, or None if it is not in the text from `at` on."""
         while at < len(text):
             if self._escaped:
                 self._escaped, at = False, at + 1

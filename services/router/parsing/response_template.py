@@ -1,4 +1,4 @@
-"""A tokenizer's response_template is the model's own word on how it writes; transformers' parser reads it."""
+"""A tokenizer's response_template states the model's own format of answers; transformers' parser reads it."""
 
 import json
 import re
@@ -13,15 +13,16 @@ from services.router.parsing.reader import Unreadable
 from services.values.errors import ConfigError
 
 _CALLS, _THINKING = "tool_calls", "thinking"
-# Transformers' parser raises these for a region that is not what its field says.
+# Transformers' parser raises these for a region that does not match its field.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class ResponseTemplate:
-    """Making one raises ConfigError where transformers cannot read it."""
+    """The constructor raises ConfigError where transformers cannot read the template."""
 
     def __init__(self, template: Mapping[str, Any]) -> None:
-        # It is not at the top: a router first sees to it that transformers comes without torch (__main__).
+        # This import is not at the top: a router first makes sure that transformers loads without torch
+        # (__main__).
         from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415
         from transformers.utils.chat_parsing.response_templates import load_response_template  # noqa: PLC0415
 
@@ -34,14 +35,14 @@ class ResponseTemplate:
         self._parser = _lenient(ResponseParser)
 
     def names(self, marker: str) -> bool:
-        """Return whether the template looks for the marker, plain or in a pattern."""
+        """Return whether the template contains the marker, as it is or in a pattern."""
         spellings = (json.dumps(spelled, ensure_ascii=False)[1:-1] for spelled in (marker, re.escape(marker)))
         return any(spelled in self._written for spelled in spellings)
 
     def parser(
         self, schemas: Schemas, prompt_end: str, has_calls: bool, has_thinking: bool
     ) -> "TemplateParser":
-        """`prompt_end` begins at the latest where the answer's turn does."""
+        """Return a parser. `prompt_end` must include the beginning of the answer's turn."""
         tools = [{"name": name, "parameters": schema} for name, schema in schemas.items()]
         prefix = prompt_end if self._template.start_anchor_re.search(prompt_end) else ""
         return TemplateParser(
@@ -50,8 +51,8 @@ class ResponseTemplate:
 
 
 class TemplateParser:
-    """It is an AnswerParser. The template's `thinking` and `tool_calls` are what they say, any other field is
-    content."""
+    """This is an AnswerParser. The template's fields `thinking` and `tool_calls` become these parts, and all
+    others content."""
 
     def __init__(self, parser: Any, has_calls: bool, has_thinking: bool) -> None:
         self._parser = parser
@@ -61,7 +62,7 @@ class TemplateParser:
         self._field, self._raw = "", ""
         self._is_first = True
         self._read(parser.initial_events)
-        self._sink.take()  # these are the prompt's
+        self._sink.take()  # These belong to the prompt.
 
     @property
     def thinks(self) -> bool:
@@ -127,8 +128,8 @@ def _call_of(value: Any) -> ParsedCall:
 
 
 def _lenient(parser: Any) -> Any:
-    """Return transformers' parser, in which a region that cannot be read closes with no value instead of
-    raising, and the event that opens a region has the text which did."""
+    """Return transformers' parser with two changes: an unreadable region closes without a value instead of
+    raising, and the event that opens a region has the opening text."""
 
     class Lenient(parser):
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:

@@ -1,9 +1,9 @@
-"""Calls stand in tags, other than those of calls.py: there is a reading for each way to spell them. Pure.
+"""These are further formats with tags; each has a reading here. The module is pure.
 
     <｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter></｜DSML｜invoke>
     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
 
-They begin and end as those of calls.py do.
+The readings begin and end as those of calls.py do.
 """
 
 import re
@@ -21,8 +21,8 @@ _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A family spells a call, and each of its parameters, so: with the tags' beginnings up to their
-    attributes, and what closes them. `closes` closes a block of calls. `ends` ends a tag with attributes."""
+    """These are a family's tags: the beginnings up to the attributes, and the closing tags. `closes` closes a
+    block of calls. `ends` ends a tag with attributes."""
 
     call: str
     call_ends: str
@@ -32,7 +32,7 @@ class Tags:
     ends: str = ">"
 
     def read(self, calls: Calls, opening: str) -> Reading[None]:
-        """Read a block of calls, or one alone where a call itself is the opening."""
+        """Read a block of calls, or a single one where a call's own tag was the opening."""
         if opening == self.call:
             yield from self._call(calls)
             return
@@ -59,8 +59,7 @@ _CDATA, _CDATA_ENDS = "<![CDATA[", "]]>"
 
 
 def _verbatim(reader: Reader, end: str, sink: Callable[[str], object]) -> Reading[None]:
-    """Read a parameter's text as it stands, or as it stands in a section of its own, in which no tag is
-    one."""
+    """Read a parameter's text as it is, or from a CDATA section, in which tags are text."""
     if (yield from reader.either(_CDATA)):
         yield from _upto(reader, _CDATA_ENDS, sink)
         yield from reader.expect(end)
@@ -91,7 +90,7 @@ _MUSE = Tags(
 
 
 def muse(calls: Calls, opening: str) -> Reading[None]:
-    """Read to=f<|message|><atem:function_calls>..., a message of its own, which may lack its header."""
+    """Read to=f<|message|><atem:function_calls>..., which is a separate message and may lack its header."""
     reader = calls.reader
     if opening != MUSE_OPENS:
         yield from reader.expect("to=")
@@ -118,8 +117,8 @@ _KIMI_ID = re.compile(r"""(?:functions\.)?([^\s"'<>{}\[\]]+?)(?::\d+)?""")
 
 
 def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
-    """Each call has its id, which has the name in it, and its arguments. The section's marker may be
-    missing."""
+    """Read an id, which contains the name, and the arguments, for each call. The section's marker may
+    be missing."""
     reader = calls.reader
     marker = opening if opening == KIMI_CALL else (yield from reader.expect(KIMI_CALL, KIMI_SECTION_ENDS))
     while marker == KIMI_CALL:
@@ -138,7 +137,7 @@ _FUNCTION = "<function="
 
 
 def seed(calls: Calls, opening: str) -> Reading[None]:
-    """Read as qwen3_coder does, in tags of its own."""
+    """Read as qwen3_coder does, with other tags."""
     reader = calls.reader
     if opening == SEED_OPENS:
         yield from reader.expect(_FUNCTION)
@@ -159,8 +158,8 @@ HY_MARKERS = tuple(
 
 
 def hy(calls: Calls, opening: str) -> Reading[None]:
-    """Read <tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, each of these with
-    :opensource in it."""
+    """Read <tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, where each tag
+    contains :opensource."""
     reader = calls.reader
     _, calls_end, call, call_ends, sep, _, key, key_ends, value, value_ends = HY_MARKERS
     while (yield from reader.expect(call, calls_end)) == call:
@@ -176,12 +175,12 @@ MINIMAX_M3 = "]<]minimax[>["
 MINIMAX_M3_OPENS = f"{MINIMAX_M3}<tool_call>"
 _ITEM = "item"
 _MAX_DEPTH = 64
-# An element has its text, or the elements in it by their names.
+# An element has text, or elements by their names.
 _Element = str | list[tuple[str, Any]]
 
 
 def minimax_m3(calls: Calls, opening: str) -> Reading[None]:
-    """Read <invoke name="f"><a>1</a><b><item>x</item></b></invoke>, each tag behind ]<]minimax[>[."""
+    """Read <invoke name="f"><a>1</a><b><item>x</item></b></invoke>, each tag after ]<]minimax[>[."""
     reader = calls.reader
     call, calls_end = f"{MINIMAX_M3}<invoke name=", f"{MINIMAX_M3}</tool_call>"
     while (yield from reader.expect(call, calls_end)) == call:
@@ -199,7 +198,8 @@ def minimax_m3(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _closes_or_opens(reader: Reader, name: str) -> Reading[bool]:
-    """Return whether the tag behind the namespace closes that name; one that opens another is begun."""
+    """Return whether the next tag closes this name; of a tag that opens another one the beginning
+    is taken."""
     yield from reader.expect(MINIMAX_M3)
     return (yield from reader.expect(f"</{name}>", "<")) != "<"
 
@@ -217,7 +217,6 @@ def _element(reader: Reader, name: str, depth: int) -> Reading[_Element]:
 
 
 def _valued(element: _Element, name: str, schema: Any, root: Any) -> Any:
-    """Return what the element of that name is. `schema` is that of the object that it is a member of."""
     typed = TypedText(schema, root)
     if isinstance(element, str):
         return typed.empty(name) if not element and not typed.takes_text(name) else typed.value(name, element)
