@@ -1,10 +1,10 @@
-"""The text of an answer grows while its tokens come; where it has a parser, it is parsed.
+"""The text of an answer grows with its tokens; where it has a parser, the text is parsed.
 
     ids -> Detokenizer -------------------------> StopStrings -> text
     ids -> Detokenizer -> AnswerParser -> content -> StopStrings -> text
                                       \\-> reasoning, calls
 
-A stop string is looked for in what the client gets as text: not in thinking, nor in calls.
+A stop string is searched for only in the client's text, not in thinking or calls.
 """
 
 import re
@@ -20,17 +20,17 @@ from services.router.text.answer_message import AnswerCall, AnswerMessage
 from services.router.text.detokenizer import TokenDecoder, detokenizer_of
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
 
-_CONTEXT = 12  # after so many ids a decoder is in step
+_CONTEXT = 12  # A decoder is in step after this many ids.
 _ID_CHARS = 24
 _OWN_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _ALPHABET = string.ascii_letters + string.digits
-_TAIL = 16  # so many characters are enough to be found again
+_TAIL = 16  # A text of this many characters is found again.
 
 
 @dataclass(slots=True)
 class Said:
-    """This is what some more tokens say; `num_tokens` of them are the answer's. Where `ended`, the answer
-    ends with them, whatever follows; `matched` is the stop string that did it, or empty."""
+    """This is the text of some more tokens; `num_tokens` of them belong to the answer. Where `ended`, the
+    answer ends with them, whatever follows; `matched` is the stop string that ended it, or empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -41,9 +41,9 @@ class Said:
 
 
 class AnswerText:
-    """`decoder` shows the parser's markers. Without a parser all is content. Without `parallel_calls` the
-    answer ends with its first call. A stop string is content where the request `includes_stop`. `past_ids`
-    are the ids of calls before: a new call must not have any of them."""
+    """`decoder` shows the parser's markers. Without a parser all text is content. Without `parallel_calls`
+    the answer ends with its first call. A stop string is content where the request `includes_stop`.
+    `past_ids` are the ids of earlier calls, which a new call must not have."""
 
     def __init__(
         self,
@@ -62,22 +62,22 @@ class AnswerText:
         self._past_ids = past_ids
         self._contents: list[str] = []
         self._reasonings: list[str] = []
-        self._calls: list[tuple[AnswerCall, list[str]]] = []  # each with the pieces of its arguments
+        self._calls: list[tuple[AnswerCall, list[str]]] = []  # Each call has the pieces of its arguments.
         self._resumption: Resumption | None = None
-        self.num_called = 0  # calls that were written to their end
-        self.num_broken = 0  # calls that could not be read
-        self.reasoning_tokens = 0  # its markers are among them
+        self.num_called = 0  # These calls are complete.
+        self.num_broken = 0  # These calls could not be read.
+        self.reasoning_tokens = 0  # This includes the markers of thinking.
 
     def resume(self, prompt_ids: Sequence[int], said: str) -> None:
-        """Let the answer go on where the prompt ends, with what was `said` there. This comes before anything
-        else."""
+        """Continue the answer at the prompt's end, where `said` is the turn's text so far. This must be
+        called first."""
         self._detokenizer.push(prompt_ids[-_CONTEXT:])
         if self._parser is not None:
             self._resumption = Resumption(self._parser, said)
 
     def push(self, token_ids: Sequence[int]) -> Said:
-        """Add tokens. What comes behind the token that completes a stop string is no part of the answer: it
-        ends at the same token however its tokens come."""
+        """Add tokens. The text after the token that completes a stop string is dropped, so that the answer
+        ends at the same token however its tokens arrive."""
         said = Said()
         if self._parser is None and not self._may_stop:
             said.content, said.num_tokens = self._detokenizer.push(token_ids), len(token_ids)
@@ -98,7 +98,6 @@ class AnswerText:
                 break
 
     def finish(self) -> Said:
-        """Return the rest, where the answer ends without a stop string."""
         said, rest = Said(), self._detokenizer.finish()
         if self._parser is None:
             self._add_content(said, rest)
@@ -112,7 +111,6 @@ class AnswerText:
         return said
 
     def message(self) -> AnswerMessage:
-        """Return all that was said. The last call's arguments may have broken off."""
         calls = tuple(replace(call, arguments="".join(texts)) for call, texts in self._calls)
         return AnswerMessage("".join(self._contents), "".join(self._reasonings), calls)
 
@@ -154,8 +152,8 @@ class AnswerText:
                 said.ended = True
 
     def _id(self, own: str) -> str:
-        """The model's own id stays: its template writes that in the call, and so must results. But clients
-        tell calls by their ids, and a model may write one twice."""
+        """Keep the model's own id, which its template writes in the call and its result, if it is valid and
+        new: clients identify calls by their ids, and a model may write one twice."""
         is_new = own not in self._past_ids and own not in (call.id for call, _ in self._calls)
         return own if _OWN_ID.fullmatch(own) and is_new else _new_id()
 
@@ -169,13 +167,13 @@ def _new_id() -> str:
 
 
 class Resumption:
-    """`parser` is brought to where `said` ends. What it holds back of that, white space or half a marker,
-    comes with the next text of the answer, and is taken off there."""
+    """This feeds `said` to `parser`. What the parser holds back of it, white space or half a marker, comes
+    with the answer's next text, and is removed there."""
 
     def __init__(self, parser: AnswerParser, said: str) -> None:
         piece = parser.feed(said)
-        told = (piece.reasoning if parser.thinks else piece.content)[-_TAIL:]
-        self._held = said[said.rfind(told) + len(told) :] if told else said
+        tail = (piece.reasoning if parser.thinks else piece.content)[-_TAIL:]
+        self._held = said[said.rfind(tail) + len(tail) :] if tail else said
 
     def rest_of(self, piece: Piece) -> Piece:
         return replace(piece, reasoning=self._rest(piece.reasoning), content=self._rest(piece.content))

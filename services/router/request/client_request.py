@@ -1,7 +1,5 @@
-"""A ClientRequest is what one client requested, checked at the door.
-
-ChatTools are the tools of a chat, checked: what a request may call, and whether its answer is parsed.
-"""
+"""A ClientRequest is a checked request of a client. Its ChatTools say which tools it may call, and whether
+its answer is parsed."""
 
 import json
 import re
@@ -44,21 +42,21 @@ class ContinuedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
-    """`schemas` has the schema of each tool's arguments, by its name. `named` is the one that must be called.
-    `past_ids` are the ids of calls in the chat."""
+    """`schemas` has the schema of each tool's arguments, by its name. `named` is the tool that must be
+    called. `past_ids` are the ids of calls in the chat."""
 
     schemas: Mapping[str, Any] = field(default_factory=dict)
     mode: CallMode = CallMode.AUTO
     named: str = ""
     parallel: bool = True
     strict: frozenset[str] = frozenset()
-    parsed: bool = False  # the answer is parsed: it is a chat's, whose client does not want it raw
+    parsed: bool = False  # The answer to a chat is parsed, unless the client wants it raw.
     continued: ContinuedTurn | None = None
     past_ids: frozenset[str] = frozenset()
 
     @property
     def callable(self) -> Mapping[str, Any] | None:
-        """This is None where no call is looked for."""
+        """Return the schemas of the tools that may be called, or None where none may be."""
         return self.schemas if self.schemas and self.mode is not CallMode.NONE else None
 
     @property
@@ -67,7 +65,7 @@ class ChatTools:
 
 
 def read_tools(request: GenerateRequest) -> ChatTools:
-    """Read the tools of a request. Raises InvalidRequest, naming the field."""
+    """Read the tools of a request. Raises InvalidRequest, which names the field."""
     if request.WhichOneof("prompt") != "chat":
         return ChatTools()
     chat = request.chat
@@ -116,7 +114,6 @@ def _schema(tool: Tool, name: str) -> Any:
 
 
 def _choice(chat: Chat, schemas: Mapping[str, Any]) -> tuple[CallMode, str]:
-    """A tool that is named is required."""
     choice, name = chat.tool_choice, "chat.tool_choice"
     if choice.mode not in _MODES:
         raise InvalidRequest(f"{name}.mode", f"is not known: {choice.mode}")
@@ -139,48 +136,47 @@ _STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request has no prompt at the door; `encoded` makes the one that goes on."""
+    """A new request has no prompt; `encoded` returns one that does."""
 
     request_id: str
     sampling: SamplingParams
     conversation_id: str = ""
     tenant: str = ""
     priority: int = 0
-    runs_few: bool = False  # its tenant ran few beside a crowd of others' when it came
-    operation: str = "text_completion"  # or chat
-    constraint: str = ""  # the kind that the client requested; empty: none
+    runs_few: bool = False  # Its tenant ran few requests beside many of others when it arrived.
+    operation: str = "text_completion"  # This may also be "chat".
+    constraint: str = ""  # This is the kind that the client requested, or "".
     tools: ChatTools = field(default_factory=ChatTools)
-    answers: int = 1  # so many are generated
-    answered: int = 1  # the client gets so many of them, the best
-    index: int = 0  # this answer's
-    tells_logprobs: bool = True  # False: they are requested to rank the answers
-    deadline: float = inf  # on the router's clock
+    answers: int = 1  # This many are generated.
+    answered: int = 1  # The client gets this many, the best.
+    index: int = 0  # This is the index of this answer.
+    tells_logprobs: bool = True  # They may only be needed to rank the answers.
+    deadline: float = inf  # This is on the router's clock.
     prompt: PackedIds = _NO_IDS
-    past: PastAnswers | None = None  # of a chat
+    past: PastAnswers | None = None  # Only a chat has these.
 
     @property
     def answer_name(self) -> str:
-        """Ranks and log lines call the answer so."""
+        """Return the answer's name on ranks and in log lines."""
         return f"{self.request_id}#{self.index}" if self.index else self.request_id
 
     @property
     def answer_key(self) -> str:
-        """This names the answer among all that are in flight: tenants choose their ids apart, and none of
-        them has a NUL."""
+        """Return the answer's key among all that are in flight: tenants have separate ids, and none has
+        a NUL."""
         return f"{self.tenant}\0{self.request_id}\0{self.index}"
 
     @property
     def memory_key(self) -> str:
-        """This names the conversation, for tenants may choose the same ids; empty where none was named."""
+        """Return the conversation's key, as tenants have separate ids, or "" where the request names none."""
         return f"{self.tenant}\0{self.conversation_id}" if self.conversation_id else ""
 
     def encoded(self, prompt: PackedIds, past: PastAnswers | None, sampling: SamplingParams) -> Self:
-        """Return the request with its prompt; `sampling` has what its tools ask of the answer."""
         return replace(self, prompt=prompt, past=past, sampling=sampling)
 
     def of_answer(self, index: int) -> Self:
-        """Return the request of one of the answers, which has a seed of its own. The first alone asks about
-        the prompt."""
+        """Return the request of one of the answers, which has its own seed. Only the first requests the
+        prompt's log-probabilities."""
         sampling = replace(self.sampling, seed=seed_of(self.sampling.seed, index))
         if index:
             sampling = sampling.without_prompt_logprobs
@@ -188,8 +184,8 @@ class ClientRequest:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of an answer. The first one's is the request's own, so that it is the answer to n = 1;
-    that of answer i is the i-th number of SplitMix64 from there, and no two of them are the same.
+    """Return the seed of an answer. The first answer has the request's own, so that it equals the answer to n
+    = 1; answer i has the i-th number of SplitMix64 from there, and no two are equal.
 
     https://prng.di.unimi.it/splitmix64.c
     """

@@ -1,4 +1,4 @@
-"""A FailoverStream brings the tokens of one answer, over as many ranks as it takes.
+"""A FailoverStream streams the tokens of one answer, from as many ranks as needed.
 
 placed -> started on a decode rank -> outputs
   ^                                     |
@@ -6,10 +6,11 @@ placed -> started on a decode rank -> outputs
           holds no more: place again,
           with the output so far
 
-A request with penalties or a constraint ends instead where its engine would not heed that output. What has
-outgrown its rank needs room for one more token: so it goes to a larger one, next time to one larger still.
+A request with penalties or a constraint ends instead where the engine would ignore that output. A request
+that has outgrown its rank needs room for one more token, so it moves to a larger rank, and next time to one
+larger still.
 
-An AnswerContext is what a router makes all its answers with.
+An AnswerContext holds what all answers of a router share.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ from services.wire.isthmus.v1 import decode_pb2
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """`allowed_wait_s` says how long a request may wait for its turn, of the seconds that it has left.
+    """`allowed_wait_s` returns how long a request may wait for its turn, given the seconds that it has left.
     Deadlines are on `clock`."""
 
     cluster: Cluster
@@ -61,16 +62,16 @@ class AnswerContext:
 
 log = logging.getLogger(__name__)
 
-# After these errors another rank may do; the class says which rank to leave out.
+# After these errors another rank may work; the class says which rank to exclude.
 _DECODE_FAILED = (DecodeRankLost, StaleGeneration, Unavailable)
-_STUMBLE_S = 1.1  # a rank that failed once is left alone for a little less
-# A larger rank that does not answer is there again by then, or known to be gone: its lease lapses after 10 s,
-# and it misses three health checks.
+_STUMBLE_S = 1.1  # A rank that failed once is excluded for a little less.
+# A larger rank that does not answer is back by then, or known to be gone: its lease expires after 10 s, and
+# it misses three health checks.
 _LARGER_RANK_S = 30.0
 
 
 class FailoverStream:
-    """The stream notes what becomes of the answer in `progress`, which somebody else releases in the end."""
+    """The stream records what happens to the answer in `progress`, which its owner releases in the end."""
 
     def __init__(self, context: AnswerContext, progress: Progress, eos_token_ids: tuple[int, ...]) -> None:
         self._context = context
@@ -83,7 +84,7 @@ class FailoverStream:
         self._eos_token_ids = eos_token_ids
 
     async def next(self) -> Output:
-        """Return the next output of the current rank; when that fails, of the next one.
+        """Return the next output of the current rank or, when that fails, of the next rank.
 
         Raises:
             NoCapacity: the request would wait too long for its turn.
@@ -106,17 +107,17 @@ class FailoverStream:
                     self._leave(error)
 
     def _read(self, stream: OutputStream) -> Coroutine[Any, Any, Output]:
-        """Take what has come since the last time in one: a router that is behind has less to do for each
-        token.
+        """Return all outputs since the last time as one, so that a slow router has less work for each token.
 
-        Where a stop string may end the request, steps that tell more than tokens are read one at a time: what
-        they tell of steps behind its last token is not the client's.
+        Where a stop string may end the request, steps that report more than tokens are read one at a time:
+        the client must not get reports of steps after its last token.
         """
-        self._remaining_s()  # the deadline ends it though there be tokens
+        self._remaining_s()  # The deadline ends it even where tokens are left.
         return stream.next(all_at_once=not self._request.sampling.stop)
 
     def _judged(self, output: Output) -> Output:
-        """A rank may have ended the request for no other reason than that its pool is at its end."""
+        """Check an output that ended by LENGTH: the rank may have ended the request only because its pool
+        is full."""
         if output.finished is not FinishReason.LENGTH:
             return output
         progress = self._progress
@@ -129,8 +130,8 @@ class FailoverStream:
         return output if reason is output.finished else replace(output, finished=reason)
 
     def _length_means(self, new_tokens: int = 0) -> FinishReason | None:
-        """Return what a rank's LENGTH means to the client; see outcomes.py. `new_tokens` are not noted
-        yet."""
+        """Return what a rank's LENGTH means to the client; see placement/outcomes.py. `new_tokens` are not
+        yet in the progress."""
         num_output = len(self._progress.output_ids) + new_tokens
         num_tokens, most = len(self._prompt_ids) + num_output, self._request.sampling.max_tokens
         return self._cluster.length_means(num_tokens, num_output, most)
@@ -140,7 +141,6 @@ class FailoverStream:
 
     @property
     def _sampling(self) -> SamplingParams:
-        """No rank reports again what the client has received of the prompt."""
         sampling = self._request.sampling
         return sampling.without_prompt_logprobs if self._progress.prompt_is_told else sampling
 
@@ -154,7 +154,6 @@ class FailoverStream:
         return replace(prompt, reusable_tokens=reusable_tokens)
 
     async def _shared(self) -> HashedPrompt:
-        """Hash once for all answers what they have in common."""
         turns, output_ids = self._progress.turns, self._progress.output_ids
         if turns is None:
             return await self._hash()
@@ -174,8 +173,8 @@ class FailoverStream:
         return prompt
 
     async def _place(self) -> None:
-        """Send the request to ranks, unless it is aborted or another answer's turn comes first: of several
-        that lack the prompt one has it computed, and the others wait for that.
+        """Send the request to ranks, unless it is aborted or has to wait for another answer: of several
+        answers whose prompt no rank has, one has it computed and the others wait.
 
         Raises as `Cluster.place`.
         """
@@ -209,13 +208,13 @@ class FailoverStream:
         progress.sent(now)
 
     def _placed(self, prompt: HashedPrompt) -> Placed:
-        """Choose ranks. Where some failed this request, ranks of other workers come first: what ends one
-        often ends all of its worker, and the router hears of one after the other.
+        """Choose ranks. Where some failed this request, ranks of other workers are preferred: a failure often
+        ends all ranks of a worker, and the router learns of them one by one.
 
         Raises as `Cluster.place`.
         """
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
-        # What was begun is not refused any more.
+        # A request that has begun is not refused any more.
         is_first = self._progress.attempts == 0 and self._request.index == 0
         self._progress.attempt()
         max_wait_s = math.inf
@@ -227,7 +226,8 @@ class FailoverStream:
         return self._cluster.place(prompt, key, failed, max_wait_s)
 
     def _at_holder(self, prompt: HashedPrompt, turns: PromptTurns) -> Placed | None:
-        """Place the answer where another one has the prompt; None where no such rank can take it now."""
+        """Place the answer where another one has the prompt, or return None where no such rank can take
+        it now."""
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         for holder in turns.holders(failed):
             with suppress(Unavailable):
@@ -237,7 +237,6 @@ class FailoverStream:
         return None
 
     def _message(self, placed: Placed) -> decode_pb2.Start:
-        """Write the request for the rank of that place. Its prompt goes beside it, as it came."""
         request, prefill = self._request, placed.prefill
         return decode_pb2.Start(
             request_id=request.answer_name,
@@ -258,9 +257,9 @@ class FailoverStream:
         return placed
 
     def _moved_on(self) -> FinishReason | None:
-        """Leave a rank that did all it could. Return the reason to end instead, if no larger rank is there
+        """Leave a rank that is full. Return the reason to end instead, if there is no larger rank
         any more."""
-        if self._progress.stream is None:  # it has been waiting for the larger one
+        if self._progress.stream is None:  # It waits for a larger rank.
             return self._length_means()
         progress, placed = self._progress, self._withdraw()
         assert placed is not None
@@ -276,7 +275,7 @@ class FailoverStream:
         return None
 
     def _leave(self, error: IsthmusError) -> None:
-        """Give up the ranks that failed; raise when nothing is left to try."""
+        """Leave the ranks that failed; raise when no other rank is left to try."""
         progress = self._progress
         placed = self._withdraw()
         if placed is None or isinstance(error, NoCapacity):
@@ -307,8 +306,8 @@ class FailoverStream:
         )
 
     def _may_wait(self, error: IsthmusError) -> bool:
-        """Return whether only ranks that failed this request are left, or larger ones that cannot be had at
-        present."""
+        """Return whether the only ranks left failed this request, or are larger ones that are unavailable
+        for now."""
         progress = self._progress
         if progress.placed is not None or not isinstance(error, Unavailable):
             return False
@@ -317,7 +316,7 @@ class FailoverStream:
         return bool(progress.excluded) and not progress.gave_time
 
     async def _give_time(self, error: IsthmusError) -> None:
-        """Let ranks that failed this request be chosen once more: a lost stream is soon there again.
+        """Allow ranks that failed this request once more: a lost stream is soon connected again.
 
         Raises `error` where the deadline comes first.
         """

@@ -1,9 +1,10 @@
-"""The Generator serves client requests, from prompt to last response.
+"""The Generator serves client requests, from the prompt to the last response.
 
-    checked -> encoded -> tokens, over as many ranks as it takes (failover.py) -> text -> client
+    checked -> encoded -> tokens, from as many ranks as needed (failover.py) -> text -> client
 
-A stream that moves goes on token-identical: randomness is a function of (seed, position), and the new rank
-gets every token generated so far. (Where an engine's penalties forget those, failover.py ends it.)
+A stream that moves continues with identical tokens: randomness is a function of (seed, position), and the new
+rank gets every token so far. Where an engine's penalties would ignore those tokens, failover.py ends the
+stream.
 """
 
 import asyncio
@@ -54,14 +55,14 @@ _REMEMBERED_TOKEN_IDS = 16 << 20  # 64 MiB
 _REMEMBERED_ANSWERS_BYTES = 256 << 20
 _REMEMBERED_TOOLS_BYTES = 16 << 20
 _LAST_WORDS_S = 1.0
-_MOST_CONTEXTS = 16  # a prompt that is only counted may be so many contexts long
-_DEADLINE_LEAD_S = 0.1  # gRPC, or the client, may end a call by its deadline so far ahead of our clock
+_MOST_CONTEXTS = 16  # A prompt that is only counted may be this many contexts long.
+_DEADLINE_LEAD_S = 0.1  # gRPC, or the client, may end a call by its deadline this much before our clock does.
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`constraint` is the kind of what the answer would be kept to. `past_answers` counts the past turns by
-    what became of them."""
+    """`constraint` is the kind of the answer's constraint. `past_answers` counts the past turns by
+    their outcome."""
 
     prompt_tokens: int
     explained: Explained
@@ -70,8 +71,6 @@ class Explanation:
 
 
 class Generator:
-    """Both doors of a router, gRPC and HTTP, ask everything of this object."""
-
     def __init__(
         self,
         model_name: str,
@@ -111,8 +110,8 @@ class Generator:
             self._allowed_wait_s,
             clock,
         )
-        self._running: dict[tuple[str, str], Progress] = {}  # by tenant and request id
-        self._tenants = Counter[str]()  # counts how many of each run
+        self._running: dict[tuple[str, str], Progress] = {}  # The keys are tenants and request ids.
+        self._tenants = Counter[str]()  # This counts the running requests of each tenant.
         self._listeners: list[Callable[[Progress, str], None]] = []
         self._answers = AnswerMemory(_REMEMBERED_ANSWERS_BYTES)
         self._spellings = ToolSpellings(_REMEMBERED_TOOLS_BYTES)
@@ -123,11 +122,11 @@ class Generator:
 
     @property
     def running(self) -> Collection[Progress]:
-        """The oldest comes first. It is not to be kept over an await."""
+        """Return the running requests, the oldest first. The collection must not be kept over an await."""
         return self._running.values()
 
     def listen(self, ended: Callable[[Progress, str], None]) -> Callable[[], None]:
-        """Tell `ended` of each request that ends, and how, until what is returned is called."""
+        """Call `ended` with each request that ends and its outcome, until the returned function is called."""
         self._listeners.append(ended)
         return partial(self._listeners.remove, ended)
 
@@ -139,7 +138,8 @@ class Generator:
         return (tenant, request_id) in self._running
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Stop a tenant's request of that id, or with None any tenant's; return False where there is none."""
+        """Stop the tenant's request with this id, or with None any tenant's. Return False where there
+        is none."""
         if tenant is None:
             found = [progress for (_, known), progress in self._running.items() if known == request_id]
         else:
@@ -150,9 +150,10 @@ class Generator:
         return bool(found)
 
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
-        """Tell where the request would go now without a deadline; nothing is sent or remembered.
+        """Return where the request would go now without a deadline; nothing is sent or remembered.
 
-        Raises Unavailable where no decode rank is registered, and at the door as `generate`.
+        Raises Unavailable where no decode rank is registered, and the errors of a refused request as
+        `generate` does.
         """
         past = self._past(request)
         asked = await self._check(request)
@@ -166,9 +167,9 @@ class Generator:
         return Explanation(len(ids), explained, constraint, past.outcomes if past is not None else {})
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
-        """Return the prompt's ids, though they may be too many, and what the context holds.
+        """Return the prompt's ids, even if they are too many, and the size of the context.
 
-        Raises as `explain`; ContextExceeded where the prompt is many times too long.
+        Raises as `explain`, and ContextExceeded where the prompt is many times too long.
         """
         await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
@@ -177,7 +178,7 @@ class Generator:
         return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens written out. Raises InvalidRequest, NotFound."""
+        """Return the text of ids, with special tokens written out. Raises InvalidRequest and NotFound."""
         self._check_model(model)
         if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
             raise InvalidRequest(
@@ -186,8 +187,8 @@ class Generator:
         return await asyncio.to_thread(self._tokenizer.text_of, token_ids)
 
     def time_limit_s(self, timeout_s: float | None) -> float:
-        """Return the seconds in which the call of a request with that timeout, or none, is over, its last
-        word included."""
+        """Return the seconds in which a call with this timeout, or with none, is over, including its
+        last response."""
         return self._timeout_s(timeout_s) + _LAST_WORDS_S
 
     def _timeout_s(self, timeout_s: float | None) -> float:
@@ -206,17 +207,17 @@ class Generator:
         held any more.
 
         Args:
-            timeout_s: the client's; None: --request-timeout-s.
+            timeout_s: the client's; None means --request-timeout-s.
             traceparent: the client's, or "".
             ids: those of `request.token_ids`, if they are not in it.
-            tell_prompt: is told the prompt before the first response.
+            tell_prompt: receives the prompt before the first response.
 
         Raises:
-            InvalidRequest, NotFound, AlreadyRunning: at the door.
+            InvalidRequest, NotFound, AlreadyRunning: the request is refused.
             NoCapacity: no rank can hold it, or it would wait too long for its turn.
             Unavailable: no rank can take it.
-            DeadlineExceeded: the timeout has passed. It does not come while a response is being handed on:
-                whoever does that has to bound it, by `time_limit_s`.
+            DeadlineExceeded: the timeout has passed. It is not raised while the caller sends a response, so
+                that the caller has to limit that by `time_limit_s`.
         """
         timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
@@ -242,18 +243,19 @@ class Generator:
                     while unfinished := unfinished - response.HasField("finish"):
                         yield response
                         response = await answers.next_response()
-        # A client that leaves with its last word in hand has not cancelled anything.
+        # A client that leaves after its last response has not cancelled anything.
         yield response
 
     def rejected(self, error: IsthmusError) -> None:
-        """Count a request that a door could not read."""
+        """Count a request that a front end could not read."""
         self._metrics.received()
         self._metrics.rejected(error)
 
     # -- the model and the ranks ------------------------------------------------------------------
 
     def list_models(self) -> generation_pb2.ListModelsResponse:
-        """Return the model with the ranks that are up; its context does not change while they come and go."""
+        """Return the model with the number of usable ranks; its context does not change while ranks come
+        and go."""
         model = generation_pb2.Model(
             id=self._model_name,
             max_context_tokens=self.context_tokens() or 0,
@@ -266,19 +268,18 @@ class Generator:
         return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
 
     def context_tokens(self) -> int | None:
-        """Return how many tokens prompt and answer may have together; None while no rank is known."""
         return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
 
     def check_usable(self) -> None:
-        """Raise Unavailable, saying why, while no rank could take any request."""
+        """Raise Unavailable, with the reason, while no rank could take any request."""
         self._cluster.check_usable()
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token that is a part of a character, which its text cannot tell; None where
-        they are not known."""
+        """Return the bytes of a token that is a part of a character, which its text cannot show, or None
+        where they are not known."""
         return self._tokenizer.token_bytes(token_id)
 
     # -- the door ---------------------------------------------------------------------------------
@@ -347,7 +348,6 @@ class Generator:
     async def _encoded(
         self, asked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
     ) -> ClientRequest:
-        """Return the request with its prompt, and with what its tools ask of the answer."""
         sampling = await self._tool_constraints.put(asked.tools, asked.sampling, prompt.ids)
         return asked.encoded(prompt, past, sampling)
 
@@ -356,17 +356,18 @@ class Generator:
             raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
 
     def _allowed_wait_s(self, request: ClientRequest, remaining_s: float) -> float:
-        """A request of a higher priority than usual does not wait behind the others, however many there are.
-        Nor does one of a tenant that runs few beside a crowd of others: tenants take turns on a rank."""
+        """Return how long the request may wait. One with a raised priority has no limit, as it does not wait
+        behind the others. Nor has one of a tenant that runs few requests beside many of others: tenants take
+        turns on a rank."""
         passes = request.priority > 0 or request.runs_few
         return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _runs_few(self, tenant: str) -> bool:
-        """Return whether the tenant runs at most half of its share here, with one more that is not counted
-        yet."""
+        """Return whether the tenant runs at most half of its share here, including one request that is not
+        counted yet."""
         num_tenants = len(self._tenants.keys() | {tenant})
         runs_few = 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
-        # Where ranks let no tenants take turns, it would wait for the crowd like any other.
+        # Where ranks do not let tenants take turns, it would wait like any other.
         return num_tenants > 1 and runs_few and self._cluster.takes_turns
 
     def _encoder(self, max_tokens: int | None = None) -> PromptEncoder:
@@ -379,7 +380,6 @@ class Generator:
         )
 
     def _past(self, request: generation_pb2.GenerateRequest) -> PastAnswers | None:
-        """Return the past turns of a chat; None for what is no chat."""
         if request.WhichOneof("prompt") != "chat":
             return None
         return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
@@ -393,15 +393,15 @@ class Generator:
         try:
             yield progress
         except InvalidRequest:
-            outcome = InvalidRequest.__name__  # kinds of it count as one
+            outcome = InvalidRequest.__name__  # Its subclasses count as one.
             raise
         except IsthmusError as error:
             outcome = type(error).__name__
             raise
         except Exception:
-            outcome = "Internal"  # it is a bug of ours
+            outcome = "Internal"  # This is a bug of ours.
             raise
-        except BaseException:  # the call was cancelled, or its generator closed
+        except BaseException:  # The call was cancelled, or its generator closed.
             is_over = self._clock() >= asked.deadline - _DEADLINE_LEAD_S
             outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
             raise

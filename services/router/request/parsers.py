@@ -1,7 +1,7 @@
-"""Parsers parse a model's answers, made ready for its tokenizer.
+"""Parsers parse a model's answers with its tokenizer.
 
-ToolConstraints make what is required of an answer's calls a constraint of its text: engines know no
-tools.
+ToolConstraints turn the requirements of an answer's calls into a constraint of its text, as engines do not
+know tools.
 """
 
 import json
@@ -30,8 +30,8 @@ _BEHIND = ", behind thinking or calls,"
 
 
 class ToolConstraints:
-    """A router has one. `special` are the model's special tokens. `begins_thinking` says whether a prompt of
-    a chat with those tools ends within thinking."""
+    """A router has one. `special` are the model's special tokens. `begins_thinking` says whether a chat's
+    prompt with those tools ends within thinking."""
 
     def __init__(
         self,
@@ -48,38 +48,38 @@ class ToolConstraints:
     async def put(
         self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> SamplingParams:
-        """Return sampling with a constraint that calls and thinking are a part of, where there is anything to
-        keep to.
+        """Return sampling with a constraint that includes calls and thinking, where one is needed.
 
-        Raises InvalidRequest: it names the tool whose schema cannot be kept to, or what does not go together.
+        Raises InvalidRequest, which names the tool whose schema cannot be followed, or the fields that
+        exclude each other.
         """
-        if not self._is_asked(tools, sampling):
+        if not self._is_needed(tools, sampling):
             return sampling
         return await self._grammars.beside(self._put, tools, sampling, prompt_ids)
 
-    def _is_asked(self, tools: ChatTools, sampling: SamplingParams) -> bool:
+    def _is_needed(self, tools: ChatTools, sampling: SamplingParams) -> bool:
         if tools.must_call or (tools.callable is not None and tools.strict):
             return True
-        told = tools.parsed and (tools.callable is not None or self._choice.reasoning != NONE)
-        return sampling.constraint is not None and told
+        is_split = tools.parsed and (tools.callable is not None or self._choice.reasoning != NONE)
+        return sampling.constraint is not None and is_split
 
     def _put(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
         writing = self._writing(tools)
         if writing is None:
             return sampling
         schemas = self._schemas(tools)
-        asked = ToolConstraint(
+        required = ToolConstraint(
             Lark(self._special),
             schemas,
             tools.parallel,
             tools.parsed and self._begins_thinking(tools, prompt_ids),
         )
-        # What is given constrains the answer's text, and an answer that must call has none.
+        # The client's constraint is on the answer's text, and an answer that must call has none.
         given = None if tools.must_call else sampling.constraint
         if given is not None:
-            grammar = writing.then(asked, _rule_of(given, asked.lark))
+            grammar = writing.then(required, _rule_of(given, required.lark))
         else:
-            grammar = writing.must_call(asked) if tools.must_call else writing.may_call(asked)
+            grammar = writing.must_call(required) if tools.must_call else writing.may_call(required)
         field, what = ("chat.tools", ", as a grammar,") if given is None else (given.field_name, _BEHIND)
         return replace(sampling, constraint=self._checked(grammar, field, what))
 
@@ -99,8 +99,8 @@ class ToolConstraints:
         return writing
 
     def _schemas(self, tools: ChatTools) -> Mapping[str, Any]:
-        """Return the schemas of the tools that may be called. What is neither required nor strict may be any
-        object."""
+        """Return the schemas of the tools that may be called. One that is neither required nor strict allows
+        any object."""
         schemas = {}
         for index, (name, schema) in enumerate((tools.callable or {}).items()):
             is_kept = tools.must_call or name in tools.strict
@@ -140,17 +140,17 @@ def _rule_of(constraint: Constraint, lark: Lark) -> str:
 
 
 def _slashes_escaped(pattern: str) -> str:
-    """Escape slashes, which Lark has around a pattern; what is escaped already stays."""
+    """Escape slashes, as Lark delimits a pattern with them; escaped ones stay."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return escaped.replace("\n", "\\n")
 
 
-# So many of the prompt's last ids are read: what a template writes behind the last turn is shorter.
+# Only so many of the prompt's last ids are read: what a template writes after the last turn is shorter.
 _PROMPT_END = 64
 
 
 class Parsers:
-    """A router has one. Without `keeps_strict` tools that say so are as any others."""
+    """A router has one. Without `keeps_strict` strict tools are like all others."""
 
     def __init__(self, tokenizer: Tokenizer, choice: ParserChoice, keeps_strict: bool = True) -> None:
         self._keeps_strict = keeps_strict
@@ -164,8 +164,8 @@ class Parsers:
             self._more_ends = tuple(token_id for token_id, text in special if text == choice.stop_token)
 
     def read_tools(self, request: GenerateRequest) -> ChatTools:
-        """Read a chat's tools. Raises InvalidRequest, naming the field; also where nobody could parse the
-        calls."""
+        """Read a chat's tools. Raises InvalidRequest, which names the field, also where no parser can read
+        the calls."""
         tools = read_tools(request)
         if tools.parsed and tools.callable is not None and self._choice.tools == NONE:
             if not self._tokenizer.shows_tools:
@@ -179,7 +179,7 @@ class Parsers:
 
     @property
     def call_text(self) -> CallText | None:
-        """The model writes calls so, for templates that have no place for them."""
+        """Return the function that writes calls as the model does, for templates that cannot show them."""
         return CALL_TEXTS.get(self._choice.tools)
 
     def end_ids(self, tools: ChatTools) -> tuple[int, ...]:
@@ -188,20 +188,20 @@ class Parsers:
         return (*ends, *(token_id for token_id in more if token_id not in ends))
 
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        """Return some hundred characters, in which the answer's turn has begun; empty where nobody asks."""
-        is_asked = self._choice != ParserChoice()
-        return self._tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if is_asked else ""
+        """Return some hundred characters, which include the beginning of the answer's turn, or "" where no
+        parser needs them."""
+        is_needed = self._choice != ParserChoice()
+        return self._tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if is_needed else ""
 
     def tool_constraints(self, grammars: Grammars) -> ToolConstraints:
         special = self._tokenizer.special_tokens if self._choice != ParserChoice() else {}
         return ToolConstraints(self._choice, special, grammars, self.begins_thinking)
 
     def text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
-        """Return the text of an answer to that prompt, which is still empty."""
-        begun, said = self._begun(tools, prompt_ids)
+        begun, turn_text = self._begun(tools, prompt_ids)
         text = self._text_of(tools, sampling, begun)
         if tools.continued is not None:
-            text.resume(prompt_ids, said)
+            text.resume(prompt_ids, turn_text)
         return text
 
     def _text_of(self, tools: ChatTools, sampling: SamplingParams, prompt_ids: Sequence[int]) -> AnswerText:
@@ -214,8 +214,8 @@ class Parsers:
         return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop, tools.past_ids)
 
     def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Return the prompt up to where the answer's turn begins, if that is known, and what was said in
-        it."""
+        """Return the prompt up to the beginning of the answer's turn, if that is known, and the turn's text
+        so far."""
         continued = tools.continued
         if continued is None:
             return prompt_ids, ""
@@ -225,5 +225,5 @@ class Parsers:
         return (), continued.text
 
     def begins_thinking(self, tools: ChatTools, prompt_ids: Sequence[int]) -> bool:
-        begun, said = self._begun(tools, prompt_ids)
-        return self._choice.thinks_behind(self.prompt_end(begun), said)
+        begun, turn_text = self._begun(tools, prompt_ids)
+        return self._choice.thinks_behind(self.prompt_end(begun), turn_text)

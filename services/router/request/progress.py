@@ -1,14 +1,15 @@
-"""Progress is how one request goes on its router. It alone writes this state: the others call its verbs.
+"""Progress is the state of one request on its router. Only its own methods write this state.
 
-PromptTurns say which of the answers to one prompt has it computed, and where the others go then.
+PromptTurns decide which of the answers to one prompt has it computed, and where the others go then.
 
 lead -> placed anywhere -> held -> the others are placed at the holder
   ^           |             |
   |           +- left       +-- lost, with its rank: one of those that were there leads
   +-----------+
 
-The holder's radix tree has the prompt's pages once, and each answer locks them. What an answer computes of
-the prompt beside that is what the tree cannot give: a page at most, or what is behind the last checkpoint.
+The holder's radix tree has the prompt's pages once, and each answer locks them. Beyond that, an answer only
+computes the part of the prompt that the tree cannot give: a page at most, or the tokens after the last
+checkpoint.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ from services.wire.isthmus.v1 import generation_pb2
 
 
 class PromptTurns:
-    """They are one request's, on its router's loop. Answers are named by their index."""
+    """These belong to one request, on its router's loop. Answers are named by their index."""
 
     def __init__(self) -> None:
-        self.prompt: HashedPrompt | None = None  # it has no output; set once somebody has hashed it
+        self.prompt: HashedPrompt | None = None  # It has no output, and is set once an answer has hashed it.
         self._holders: list[RankId] = []
         self._leader: int | None = None
         self._changed = asyncio.Event()
@@ -43,13 +44,13 @@ class PromptTurns:
         return [rank for rank in self._holders if rank not in excluded]
 
     def lead(self, index: int) -> bool:
-        """Return whether this answer is the one that has the prompt computed; if nobody was, it is now."""
+        """Return whether this answer has the prompt computed; it does from now on if no other one did."""
         if self._leader is None:
             self._leader = index
         return self._leader == index
 
     async def changed(self, timeout_s: float) -> None:
-        """Return when all are to look again, or the time is over."""
+        """Return when all answers must check again, or the time is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -60,7 +61,7 @@ class PromptTurns:
         self.leave(index)
 
     def lost(self, rank: RankId) -> None:
-        """Note that the rank failed an answer: the others do not go there for the prompt any more."""
+        """Note that the rank failed an answer, so that the others do not go there for the prompt."""
         if rank in self._holders:
             self._holders.remove(rank)
 
@@ -74,23 +75,24 @@ class PromptTurns:
         self._changed = asyncio.Event()
 
 
-# From a placement that came so far the stream goes on as if nothing had failed before. The first token is the
-# prefill's: a request that breaks every decode rank gets that one each time, and must not go round them all.
+# After a placement with this many tokens the stream continues as if nothing had failed before. The first
+# token comes from the prefill: a request that breaks every decode rank gets that one each time, and must not
+# try all ranks again.
 _PROGRESS_TOKENS = 2
 
 
 @dataclass(slots=True)
 class Served:
     placed: Placed
-    admitted: Admitted  # this is what it had and did
-    first_output: int  # placements before it had generated so many tokens
-    drafted_tokens: int = 0  # so many were verified there
-    accepted_draft_tokens: int = 0  # so many of them were right
+    admitted: Admitted  # This is the rank's report.
+    first_output: int  # Earlier placements had generated so many tokens.
+    drafted_tokens: int = 0  # This many were verified there.
+    accepted_draft_tokens: int = 0  # This many of them were right.
 
 
 @dataclass(slots=True)
 class Progress:
-    """This is what has become of one answer so far. The first answer's is the request's, too."""
+    """This is the state of one answer. The first answer's is also the request's."""
 
     request: ClientRequest
     began_s: float
@@ -100,27 +102,27 @@ class Progress:
     first_token_s: float | None = None
     output_ids: list[int] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)
-    placed: Placed | None = None  # where it is now
+    placed: Placed | None = None  # It is there now.
     attempts: int = 0
-    tokens_when_placed: int = 0  # it had so many when it was placed last
-    # The next three are counted since a placement last got on.
+    tokens_when_placed: int = 0  # It had this many when it was last placed.
+    # The next three are counted since a placement last made progress.
     failures: int = 0
-    excluded: set[RankId] = field(default_factory=set)  # incarnations: a rank that starts again may be tried
-    gave_time: bool = False  # ranks that failed were let be chosen again, for there were no others
-    sent_s: float = 0.0  # from `began_s` until it went to the rank that it is with
-    stages: Stages | None = None  # they end with the first token
-    last_tokens_at_s: float = 0.0  # when the last tokens came
+    excluded: set[RankId] = field(default_factory=set)  # A restarted rank is another one.
+    gave_time: bool = False  # Failed ranks were allowed again, as there were no others.
+    sent_s: float = 0.0  # This is the time from `began_s` until it was sent to its rank.
+    stages: Stages | None = None  # These end with the first token.
+    last_tokens_at_s: float = 0.0  # The last tokens came at this time.
     stream: OutputStream | None = None
-    outgrown_s: float | None = None  # when its rank held no more, while it is to go on at a larger one
+    outgrown_s: float | None = None  # Its rank was full at this time, and it waits for a larger one.
     aborted: bool = False
-    finish: generation_pb2.Finish | None = None  # the client got this one
+    finish: generation_pb2.Finish | None = None  # The client got this.
     finish_reason: FinishReason | None = None
     reasoning_tokens: int = 0
     num_calls: int = 0
     num_broken_calls: int = 0
-    turns: PromptTurns | None = None  # None: there is one answer
-    others: list["Progress"] = field(default_factory=list)  # the request's other answers, by index
-    prompt_is_told: bool = False  # the client has what it requested of the prompt's tokens
+    turns: PromptTurns | None = None  # This is None where there is one answer.
+    others: list["Progress"] = field(default_factory=list)  # These are the request's other answers, by index.
+    prompt_is_told: bool = False  # The client has the prompt's log-probabilities.
 
     # -- what it tells ----------------------------------------------------------------------------
 
@@ -130,12 +132,11 @@ class Progress:
 
     @property
     def prompt_tokens(self) -> int:
-        """This is 0 until the prompt is encoded."""
         return len(self.request.prompt.ids)
 
     @property
     def past_answers(self) -> Mapping[str, int]:
-        """The past answers of a chat are counted by what became of them, once the prompt is encoded."""
+        """Return the number of a chat's past answers by outcome, once the prompt is encoded."""
         return {} if self.request.past is None else self.request.past.outcomes
 
     @property
@@ -144,16 +145,15 @@ class Progress:
 
     @property
     def admitted(self) -> Admitted | None:
-        """The first placement that generated had this; the usage speaks of that one."""
+        """Return the report of the first placement that generated, which the usage is about."""
         return self.served[0].admitted if self.served else None
 
     @property
     def first_placed(self) -> Placed | None:
-        """This is where `admitted` was; where nobody has generated, where it is now."""
+        """Return the placement of `admitted` or, before any token, the current one."""
         return self.served[0].placed if self.served else self.placed
 
     def note(self, event: str, attributes: Mapping[str, str | int] | None = None) -> None:
-        """Add an event to the request's trace, with the answer's index where there are several."""
         which = {} if self.turns is None else {"answer": self.request.index}
         self.span.add_event(event, {**(attributes or {}), **which})
 
@@ -164,7 +164,7 @@ class Progress:
         self.tokenize_s = now - self.began_s
 
     def split(self) -> None:
-        """Begin the request's other answers. An abort that came before is an abort of all of them."""
+        """Begin the request's other answers. An earlier abort aborts all of them."""
         self.turns = PromptTurns()
         self.others = [
             Progress(
@@ -189,7 +189,7 @@ class Progress:
         self.tokens_when_placed = len(self.output_ids)
 
     def own(self, stream: OutputStream) -> None:
-        """Take the stream as it is opened: whatever fails from here on, the request's end closes it."""
+        """Own the stream once it is opened: whatever fails from here on, the request's end closes it."""
         self.stream = stream
         self.outgrown_s = None
 
@@ -199,18 +199,18 @@ class Progress:
     # -- what comes from the rank -----------------------------------------------------------------
 
     def admit(self, admitted: Admitted) -> None:
-        """Note that the rank where it is placed has the prompt, and generates."""
         assert self.placed is not None
         self.served.append(Served(self.placed, admitted, self.tokens_when_placed))
         if self.turns is not None:
             self.turns.held(self.request.index, self.placed.decision.chosen.decode.id)
 
     def told_of_prompt(self) -> None:
-        """Note that the client gets what it requested of the prompt: no later rank need report it again."""
+        """Note that the client has the prompt's log-probabilities, so that no later rank needs to
+        report them."""
         self.prompt_is_told = True
 
     def add_tokens(self, token_ids: Sequence[int], now: float) -> float | None:
-        """Return the seconds since the tokens before; None where these are the first."""
+        """Return the seconds since the last tokens, or None where these are the first."""
         self.output_ids.extend(token_ids)
         before_s, self.last_tokens_at_s = self.last_tokens_at_s, now
         if self.first_token_s is not None:
@@ -228,7 +228,6 @@ class Progress:
         return None
 
     def add_drafts(self, output: Output) -> None:
-        """Count drafts where they were verified; they may come at the end alone, without a token."""
         if self.served:
             self.served[-1].drafted_tokens += output.drafted_tokens
             self.served[-1].accepted_draft_tokens += output.accepted_draft_tokens
@@ -243,15 +242,13 @@ class Progress:
     # -- when a rank can do no more ---------------------------------------------------------------
 
     def outgrow(self, now: float) -> None:
-        """Note that its rank holds no more of it; it is to go on at a larger one."""
         self.outgrown_s = now
 
     def withdraw(self) -> Placed | None:
-        """Leave the ranks that it is with, and return them."""
         placed, self.placed = self.placed, None
         self.release()
         if placed is not None and len(self.output_ids) - self.tokens_when_placed >= _PROGRESS_TOKENS:
-            self.failures, self.gave_time = 0, False  # what failed before does not count any more
+            self.failures, self.gave_time = 0, False  # Earlier failures do not count any more.
             self.excluded.clear()
         return placed
 
@@ -262,14 +259,13 @@ class Progress:
             self.turns.lost(rank)
 
     def give_time(self) -> None:
-        """Let ranks that failed it be chosen once more, for there are no others."""
         self.gave_time = True
         self.excluded.clear()
 
     # -- its end ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Stop the request: all its answers, also those that wait for their turn."""
+        """Stop all answers of the request, also those that wait for their turn."""
         for answer in self.answers:
             answer.aborted = True
             if answer.stream is not None:
@@ -278,13 +274,13 @@ class Progress:
             self.turns.look()
 
     def release(self) -> None:
-        """Give up what its rank still has of it; doing so twice does no more."""
+        """Close the stream from its rank. A second call does nothing."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.close()
 
     def leave(self) -> None:
-        """End this answer, whichever way it went: it holds nothing, and the others need not wait for it."""
+        """End this answer, whatever its outcome: it holds nothing, and the others do not wait for it."""
         self.release()
         if self.turns is not None:
             self.turns.leave(self.request.index)

@@ -1,6 +1,7 @@
 """A ResponseStream makes responses of one answer's tokens.
 
-A request's last response says why it ended, what it cost, where it ran and where the time went.
+A request's last response states the reason for the end, the usage, the ranks and the time that each stage
+took.
 """
 
 import secrets
@@ -28,11 +29,11 @@ _TOTALS = tuple(field.name for field in generation_pb2.Totals.DESCRIPTOR.fields)
 def finish_of(
     progress: Progress, reason: FinishReason, matched_stop: str, drift_tokens: int | None
 ) -> generation_pb2.Finish:
-    """Write the end of an answer. `drift_tokens` is None where this router has not seen the conversation's
-    last turn."""
+    """Return the Finish of an answer. `drift_tokens` is None where this router does not remember the
+    conversation's last turn."""
     placements = list(_placements(progress))
     placement = placements[0] if placements else None
-    if placement is None and progress.placed is not None:  # else it was aborted before that
+    if placement is None and progress.placed is not None:  # Without one it was aborted earlier.
         placement = _placement(progress.placed)
     usage = generation_pb2.Usage(drift_tokens=drift_tokens)
     if placements:
@@ -101,13 +102,14 @@ def _stages(progress: Progress) -> generation_pb2.StageTimes:
     )
 
 
-# So many TokenLogprobs take some ten milliseconds to make, and 100 KB. A client's gRPC takes 4 MiB.
+# This many TokenLogprobs take some ten milliseconds to make, and 100 KB. A client's gRPC accepts 4 MiB.
 _PIECE = 8_192
-_THINKING_ENDS = "</think>"  # where content has it, no parser has parsed the thinking, but templates do
+_THINKING_ENDS = "</think>"  # Where content has this, no parser has read the thinking, but templates do.
 
 
 class PromptScores:
-    """The last tokens of a prompt are sent in pieces of a response each, as many as a rank has reported."""
+    """This splits the log-probabilities of a prompt's last tokens, as many as a rank has reported,
+    into responses."""
 
     def __init__(self, prompt_ids: Sequence[int], told: PromptLogprobs) -> None:
         self._ids = iter(prompt_ids[len(prompt_ids) - len(told) :])
@@ -137,12 +139,12 @@ def _scored_message(token_id: int, scored: ScoredToken) -> TokenLogprobs:
 class ResponseStream:
     def __init__(self, context: AnswerContext, progress: Progress) -> None:
         request = progress.request
-        # A chat's whole answer has an id; one that goes on with a turn is a part of one.
+        # A chat's whole answer has an id; one that continues a turn is only a part of an answer.
         is_whole = request.past is not None and request.tools.continued is None
         self._answer_id = secrets.token_hex(16) if is_whole else ""
         self._has_begun = False
         self._scores: PromptScores | None = None
-        self._output: Output | None = None  # it waits until all is said of the prompt
+        self._output: Output | None = None  # It waits until the prompt's log-probabilities are sent.
         self._context = context
         self._tokenizer = context.tokenizer
         self._metrics = context.metrics
@@ -159,10 +161,10 @@ class ResponseStream:
             self._metrics.drifted(self._drift or 0)
 
     async def aclose(self) -> None:
-        """Do nothing: whoever has made `progress` gives up what it holds."""
+        """Do nothing, as the owner of `progress` releases it."""
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
-        """Return the next response. The first one has the answer's id, if it is of a chat.
+        """Return the next response. The first one has the answer's id, if it answers a chat.
 
         Raises as FailoverStream.next.
         """
@@ -178,7 +180,6 @@ class ResponseStream:
         return response
 
     async def _next_output(self) -> Output:
-        """Return an output that has tokens, or the last."""
         while True:
             output = await self._stream.next()
             if output.admitted is not None:
@@ -215,7 +216,7 @@ class ResponseStream:
         gap_s = self._progress.add_tokens(token_ids, self._context.clock())
         if gap_s is not None:
             self._metrics.next_tokens(len(token_ids), gap_s)
-        elif self._request.index == 0:  # what the client waits for
+        elif self._request.index == 0:  # The client waits for this one.
             self._metrics.first_token(self._progress)
         self._metrics.generated(len(token_ids))
 
@@ -228,7 +229,8 @@ class ResponseStream:
         if output.drafted_tokens:
             progress.add_drafts(output)
         response = self._new_response(text=said.content, token_ids=token_ids)
-        # A message costs by the fields that are set, though to nothing; most have none of these.
+        # A message costs time for each field that is set, even to an empty value; most responses need none of
+        # these.
         if said.reasoning:
             response.reasoning = said.reasoning
         if said.calls:
@@ -238,7 +240,7 @@ class ResponseStream:
                 map(convert_request.logprobs_to_proto, output.logprobs[: said.num_tokens])
             )
         if reason is not None and output.finished is None:
-            progress.release()  # else the rank would go on
+            progress.release()  # Without this the rank would continue.
         text = self._text
         progress.read(text.reasoning_tokens, text.num_called, text.num_broken)
         if reason is not None:
@@ -249,8 +251,8 @@ class ResponseStream:
         return response
 
     def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
-        """Return what the tokens say, whether they end the answer, and the stop string or stop token that
-        did."""
+        """Return the text of the tokens, the reason if they end the answer, and the stop string or stop token
+        that ended it."""
         ids, terminator = output.token_ids, ""
         if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
             terminator = self._tokenizer.token_text(ids[-1])
@@ -269,8 +271,8 @@ class ResponseStream:
         return said, output.finished, terminator
 
     def _ends(self, token_id: int) -> bool:
-        """Return whether that token is what ended the answer: under a constraint it may be that nothing could
-        follow."""
+        """Return whether this token ended the answer: under a constraint the reason may be that no token
+        could follow."""
         sampling = self._request.sampling
         return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
 
@@ -285,7 +287,7 @@ class ResponseStream:
         response.finish.CopyFrom(finish)
         all_ids = self._prompt_ids + array("I", progress.output_ids)
         if name := self._request.conversation_id:
-            # The conversation may go on with any one of several answers.
+            # The conversation may continue from any of several answers.
             known = all_ids if self._request.answers == 1 else self._prompt_ids
             self._context.memory.remember(self._request.tenant, name, known)
         if progress.placed is not None and reason is not FinishReason.ABORTED:

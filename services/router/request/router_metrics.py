@@ -1,4 +1,4 @@
-"""RouterMetrics show Prometheus a router's requests; index/index_metrics.py shows it the index."""
+"""RouterMetrics report a router's requests to Prometheus; index/index_metrics.py reports the index."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,18 +20,19 @@ from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRe
 from services.values.rank import RankId, Role
 from services.values.request import Admitted, ConstraintKind, FinishReason
 
-# Edges go up to what a request may wait (--max-wait-s), whole requests' to their time (--request-timeout-s).
+# The buckets go up to the longest wait (--max-wait-s), and those of whole requests to their time limit
+# (--request-timeout-s).
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REQUEST_SECONDS = (*_SECONDS, 1200.0, 3600.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, *_SECONDS)
 # A long context has a hundred times as many tokens as a short question.
 _LENGTHS = (1, *(2**power for power in range(3, 21)))
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
-# These are clients' mistakes: requests that they ask wrongly.
+# These errors are the client's mistakes.
 MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning, Forbidden))
 _RANK = ("role", "worker", "rank")
-# What is held need not cross to a decode rank under plan remote. What is resumable need not be computed by
-# the rank that computes. They differ where a model has per-request state.
+# Held blocks need no transfer to a decode rank under plan remote. Resumable blocks need not be computed again
+# by the rank that computes. The two differ where a model has per-request state.
 _HELD, _RESUMABLE = "held", "resumable"
 _RANK_AND_KIND = (*_RANK, "kind")
 
@@ -91,7 +92,7 @@ class RouterMetrics:
             "Requests that ended before any rank had taken them, by the error's name.",
             ["reason"],
         )
-        for mistake in MISTAKES:  # goals do not count them, from the first one on
+        for mistake in MISTAKES:  # Service levels exclude these, from the first one on.
             self._rejections.labels(mistake)
         self._unauthenticated = counter(
             "isthmus_unauthenticated",
@@ -195,7 +196,7 @@ class RouterMetrics:
         self._messages_refused.inc()
 
     def unauthenticated(self, front: str, reason: str) -> None:
-        """Count a call that comes no further than to the keys; it is no request."""
+        """Count a call without a valid key, which is not a request."""
         self._unauthenticated.labels(front, reason).inc()
 
     def placed(self, placed: Placed) -> None:
@@ -214,7 +215,7 @@ class RouterMetrics:
         self._completion.inc(num_tokens)
 
     def next_tokens(self, num_tokens: int, took_s: float) -> None:
-        """Count one more step's tokens of a stream, `took_s` after the ones before."""
+        """Count the tokens of one more step of a stream, `took_s` after the last ones."""
         self._itl.observe(took_s / num_tokens, num_tokens)
 
     def drifted(self, num_tokens: int) -> None:
@@ -232,8 +233,8 @@ class RouterMetrics:
         self._moves.labels("outgrown").inc()
 
     def admitted(self, placed: Placed, admitted: Admitted, *, is_further: bool = False) -> None:
-        """Account for the first placement of an answer, as its usage does; of a further one to the same
-        prompt what its rank computed is all that is new."""
+        """Count the first placement of an answer, as its usage does. Of a further answer to the same prompt
+        only the tokens that its rank computed are new."""
         self._answers.inc()
         if is_further:
             self._prompt.inc(admitted.computed_tokens)
@@ -246,19 +247,17 @@ class RouterMetrics:
         self._hits.admitted(placed, admitted)
 
     def transferred(self, admitted: Admitted) -> None:
-        """Account for the bytes of any placement."""
         if admitted.kv_bytes_moved:
             self._moved.inc(admitted.kv_bytes_moved)
         if saved := admitted.kv_bytes_saved:
             self._saved.inc(saved)
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
-        """Account for a request that has ended, however it ended."""
         self._gen_ai.ended(progress, outcome, took_s)
         self._requests[outcome,].inc()
         if progress.admitted is not None:
             self._output_length.observe(progress.completion_tokens)
-        # "finished" without a token: aborted.
+        # A request that is "finished" without a token was aborted.
         if progress.first_token_s is None and outcome in ("finished", "cancelled", Aborted.__name__):
             self._abandoned.observe(took_s)
         for answer in progress.answers:
@@ -278,12 +277,11 @@ class RouterMetrics:
 
 
 class _HitMetrics:
-    """Prompt tokens are counted for the ranks that requests were sent to, by what they were to be cached
-    for."""
+    """These count prompt tokens by rank, and by what the cache was expected to save there."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
-        # A rank's own counters are found by role, worker, number and kind.
+        # The keys of a rank's own counters are role, worker, number and kind.
         self._of_rank: dict[tuple[Role, str, int, str], tuple[Counter, ...]] = {}
         self._prompt = counter(
             "isthmus_placed_prompt_tokens",
@@ -334,7 +332,8 @@ class _HitMetrics:
         available.inc(max(delivered, placed.best_hit_tokens[role]))
 
     def _counters(self, role: Role, rank: RankId, kind: str) -> tuple[Counter, ...]:
-        """Workers keep their names over all their incarnations, so the series are bounded by the ranks."""
+        """Return the rank's counters. Workers keep their names over all incarnations, so the number of ranks
+        limits the series."""
         known = self._of_rank.get((role, rank.worker, rank.rank, kind))
         if known is None:
             labels = (role.value, rank.worker, str(rank.rank), kind)

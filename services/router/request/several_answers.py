@@ -1,11 +1,10 @@
-"""Several answers to one prompt have ranks, a seed and an end each.
+"""Several answers to one prompt have separate ranks, seeds and ends.
 
-An error of one is the request's: the others are given up. For a call has one status, and an answer that were
-missing without a word would be lost.
+An error of one answer is the request's, and the others are stopped: a call has one status, and an answer must
+not be silently missing.
 
-HeldLogprobs bounds the log-probabilities that are held for a client that gets all of them at once.
-
-Streams are merged: one has the items of several, each as it comes.
+HeldLogprobs limits the log-probabilities that are held for a client that gets all of them at once. Streams
+are merged into one that has each item as it arrives.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from services.wire.generation_messages import JoinedResponses
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, Totals
 
-MOST_HELD = 1 << 20  # some hundred bytes each, and as much again as JSON
+MOST_HELD = 1 << 20  # Each takes some hundred bytes, and as much again as JSON.
 
 
 class HeldLogprobs:
-    """A call's answers are counted as they come: each token, and the others that are reported beside it."""
+    """This counts the log-probabilities of a call's answers: each token, and the others reported with it."""
 
     def __init__(self, times_prompt: int = 1, most: int | None = None) -> None:
         """A prompt's log-probabilities are sent `times_prompt` times."""
@@ -37,7 +36,7 @@ class HeldLogprobs:
         self.count = 0
 
     def add(self, response: GenerateResponse) -> None:
-        """Count a response. Raises InvalidRequest where they are too many."""
+        """Count a response. Raises InvalidRequest where there are too many."""
         self.count += _count(response.prompt_logprobs) * self._times_prompt + _count(response.logprobs)
         if self.count > self._most:
             raise InvalidRequest(
@@ -48,7 +47,7 @@ class HeldLogprobs:
 
 
 def _count(logprobs: Sequence[TokenLogprobs]) -> int:
-    """All tokens have as many others as the first."""
+    """Count the log-probabilities; all tokens have as many others as the first."""
     return len(logprobs) * (1 + len(logprobs[0].top)) if logprobs else 0
 
 
@@ -57,16 +56,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One stream has ended, and with what."""
-
     error: Exception | None = None
 
 
 async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Yield each item with its source's place among them, and close them all.
+    """Yield each item with its source's index, and close all sources.
 
-    A reader that is behind holds them up: each has at most one item that was not taken. The first error of
-    any is raised, behind what came before it.
+    A slow reader delays them: each has at most one item that was not taken. The first error is raised, after
+    the items before it.
     """
     items = asyncio.Queue[tuple[int, _T | _End]](maxsize=1)
     pumps = [asyncio.create_task(_pump(place, source, items)) for place, source in enumerate(sources)]
@@ -103,16 +100,13 @@ MAX_ANSWERS = 128
 
 
 class SeveralAnswers:
-    """There is a ResponseStream for each; `progress` is the first one's, and the request's."""
-
     def __init__(self, context: AnswerContext, progress: Progress) -> None:
         self._context = context
         progress.split()
         self._responses = merged([self._answer(each) for each in progress.answers])
 
     async def next_response(self) -> GenerateResponse:
-        """Return a response of whichever answer has said something. Raises as
-        ResponseStream.next_response."""
+        """Return the next response of any answer. Raises as ResponseStream.next_response."""
         _, response = await anext(self._responses)
         return response
 
@@ -146,8 +140,8 @@ class SeveralAnswers:
 
 
 class BestAnswers:
-    """The best answers are sent when all have ended, each in one response. What is reported of the prompt
-    goes before them as it comes, for it may be more than one message holds."""
+    """The best answers are sent when all have ended, each in one response. The prompt's log-probabilities are
+    sent before them as they arrive, as they may exceed one message."""
 
     def __init__(self, answers: SeveralAnswers, request: ClientRequest) -> None:
         self._answers = answers
@@ -171,8 +165,8 @@ class BestAnswers:
 
     @contextmanager
     def _naming_best_of(self) -> Iterator[None]:
-        """Name best_of where an engine has no log-probabilities and the client requested none by that
-        name."""
+        """Name best_of in the error where an engine has no log-probabilities and the client did not
+        request any."""
         try:
             yield
         except InvalidRequest as error:
@@ -181,24 +175,25 @@ class BestAnswers:
             raise InvalidRequest(f"best_of ranks answers by their log-probabilities: {error}") from error
 
     async def _read(self) -> GenerateResponse | None:
-        """Return what is reported of the prompt next, which is no answer's own; None: all answers have
-        ended."""
         while self._unfinished:
             response = await self._answers.next_response()
-            told = GenerateResponse(request_id=response.request_id, prompt_logprobs=response.prompt_logprobs)
+            reported = GenerateResponse(
+                request_id=response.request_id, prompt_logprobs=response.prompt_logprobs
+            )
             response.ClearField("prompt_logprobs")
             if self._request.tells_logprobs:
                 self._held.add(response)
             self._joined[response.index].add(response)
             self._unfinished -= response.HasField("finish")
-            if told.prompt_logprobs:
-                return told
+            if reported.prompt_logprobs:
+                return reported
         return None
 
     def _chosen(self) -> list[GenerateResponse]:
-        """Number the best answers anew, best first; the last one says what the others took."""
+        """Return the best answers with new indexes, the best first; the last one reports the totals of
+        the others."""
         answers = [each.whole() for each in self._joined]
-        ranked = sorted(answers, key=mean_logprob, reverse=True)  # equal ones stay in their order
+        ranked = sorted(answers, key=mean_logprob, reverse=True)  # Equal ones keep their order.
         best, left_out = ranked[: self._request.answered], ranked[self._request.answered :]
         for index, answer in enumerate(best):
             answer.index = index
@@ -209,7 +204,6 @@ class BestAnswers:
 
 
 def mean_logprob(answer: GenerateResponse) -> float:
-    """Return the mean of the answer's tokens; it is as low as can be where there is none."""
     logprobs = [token.chosen.logprob for token in answer.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
@@ -223,8 +217,7 @@ class Answers(Protocol):
     async def next_response(self) -> GenerateResponse:
         """Return a response of any answer, until each has had its last. Raises as FailoverStream.next."""
 
-    async def aclose(self) -> None:
-        """Give up those that run."""
+    async def aclose(self) -> None: ...
 
 
 def counts_of(request: GenerateRequest) -> tuple[int, int]:
@@ -239,7 +232,7 @@ def counts_of(request: GenerateRequest) -> tuple[int, int]:
 
 
 def answers_to(context: AnswerContext, progress: Progress) -> Answers:
-    """Return the answers to an encoded request; they are to be closed."""
+    """Return the answers to an encoded request; the caller closes them."""
     request = progress.request
     if request.answers == 1:
         return ResponseStream(context, progress)

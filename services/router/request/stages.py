@@ -1,10 +1,10 @@
-"""Stages say where the time to a request's first token went. They are pure.
+"""The stages divide the time to a request's first token. They are pure.
 
     received --> tokenized --> placed --> Start sent --> (decode rank) --> first token received
     |------------ router ------------------------------|--- rank_s ---|
 
-Each stage is the difference of two times on one clock, so all of them add up to the time to the first token,
-whatever the clocks of the ranks say. The order is the request's.
+Each stage is the difference of two times on one clock, so their sum is the time to the first token, whatever
+the ranks' clocks show. They are in a request's order.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from services.values.request import Admitted
 
 
 class Stages(NamedTuple):
-    """They are in seconds; a stage that did not happen is 0."""
+    """Each is in seconds; a stage that did not happen is 0."""
 
-    router_queue_s: float = 0.0  # it went to ranks that failed, and to waiting on the router
+    router_queue_s: float = 0.0  # This is the time at failed ranks, and of waiting on the router.
     tokenize_s: float = 0.0
     route_s: float = 0.0
     decode_queue_s: float = 0.0
@@ -24,7 +24,7 @@ class Stages(NamedTuple):
     prefill_compute_s: float = 0.0
     transfer_s: float = 0.0
     first_decode_step_s: float = 0.0
-    relay_s: float = 0.0  # it went to the way between router and decode rank, there and back
+    relay_s: float = 0.0  # This is the time between router and decode rank, both ways.
 
     def seconds(self) -> Iterator[tuple[str, float]]:
         return zip(STAGES, self, strict=True)
@@ -36,7 +36,8 @@ STAGES = tuple(name.removesuffix("_s") for name in Stages._fields)
 def stages_of(
     *, tokenize_s: float, route_s: float, sent_s: float, first_token_s: float, admitted: Admitted
 ) -> Stages:
-    """`sent_s`, to the rank that answered, and `first_token_s` count from the request's arrival."""
+    """Return the stages. `sent_s`, the time of sending to the rank that answered, and `first_token_s` count
+    from the request's arrival."""
     return Stages(
         router_queue_s=max(0.0, sent_s - tokenize_s - route_s),
         tokenize_s=tokenize_s,

@@ -1,14 +1,14 @@
-"""The log and the trace report a request that has ended: where it went, at what price, and what came of it.
+"""The log and the trace report a finished request: its ranks, its usage and its outcome.
 
-Words are the API's. The stages add up to `first_token_s`. All is of the first placement that generated, as in
-the usage; `placements` is how many did. Of several answers that is the first one's, and tokens and calls are
-those of all.
+The names are the API's. The stages add up to `first_token_s`. All is about the first placement that
+generated, as in the usage; `placements` is their number. With several answers it is about the first one, but
+tokens and calls are those of all.
 
-They report it in the words of OpenTelemetry's conventions for generative AI, beside our own.
+The trace and the metrics also follow OpenTelemetry's conventions for generative AI:
 
 https://github.com/open-telemetry/semantic-conventions-genai: attributes of the router's span, and a server's
-histograms with the requested edges. The names are written out: they are about to leave the Python package. No
-text of a prompt or an answer is recorded.
+histograms with the required buckets. The names are written out, as the Python package is about to drop them.
+No text of a prompt or an answer is recorded.
 """
 
 import logging
@@ -148,7 +148,7 @@ def _admitted(admitted: Admitted) -> Attributes:
 
 PROVIDER = "isthmus"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
-_PENALTIES = ("frequency_penalty", "presence_penalty")  # these are 0 where they are not set
+_PENALTIES = ("frequency_penalty", "presence_penalty")  # These are 0 where they are not set.
 _ENDED_WELL = ("finished", "cancelled")
 
 _FIRST_TOKEN_S = (
@@ -165,7 +165,7 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
 
 
 def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
-    """Return attributes of a request that may be refused yet; `model` is the one that is served."""
+    """Return attributes of a request that may still be refused; `model` is the served one."""
     attributes: Attributes = {
         "gen_ai.operation.name": operation_of(request),
         "gen_ai.provider.name": PROVIDER,
@@ -193,8 +193,8 @@ def answered(progress: Progress, model: str) -> Attributes:
         attributes["gen_ai.usage.reasoning.output_tokens"] = reasoning_tokens
     reasons = [answer.finish_reason for answer in progress.answers]
     if any(reasons):
-        told = (reason.value for reason in reasons if reason is not None)
-        attributes["gen_ai.response.finish_reasons"] = tuple(told)
+        values = (reason.value for reason in reasons if reason is not None)
+        attributes["gen_ai.response.finish_reasons"] = tuple(values)
     if progress.first_token_s is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = progress.first_token_s
     if (admitted := progress.admitted) is not None:
