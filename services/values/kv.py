@@ -152,6 +152,26 @@ class KvTicket:
     want_digests: bool = False  # They are wanted of the delta's pages, with the word that they have landed.
 
 
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """A rank asks another by this for what that one holds of a prompt; see handshake.proto."""
+
+    room: Room
+    holder_generation: Generation
+    cache_salt: str
+    token_ids: tuple[int, ...]  # They are those of [0, the end that is wanted).
+    have: int  # It is in tokens, a multiple of page_size.
+    least_end: int  # It is in tokens.
+    keep_until_s: float  # It is on the holder's monotonic clock.
+
+
+@dataclass(frozen=True, slots=True)
+class PullGrant:
+    room: Room
+    end: int  # It is in tokens.
+    with_draft: bool = False
+
+
 class HitKind(Enum):
     NONE = "none"
     PARTIAL = "partial"

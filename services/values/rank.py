@@ -47,6 +47,14 @@ class RankAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class PullSource:
+    """A rank is said to hold `tokens` of a prompt: whoever is to compute it may have it write them."""
+
+    rank: RankAddress
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Lets two ranks meet for one request."""
 

@@ -21,6 +21,10 @@ NO_RESUME_POINTS = "no-resume-points"
 # A rank of either role with this one has an engine that lets no tenants take turns: who asks for little
 # beside another's crowd waits for the crowd.
 NO_TENANT_TURNS = "no-tenant-turns"
+# A rank of either role with this one writes what it holds of a prompt into the pages of a rank that asks.
+LENDS = "lends"
+# A rank of either role with this one asks the source that a request names before it computes its prompt.
+PULLS = "pulls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ class RankLoad:
     stalled: bool = False
     kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these.
     tokens_per_step: float = 0.0  # A decoding sequence gets so many lately; 0 says that it is not known.
+    granted_pages: int = 0  # They are kept for pulls of other ranks.
     # What follows is not reported to routers.
     reserved_pages: int = 0  # They are kept back for the growth of what runs.
     retractions: int = 0  # It counts since the rank's start, as `overtakes` does.

@@ -10,7 +10,7 @@ from math import inf
 
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import MAX_BYTES, PromptLogprobs, size_bytes
-from services.values.rank import Plan, RankAddress
+from services.values.rank import Plan, PullSource, RankAddress
 
 MAX_CONSTRAINT_BYTES = 65_536
 
@@ -248,6 +248,7 @@ class GenerationRequest:
     priority: int = 0
     plan: Plan = Plan.REMOTE
     eos_token_ids: tuple[int, ...] = ()
+    pull_from: PullSource | None = None  # It is for whoever computes the prompt.
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -287,6 +288,17 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulled:
+    """A source was asked, and this came of it; see common.proto."""
+
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    refused: str = ""
+    held_tokens: int | None = None  # The source could grant up to there; None says that it has not said.
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     first_token_id: int
     first_token_logprobs: TokenLogprobs | None
@@ -296,6 +308,7 @@ class PrefillResult:
     queue_s: float = 0.0
     compute_s: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
+    pulled: Pulled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +332,7 @@ class Admitted:
     carried_bytes: Mapping[str, int] = field(default_factory=dict)
     # It is a part of decode_queue_s, until its constraint was compiled or found so.
     constraint_s: float = 0.0
+    pulled: Pulled | None = None  # It is of whoever computed; what was pulled counts as reused.
 
     @property
     def reused_tokens(self) -> int:
@@ -338,8 +352,9 @@ class Admitted:
     @property
     def rank_s(self) -> float:
         """Return the seconds from the request's arrival at the decode rank to its first token."""
-        queues_s = self.decode_queue_s + self.prefill_queue_s
-        return queues_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
+        pull_s = self.pulled.seconds if self.pulled is not None else 0.0
+        waits_s = self.decode_queue_s + self.prefill_queue_s + pull_s
+        return waits_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
 
 
 @dataclass(frozen=True, slots=True)

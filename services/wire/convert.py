@@ -9,6 +9,8 @@ convert_request.py.
 from collections.abc import Iterable
 from typing import TypeVar
 
+import numpy as np
+
 from services.values.errors import ProtocolError
 from services.values.kv import (
     DraftKv,
@@ -22,10 +24,13 @@ from services.values.kv import (
     PageBooks,
     PageRun,
     PoolMemory,
+    PullGrant,
+    PullRequest,
 )
 from services.values.rank import (
     Generation,
     Plan,
+    PullSource,
     RankAddress,
     RankId,
     Rendezvous,
@@ -213,6 +218,34 @@ def _target_from_proto(pb: handshake_pb2.GroupTarget) -> GroupTarget:
     return value_of(GroupTarget, pb, runs=runs_from_proto(pb.runs))
 
 
+def source_to_proto(source: PullSource) -> common_pb2.PullSource:
+    return common_pb2.PullSource(rank=address_to_proto(source.rank), tokens=source.tokens)
+
+
+def source_from_proto(pb: common_pb2.PullSource) -> PullSource:
+    return PullSource(address_from_proto(pb.rank), pb.tokens)
+
+
+def pull_request_to_proto(request: PullRequest) -> handshake_pb2.PullRequest:
+    token_ids = np.array(request.token_ids, "<u4").tobytes()
+    return message_of(handshake_pb2.PullRequest, request, token_ids=token_ids)
+
+
+def pull_request_from_proto(pb: handshake_pb2.PullRequest) -> PullRequest:
+    if len(pb.token_ids) % 4:
+        raise ProtocolError(f"pull_request.token_ids has {len(pb.token_ids)} bytes, not whole ids")
+    token_ids = tuple(np.frombuffer(pb.token_ids, "<u4").tolist())
+    return value_of(PullRequest, pb, token_ids=token_ids)
+
+
+def pull_grant_to_proto(grant: PullGrant) -> handshake_pb2.PullGrant:
+    return message_of(handshake_pb2.PullGrant, grant)
+
+
+def pull_grant_from_proto(pb: handshake_pb2.PullGrant) -> PullGrant:
+    return value_of(PullGrant, pb)
+
+
 def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
     pb = common_pb2.RankLoad()
     fill_load(pb, load)
@@ -231,6 +264,7 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
     pb.admitted_per_s = load.admitted_per_s
     pb.stalled = load.stalled
     pb.tokens_per_step = load.tokens_per_step
+    pb.granted_pages = load.granted_pages
     books = load.books
     pb.free_pages = books.free
     pb.cached_pages = books.cached
@@ -267,6 +301,7 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         stalled=pb.stalled,
         kv_paths=tuple(map(_kv_path_from_proto, pb.kv_paths)),
         tokens_per_step=finite("load.tokens_per_step", pb.tokens_per_step),
+        granted_pages=pb.granted_pages,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Plan, Rendezvous
+from services.values.rank import Plan, PullSource, Rendezvous
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -21,6 +21,7 @@ from services.values.request import (
     GenerationRequest,
     Output,
     PrefillResult,
+    Pulled,
     SamplingParams,
     StartCommand,
     TokenLogprobs,
@@ -160,7 +161,13 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
     if finite("start.timeout_s", pb.timeout_s) < 0:
         raise ProtocolError(f"start.timeout_s must not be negative, got {pb.timeout_s}")
     _check_request_id(pb.request_id)
-    request = value_of(GenerationRequest, pb, sampling=sampling_from_proto(pb.sampling), plan=plan)
+    request = value_of(
+        GenerationRequest,
+        pb,
+        sampling=sampling_from_proto(pb.sampling),
+        plan=plan,
+        pull_from=_source_from_proto(pb),
+    )
     return StartCommand(
         request=request,
         prefill=convert.address_from_proto(pb.prefill) if pb.HasField("prefill") else None,
@@ -172,12 +179,25 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
 
 def admitted_to_proto(admitted: Admitted) -> decode_pb2.Admitted:
     plan, carried_bytes = convert.plan_to_proto(admitted.plan), admitted.carried_bytes
-    return message_of(decode_pb2.Admitted, admitted, plan=plan, carried_bytes=carried_bytes)
+    pulled = _pulled_to_proto(admitted.pulled)
+    return message_of(decode_pb2.Admitted, admitted, plan=plan, carried_bytes=carried_bytes, pulled=pulled)
 
 
 def admitted_from_proto(pb: decode_pb2.Admitted) -> Admitted:
     plan, carried_bytes = convert.plan_from_proto(pb.plan), dict(pb.carried_bytes)
-    return value_of(Admitted, pb, plan=plan, carried_bytes=carried_bytes)
+    return value_of(Admitted, pb, plan=plan, carried_bytes=carried_bytes, pulled=_pulled_from_proto(pb))
+
+
+def _pulled_to_proto(pulled: Pulled | None) -> common_pb2.Pulled | None:
+    return None if pulled is None else message_of(common_pb2.Pulled, pulled)
+
+
+def _pulled_from_proto(pb: decode_pb2.Admitted | prefill_pb2.PrefillResponse) -> Pulled | None:
+    return value_of(Pulled, pb.pulled) if pb.HasField("pulled") else None
+
+
+def _source_from_proto(pb: decode_pb2.Start | prefill_pb2.PrefillRequest) -> PullSource | None:
+    return convert.source_from_proto(pb.pull_from) if pb.HasField("pull_from") else None
 
 
 def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput:
@@ -226,6 +246,7 @@ def prefill_request_to_proto(
         sampling=sampling_to_proto(request.sampling) if sampling is None else None,
         rendezvous=convert.rendezvous_to_proto(rendezvous),
         traceparent=traceparent,
+        pull_from=None if request.pull_from is None else convert.source_to_proto(request.pull_from),
     )
     if sampling is not None:
         pb.sampling.ParseFromString(sampling)
@@ -246,6 +267,7 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
         sampling=sampling_from_proto(pb.sampling),
         output_ids_so_far=ids[prompt_len:],
         plan=Plan.REMOTE,
+        pull_from=_source_from_proto(pb),
     )
     return request, convert.rendezvous_from_proto(pb.rendezvous)
 
@@ -253,15 +275,20 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
 def prefill_result_to_proto(result: PrefillResult) -> prefill_pb2.PrefillResponse:
     logprobs = result.first_token_logprobs
     sent = None if logprobs is None else logprobs_to_proto(logprobs)
-    packed = prompt_logprobs_to_proto(result.prompt_logprobs)
-    return message_of(prefill_pb2.PrefillResponse, result, first_token_logprobs=sent, prompt_logprobs=packed)
+    return message_of(
+        prefill_pb2.PrefillResponse,
+        result,
+        first_token_logprobs=sent,
+        prompt_logprobs=prompt_logprobs_to_proto(result.prompt_logprobs),
+        pulled=_pulled_to_proto(result.pulled),
+    )
 
 
 def prefill_result_from_proto(pb: prefill_pb2.PrefillResponse) -> PrefillResult:
     has_logprobs = pb.HasField("first_token_logprobs")
     logprobs = logprobs_from_proto(pb.first_token_logprobs) if has_logprobs else None
-    packed = prompt_logprobs_from_proto(pb)
-    return value_of(PrefillResult, pb, first_token_logprobs=logprobs, prompt_logprobs=packed)
+    packed, pulled = prompt_logprobs_from_proto(pb), _pulled_from_proto(pb)
+    return value_of(PrefillResult, pb, first_token_logprobs=logprobs, prompt_logprobs=packed, pulled=pulled)
 
 
 def _check_request_id(text: str) -> None:

@@ -21,6 +21,8 @@ from services.values.kv import (
     PageBooks,
     PageRun,
     PoolMemory,
+    PullGrant,
+    PullRequest,
 )
 from services.values.rank import (
     Generation,
@@ -42,6 +44,7 @@ from wire.wire_values import (
     rendezvous,
     runs,
     seconds,
+    sources,
     uint32,
     uint64,
 )
@@ -99,7 +102,12 @@ loads = st.builds(
     st.booleans(),
     kv_paths=st.lists(kv_paths, max_size=3).map(tuple),
     tokens_per_step=seconds,
+    granted_pages=uint32,
 )
+pull_requests = st.builds(
+    PullRequest, uint64.map(Room), uint64.map(Generation), st.text(max_size=8), ids, uint32, uint32, seconds
+)
+pull_grants = st.builds(PullGrant, uint64.map(Room), uint32, st.booleans())
 
 
 @given(layouts, uint32)
@@ -117,6 +125,9 @@ def test_kv_values_round_trip(subtests):
         ("memory", memories),
         ("ticket", tickets),
         ("load", loads),
+        ("source", sources),
+        ("pull_request", pull_requests),
+        ("pull_grant", pull_grants),
     ]:
         with subtests.test(noun=noun):
             check_round_trips(convert, noun, values)
@@ -218,6 +229,9 @@ def test_what_can_never_be_right_is_refused(subtests):
         (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=0, kind="DRAM")),
         (convert.memory_from_proto, handshake_pb2.PoolMemory(num_pages=1, kind="DISK")),
         (convert.load_from_proto, common_pb2.RankLoad(step_s=math.nan)),
+        (convert.source_from_proto, common_pb2.PullSource(tokens=4)),
+        (convert.pull_request_from_proto, handshake_pb2.PullRequest(token_ids=bytes(5))),
+        (convert.pull_request_from_proto, handshake_pb2.PullRequest(keep_until_s=math.inf)),
     ]:
         with subtests.test(from_proto=from_proto), pytest.raises(ProtocolError):
             from_proto(pb)

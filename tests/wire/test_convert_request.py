@@ -22,6 +22,7 @@ from services.values.request import (
     GenerationRequest,
     Output,
     PrefillResult,
+    Pulled,
     SamplingParams,
     StartCommand,
     TokenLogprobs,
@@ -38,6 +39,7 @@ from wire.wire_values import (
     over_the_wire,
     rendezvous,
     seconds,
+    sources,
     uint32,
     uint64,
 )
@@ -109,6 +111,7 @@ requests = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     plan=st.sampled_from(Plan),
     eos_token_ids=ids,
+    pull_from=st.none() | sources,
 )
 commands = st.builds(
     StartCommand,
@@ -117,6 +120,7 @@ commands = st.builds(
     st.none() | st.floats(1e-9, MAX_TIMEOUT_S),
     st.text(max_size=8),
 )
+pulled = st.none() | st.builds(Pulled, uint32, uint64, seconds, names, st.none() | uint32)
 admissions = st.builds(
     Admitted,
     *[uint32] * 4,
@@ -125,6 +129,7 @@ admissions = st.builds(
     st.sampled_from(Plan),
     carried_bytes=st.dictionaries(st.sampled_from(GroupKind).map(lambda kind: kind.value), uint64),
     constraint_s=seconds,
+    pulled=pulled,
 )
 outputs = st.builds(
     Output,
@@ -146,6 +151,7 @@ prefill_results = st.builds(
     seconds,
     seconds,
     st.none() | prompt_logprobs,
+    pulled,
 )
 
 
@@ -181,6 +187,9 @@ def start_of(command, generation):
         decode_generation=generation,
         timeout_s=command.timeout_s or 0.0,
         traceparent=command.traceparent,
+        pull_from=None
+        if command.request.pull_from is None
+        else convert.source_to_proto(command.request.pull_from),
     )
 
 

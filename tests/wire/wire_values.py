@@ -9,6 +9,7 @@ from services.values.kv import (
 )
 from services.values.rank import (
     Generation,
+    PullSource,
     RankAddress,
     RankId,
     Rendezvous,
@@ -28,6 +29,7 @@ def float32(low: float, high: float, **kwargs: bool) -> st.SearchStrategy[float]
 
 ranks = st.builds(RankId, names, uint32, uint64.map(Generation))
 addresses = st.builds(RankAddress, ranks, names)
+sources = st.builds(PullSource, addresses, uint32)
 rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
 runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
 
