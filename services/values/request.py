@@ -336,9 +336,19 @@ class Admitted:
 
     @property
     def reused_tokens(self) -> int:
-        """Return the tokens of the prompt that the rank which computed it had cached. Under plan remote,
-        what decode had cached saved bytes, not compute."""
+        """Return the tokens of the prompt that the rank which computed it had cached, or pulled. Under plan
+        remote, what decode had cached saved bytes, not compute."""
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
+
+    @property
+    def pulled_tokens(self) -> int:
+        """Return those of `reused_tokens` that the rank which computed the prompt got from its source."""
+        return 0 if self.pulled is None else self.pulled.tokens
+
+    @property
+    def own_reused_tokens(self) -> int:
+        """Return the tokens of the prompt that the rank which computed it had cached itself."""
+        return self.reused_tokens - self.pulled_tokens
 
     @property
     def delta_tokens(self) -> int:

@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from services.router.ranks.learned import Speeds, Trust
+from services.router.ranks.learned import PullPace, Speeds, Trust
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
 from services.values.rank_reports import RankLoad
-from services.values.request import Admitted
+from services.values.request import Admitted, Pulled
 
 _REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
+_CORRUPT_S = 60.0  # a source whose bytes were others than it has is not asked for so long
+_LENT_SHARE = 8  # a rank keeps at most this part of its pool for pulls
+_NO_FAULT = "evicted"  # the index was wrong, and learns it; the source did what it could
 
 _NO_LOAD = RankLoad()
 
@@ -80,6 +83,7 @@ class Balance:
         self._flights: dict[str, _Flight] = {}
         self._ranks: dict[RankKey, _KnownRank] = {}
         self._failures: dict[RankKey, _Failure] = {}
+        self._refusals: dict[RankKey, _Failure] = {}  # of sources
         self._silent: set[RankKey] = set()
 
     def __repr__(self) -> str:
@@ -103,6 +107,33 @@ class Balance:
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
         """Return the bytes a second between the two, else as is usual for that prefill rank, else for any."""
         return self._speeds.bandwidth(prefill, decode, self.clock())
+
+    # -- pulls ------------------------------------------------------------------------------------
+
+    def observe_pulled(self, source: RankKey, computing: RankKey, pulled: Pulled) -> None:
+        """Learn from what came of a source. One that refused, failed or was too slow is left alone for a
+        while, as a rank that fails; nothing of it is held against the rank otherwise."""
+        now, why = self.clock(), pulled.refused
+        if pulled.tokens:
+            self._refusals.pop(source, None)
+            self._speeds.learn_pull(source, computing, pulled, now)
+        elif why == "corrupt":
+            self._refusals[source] = _Failure(_LONGEST_PENALTY_S, now + _CORRUPT_S)
+        elif why and why != _NO_FAULT:
+            _penalize(self._refusals, source, now)
+
+    def pull_pace(self, source: RankKey, computing: RankKey) -> PullPace:
+        return self._speeds.pull_pace(source, computing, self.clock())
+
+    def may_lend(self, rank: RankKey) -> bool:
+        """Return whether it is worth while to ask the rank for what it holds. It may drain."""
+        if self.liveness(rank) not in (Liveness.LIVE, Liveness.DRAINING):
+            return False
+        refusal = self._refusals.get(rank)
+        if refusal is not None and self.clock() < refusal.until_s:
+            return False
+        load = self.load(rank)
+        return not load.granted_pages or _LENT_SHARE * load.granted_pages < load.books.total
 
     # -- in flight --------------------------------------------------------------------------------
 
@@ -208,12 +239,7 @@ class Balance:
 
         What fails during a penalty was sent before it, and is no news.
         """
-        now, last = self.clock(), self._failures.get(rank)
-        if last is None:
-            self._failures[rank] = _Failure(_FIRST_PENALTY_S, now + _FIRST_PENALTY_S)
-        elif now >= last.until_s:
-            penalty_s = min(2 * last.penalty_s, _LONGEST_PENALTY_S)
-            self._failures[rank] = _Failure(penalty_s, now + penalty_s)
+        _penalize(self._failures, rank, self.clock())
 
     def liveness(self, rank: RankKey) -> Liveness:
         if rank in self._silent:
@@ -233,6 +259,7 @@ class Balance:
         Requests in flight there pend and run nowhere, until they are sent again or ended.
         """
         self._failures.pop(rank, None)
+        self._refusals.pop(rank, None)
         self._silent.discard(rank)
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
@@ -320,6 +347,16 @@ class _KnownRank:
 class _Failure:
     penalty_s: float
     until_s: float
+
+
+def _penalize(failures: dict[RankKey, _Failure], rank: RankKey, now: float) -> None:
+    """Lengthen the rank's penalty, unless it is in one."""
+    last = failures.get(rank)
+    if last is None:
+        failures[rank] = _Failure(_FIRST_PENALTY_S, now + _FIRST_PENALTY_S)
+    elif now >= last.until_s:
+        penalty_s = min(2 * last.penalty_s, _LONGEST_PENALTY_S)
+        failures[rank] = _Failure(penalty_s, now + penalty_s)
 
 
 def _nobody_asks(rank: RankKey) -> None:

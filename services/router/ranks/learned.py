@@ -11,10 +11,11 @@ priced as the part of it that such hits brought. Distrust fades, or the rank wou
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.values.kv import DRAFT
 from services.values.rank import RankKey
-from services.values.request import Admitted
+from services.values.request import Admitted, Pulled
 
 _RISE, _FALL = 0.3, 0.1
 _MAX_RATIO = 4.0  # a sample counts as at most so many times what was learned, or as at least that part
@@ -25,7 +26,8 @@ _MIN_TOKENS = 16  # fewer measure the cost of a step, not the rate
 _MIN_BYTES = 1 << 20  # fewer measure the calls around a transfer
 _MIN_TRANSFER_S = 1e-4
 _BANDWIDTH_LIMITS = (1e6, 1e12)  # bytes per second
-_MAX_LINKS = 256  # a prefill rank
+_MAX_LINKS = 256  # a rank that writes
+_PULL_BEGINS_S = 0.005  # the source is asked, matches between two of its steps, and gets a ticket
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _Learned:
 
 @dataclass(slots=True)
 class _Sender:
-    """This was learned of the links of one prefill rank, of which the one not used for longest comes
+    """This was learned of the links of one rank that writes, of which the one not used for longest comes
     first."""
 
     mean: _Learned
@@ -66,6 +68,16 @@ class _Sender:
             del self.links[next(iter(self.links))]
 
 
+class PullPace(NamedTuple):
+    """A pull of one rank from another takes so long."""
+
+    begins_s: float  # whatever the size
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.begins_s + num_bytes / self.bytes_per_s
+
+
 class Speeds:
     """These are the rates of ranks and the bandwidths of links."""
 
@@ -75,6 +87,8 @@ class Speeds:
         self._usual_bandwidth = _Learned(prior_bandwidth)
         self._rates: dict[RankKey, _Learned] = {}
         self._senders: dict[RankKey, _Sender] = {}
+        self._sources: dict[RankKey, _Sender] = {}
+        self._pull_begins: dict[RankKey, _Learned] = {}  # by source
 
     def learn_rate(self, rank: RankKey, admitted: Admitted, now: float) -> None:
         tokens, compute_s = admitted.computed_tokens, admitted.prefill_compute_s
@@ -91,6 +105,26 @@ class Speeds:
         self._senders.setdefault(prefill, _Sender(_Learned(sample))).add(decode, sample, now)
         self._usual_bandwidth.add(sample, 1.0, now)
 
+    def learn_pull(self, source: RankKey, computing: RankKey, pulled: Pulled, now: float) -> None:
+        """Learn from a pull that brought something. A small one, or one that took less than pulls usually
+        take to begin, measures that; the rest of a larger one is the link's."""
+        pace = self.pull_pace(source, computing, now)
+        if pulled.bytes < _MIN_BYTES or pulled.seconds <= pace.begins_s:
+            begins_s = max(0.0, pulled.seconds - pulled.bytes / pace.bytes_per_s)
+            self._pull_begins.setdefault(source, _Learned(begins_s)).add(begins_s, 1.0, now)
+            return
+        lowest, highest = _BANDWIDTH_LIMITS
+        sample = min(highest, max(lowest, pulled.bytes / (pulled.seconds - pace.begins_s)))
+        self._sources.setdefault(source, _Sender(_Learned(sample))).add(computing, sample, now)
+
+    def pull_pace(self, source: RankKey, computing: RankKey, now: float) -> PullPace:
+        """Return the pace of the pair, else as is usual for that source; of one that was never pulled from,
+        as transfers usually are."""
+        begins, begins_s = self._pull_begins.get(source), _PULL_BEGINS_S
+        if begins is not None:
+            begins_s = begins.faded(now, _PULL_BEGINS_S)
+        return PullPace(begins_s, self._of_link(self._sources.get(source), computing, now))
+
     def knows(self, rank: RankKey) -> bool:
         """Return whether its rate was measured."""
         return rank in self._rates
@@ -100,18 +134,23 @@ class Speeds:
         return usual if learned is None else learned.faded(now, usual)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey, now: float) -> float:
-        sender, usual = self._senders.get(prefill), self._usual_bandwidth.value
+        return self._of_link(self._senders.get(prefill), decode, now)
+
+    def _of_link(self, sender: _Sender | None, receiver: RankKey, now: float) -> float:
+        usual = self._usual_bandwidth.value
         if sender is None:
             return usual
         of_sender = sender.mean.faded(now, usual)
-        link = sender.links.get(decode)
+        link = sender.links.get(receiver)
         return of_sender if link is None else link.faded(now, of_sender)
 
     def forget(self, rank: RankKey) -> None:
         self._rates.pop(rank, None)
-        self._senders.pop(rank, None)
-        for sender in self._senders.values():
-            sender.links.pop(rank, None)
+        self._pull_begins.pop(rank, None)
+        for senders in (self._senders, self._sources):
+            senders.pop(rank, None)
+            for sender in senders.values():
+                sender.links.pop(rank, None)
 
 
 def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
-from services.values.request import Admitted
+from services.values.request import Admitted, Pulled
 
 D0, D1 = RankKey("decode", 0), RankKey("decode", 1)
 P0, P1 = RankKey("prefill", 0), RankKey("prefill", 1)
@@ -43,6 +43,10 @@ def moved(bandwidth: float, compute_s: float = 0.5, size_bytes: float = 64 * MIB
     """What placement foretells for 2000 tokens in two chunks: half the bytes are in the last one."""
     took_s = max(compute_s, size_bytes / bandwidth) + size_bytes / 2 / bandwidth
     return took(kv_bytes_moved=int(size_bytes), prefill_compute_s=compute_s, transfer_s=took_s - compute_s)
+
+
+def pulled(seconds: float, size_bytes: int = 64 * MIB) -> Pulled:
+    return Pulled(tokens=1_000, bytes=size_bytes, seconds=seconds)
 
 
 def hashes(*numbers: int) -> list[BlockHash]:

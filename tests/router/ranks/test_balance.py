@@ -4,10 +4,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, known, moved, predicted, took
+from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, known, moved, predicted, pulled, took
 from services.router.ranks.balance import Balance, Liveness
+from services.values.kv import PageBooks
 from services.values.rank import Plan, RankKey
 from services.values.rank_reports import RankLoad
+from services.values.request import Pulled
 
 
 def test_a_remote_request_pends_on_prefill_until_admitted(balance):
@@ -220,3 +222,44 @@ def test_what_was_sent_too_late_for_a_report_waits_too(clock, balance):
     balance.report(D0, RankLoad(waiting=0, admitted_per_s=5.0))
     balance.report(D1, RankLoad(waiting=9))  # how fast they come in is not known
     assert (balance.queue_wait_s(D0), balance.queue_wait_s(D1), balance.queue_wait_s(P0)) == (0, 0, 0)
+
+
+def test_a_source_that_gives_nothing_is_left_alone_for_a_while(subtests):
+    for why, least_s in (("busy", 1.0), ("gone", 1.0), ("late", 1.0), ("failed", 1.0), ("corrupt", 60.0)):
+        with subtests.test(why):
+            clock, balance = known()
+            balance.observe_pulled(D0, P0, Pulled(refused=why))
+            clock.now += least_s - 0.01
+            assert not balance.may_lend(D0) and balance.may_lend(D1)
+            assert balance.liveness(D0) is Liveness.LIVE
+            clock.now += 0.01
+            assert balance.may_lend(D0)
+    with subtests.test("longer each time, until it gives something"):
+        for is_left_alone in (True, False):
+            balance.observe_pulled(D0, P0, Pulled(refused="late"))
+            clock.now += 1.5
+            assert balance.may_lend(D0) is not is_left_alone
+            clock.now += 30
+            balance.observe_pulled(D0, P0, pulled(0.1))
+    with subtests.test("that it holds too little by now is no fault"):
+        balance.observe_pulled(D1, P0, Pulled(refused="evicted", held_tokens=0))
+        assert balance.may_lend(D1)
+
+
+def test_who_may_lend(subtests):
+    books = PageBooks(total=80, free=0, cached=70, locked=0, private=10, quarantined=0)
+    for load, may_lend in (
+        (RankLoad(draining=True), True),
+        (RankLoad(stalled=True), False),
+        (RankLoad(books=books, granted_pages=9), True),
+        (RankLoad(books=books, granted_pages=10), False),
+    ):
+        with subtests.test(load=load):
+            _, balance = known()
+            balance.report(D0, load)
+            assert balance.may_lend(D0) is may_lend
+    with subtests.test("a rank that fails, or is silent, is no source"):
+        _, balance = known()
+        balance.failed(D0)
+        balance.fell_silent(P0)
+        assert not balance.may_lend(D0) and not balance.may_lend(P0)

@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ranks.observed import D0, D1, MIB, P0, P1, PRIOR_BANDWIDTH, PRIOR_RATE, Clock, known, moved, took
+from router.ranks.observed import (
+    D0,
+    D1,
+    MIB,
+    P0,
+    P1,
+    PRIOR_BANDWIDTH,
+    PRIOR_RATE,
+    Clock,
+    known,
+    moved,
+    pulled,
+    took,
+)
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
@@ -160,3 +173,34 @@ def test_a_prefill_rank_remembers_so_many_links(balance, monkeypatch):
     assert balance.bandwidth(P0, D0) == pytest.approx(2e8)
     assert balance.bandwidth(P0, RankKey("decode", 2)) == pytest.approx(1e9)
     assert balance.bandwidth(P0, D1) < 9e8  # the mean of the rank: D1 was not used for longest
+
+
+def test_what_a_pull_takes(subtests):
+    with subtests.test("before the first one as long as a transfer, and a moment"):
+        _, balance = known()
+        for _ in range(9):
+            balance.observe_admitted(D0, P0, moved(2e9))
+        pace = balance.pull_pace(D0, P0)
+        assert pace.bytes_per_s == pytest.approx(2e9, rel=0.01)
+        assert pace.seconds(2e8) == pytest.approx(0.105, rel=0.01)
+    with subtests.test("a large one measures the link of the pair, and what is usual for its source"):
+        _, balance = known()
+        for _ in range(9):
+            balance.observe_pulled(D0, P0, pulled(0.005 + 64 * MIB / 1e8))
+            balance.observe_pulled(D0, P1, pulled(0.005 + 64 * MIB / 4e8))
+        paces = [balance.pull_pace(D0, rank).bytes_per_s for rank in (P0, P1, D1)]
+        assert paces[:2] == pytest.approx([1e8, 4e8], rel=0.01) and 1e8 < paces[2] < 4e8
+        assert balance.pull_pace(P0, D0).bytes_per_s == balance.bandwidth(D0, P0) == PRIOR_BANDWIDTH
+    with subtests.test("a small one measures how long a source takes to begin"):
+        _, balance = known()
+        for _ in range(9):
+            balance.observe_pulled(D0, P0, pulled(0.05, size_bytes=1_000))
+        assert balance.pull_pace(D0, P1).begins_s == pytest.approx(0.05, rel=0.01)
+        assert balance.pull_pace(D0, P1).bytes_per_s == PRIOR_BANDWIDTH
+    with subtests.test("one that took less than that measures it, too"):
+        for _ in range(50):
+            balance.observe_pulled(D0, P0, pulled(0.002, size_bytes=2 * MIB))
+        assert balance.pull_pace(D0, P1).begins_s < 0.01
+    with subtests.test("a rank that begins anew has no past"):
+        balance.forget(D0)
+        assert balance.pull_pace(D0, P1).begins_s == pytest.approx(0.005)
