@@ -70,16 +70,14 @@ _HEAD = """\
 
 Written by `docs/generate_configuration.py` from the code; `make lint` fails when it is out of date.
 
-Services take flags only, as `--name=value`, and so do commands, but for what stands here in capitals and is
-given by itself: `isthmus make-model /tmp/model --seed=1`. `...` marks what may be given several times (all
-but `--engine-arg` take commas as well). `--name=` is none, `--name` alone is true. `--help` of each prints
-the same.
+Services and commands take flags as `--name=value`; what stands here in capitals is given by itself: `isthmus
+make-model /tmp/model --seed=1`. `...` marks what may be given several times (all but `--engine-arg` take
+commas as well). `--name=` is none, `--name` alone is true. `--help` prints the same.
 
-In the chart every flag is listed in one place: those of all services under `flags`, the others under
-`router.flags`, `prefill.flags` and `decode.flags`, by their names here without the dashes. Where the column
-*chart* names something else, the chart makes the flag from that value; *set* means that it sets the flag
-itself, *none* that the flag is of no use in pods. `values.schema.json` refuses such flags, and those that
-do not exist.
+The chart takes flags without the dashes: those of all services under `flags`, the others under
+`router.flags`, `prefill.flags` and `decode.flags`. If the column *chart* names a value, the chart makes the
+flag from that value; *set* means that it sets the flag itself, *none* that the flag is of no use in pods.
+`values.schema.json` refuses such flags, and those that do not exist.
 """
 
 

@@ -45,21 +45,15 @@ _HEAD = """\
 Written by `docs/generate_metrics.py` from the code; `make lint` holds it to that.
 
 Every router and every rank serves `/metrics` on a port of its own (`--metrics-port`), in Prometheus's text
-format or, asked for it, in OpenMetrics with exemplars: the histograms of requests carry the `trace_id` of a
-request whose trace is recorded. Every sample says whose it is, by the labels `isthmus_cluster`, `role`
-(`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and `model`, the name that is served.
-Where a router speaks of a rank, `role`, `worker` and `rank` are that rank's. A router shows its page at
-`/metrics` of its HTTP port, too: behind API keys where there are any, and not to a key that is one tenant's.
+format or, if asked, in OpenMetrics with exemplars (the `trace_id` of a recorded trace). Every sample has the
+labels `isthmus_cluster`, `role` (`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and
+`model`, the name that is served. If a router reports of a rank, `role`, `worker` and `rank` are that rank's.
+A router serves its metrics at `/metrics` of its HTTP port, too, behind API keys if there are any, but not to a
+tenant's key. No request, conversation, tenant or error text is ever a label.
 
-Every label takes its values from a small set: the ranks, or words of the code. No request, conversation,
-tenant or error text is ever a label.
-
-With engine sglang the pages of ranks have SGLang's own metrics (`sglang:...`) as well, each on that of its DP
-rank, and `isthmus_sglang_metrics_up`, 0 where SGLang could not be asked.
-
-`gen_ai_server_...` are OpenTelemetry's conventions for generative AI, with its names and edges, for what
-looks for them; ours say more. The router's spans follow the conventions as well (`gen_ai.request.model`,
-`gen_ai.usage.input_tokens` ...), beside attributes of our own.
+With engine sglang a rank's page also has SGLang's own metrics (`sglang:...`), and
+`isthmus_sglang_metrics_up`, 0 if SGLang could not be asked. `gen_ai_server_...` follow OpenTelemetry's
+conventions for generative AI, as do attributes of the router's spans (`gen_ai.request.model` ...).
 """
 _SECTIONS = {
     ("router",): "Routers",
@@ -79,7 +73,8 @@ class Row:
 
     def __str__(self) -> str:
         labels = ", ".join(f"`{label}`" for label in self.labels)
-        return f"| `{self.name}` | {self.kind} | {labels} | {self.meaning} |"
+        kind = f"{self.kind} ({labels})" if labels else self.kind
+        return f"| `{self.name}` | {kind} | {self.meaning} |"
 
 
 class _IdleEngine:
@@ -149,7 +144,7 @@ def table() -> str:
     for roles, title in _SECTIONS.items():
         section = {row for row in everything if tuple(r for r in of_role if row in of_role[r]) == roles}
         lines = [str(row) for row in sorted(section, key=lambda row: row.name)]
-        text += f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| metric | type (labels) | meaning |\n|---|---|---|\n"
         text += "\n".join(lines) + "\n"
     return text
 
