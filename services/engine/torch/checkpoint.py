@@ -1,4 +1,4 @@
-"""A checkpoint directory on the local disk is opened here, told apart by a fingerprint, and made a model."""
+"""This module opens a checkpoint directory on a local disk, computes its fingerprint and loads the model."""
 
 import json
 import logging
@@ -41,20 +41,21 @@ from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# How the weights of a quantized checkpoint are computed with: as numbers of the served dtype.
+# The weights of a quantized checkpoint are computed with as numbers of the served dtype.
 DEQUANTIZED = "dequantized"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# Their angles depend on the longest position of the call, so they would depend on who else is in the batch.
+# Their angles depend on the longest position of the call, so they would depend on other requests of the
+# batch.
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
-# These keys say nothing about what the model computes, or the weights' headers say it.
+# These keys do not affect what the model computes, or the weights' headers state the same.
 _IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLE_BYTES = 4096
 _TELLING_EVERY_S = 2.0
 
-# While transformers makes a model, its dtype is torch's default and no weights are tied, in the whole
-# process. Two that are made at once restore each other's state: half precision, or weights untied, for good.
+# While transformers loads a model, torch's default dtype is the model's and no weights are tied, in the whole
+# process. Two loads at once would restore each other's state: half precision, or untied weights, for good.
 LOADING = threading.Lock()
 
 
@@ -63,7 +64,8 @@ class Checkpoint:
     directory: Path
     config: PreTrainedConfig
     dtype: torch.dtype
-    fingerprint: int  # see model_fingerprint; where weights are quantized, of how they are computed with, too
+    # See model_fingerprint; with quantized weights it also covers how they are computed with.
+    fingerprint: int
     quantization: Quantization | None = None
     is_quantized: bool = False
 
@@ -81,19 +83,21 @@ class Checkpoint:
         return int(self.config.get_text_config().vocab_size)
 
     def tokenizer(self) -> dict[str, Any]:
-        """Return its tokenizer.json, empty where there is none. Raises ConfigError where that is damaged."""
+        """Return the content of tokenizer.json, or {} without the file.
+
+        Raises ConfigError where the file is damaged.
+        """
         path = self.directory / "tokenizer.json"
         return _read_json(path) if path.exists() else {}
 
 
 def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
-    """Read the configuration and headers; weights are left where they are.
+    """Read the configuration and the weights' headers, but no weights.
 
-    `dtype` is float32, bfloat16 or float16; None takes the checkpoint's.
+    `dtype` is float32, bfloat16 or float16; None means the checkpoint's.
 
-    Raises:
-        ConfigError: something is missing, damaged, or not supported; the message says what.
-        Unavailable: it cannot be read now.
+    Raises ConfigError where something is missing, damaged or not supported, and the message names it. Raises
+    Unavailable where the checkpoint cannot be read now.
     """
     with reading(f"the checkpoint {directory}"):
         return _open(directory, dtype)
@@ -102,10 +106,11 @@ def open_checkpoint(directory: Path, dtype: str | None = None) -> Checkpoint:
 def _open(directory: Path, dtype: str | None) -> Checkpoint:
     raw = _read_config(directory)
     _require_supported(directory, raw)
-    quantization = _quantization(directory, raw)  # transformers refuses some with other words.
+    # This comes first, since transformers refuses some of these checkpoints with other messages.
+    quantization = _quantization(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers' checks of a config share no other class
+    except Exception as error:  # The exceptions of transformers' config checks share no other class.
         raise start_fault(f"{directory}/config.json cannot be read as a model: {error}", error) from error
     _require_causal(directory, config)
     is_quantized = quantization is not None or _is_stored_otherwise(directory)
@@ -121,9 +126,9 @@ def _open(directory: Path, dtype: str | None) -> Checkpoint:
 
 
 def computed_by(fingerprint: int, way: str) -> int:
-    """Return the fingerprint of a quantized model that is computed in that way.
+    """Return the fingerprint of a quantized model whose weights are computed with in the given way.
 
-    Its KV is rounded otherwise than that of another way, so that ranks of both must not share it.
+    Each way rounds KV differently, so ranks with different ways must not share it.
     """
     return xxhash.xxh3_64_intdigest(f"{fingerprint:016x} {way}".encode())
 
@@ -137,7 +142,7 @@ def _quantization(directory: Path, raw: dict[str, Any]) -> Quantization | None:
 
 
 def _is_stored_otherwise(directory: Path) -> bool:
-    """Say whether weights are quantized whatever config.json says: floats of 8 bits are, and GGUF may be."""
+    """Return whether weights are quantized, even if config.json does not state it (8-bit floats and GGUF)."""
     if gguf_weights_of(directory) is not None:
         return True
     for path in _weight_files(directory):
@@ -148,7 +153,7 @@ def _is_stored_otherwise(directory: Path) -> bool:
 
 
 def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy with which transformers asks for no library that computes with such weights."""
+    """Return a copy for which transformers needs no library of the quantized format."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
@@ -158,13 +163,12 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
-    """Make the model with our attention, in evaluation mode on `device`.
+    """Load the model with our attention, in evaluation mode, on `device`.
 
-    Raises:
-        ConfigError: a weight is missing or has the wrong shape.
-        Unavailable: memory is short, the device is lost, or a file cannot be read now.
+    Raises ConfigError where a weight is missing or has the wrong shape. Raises Unavailable where memory is
+    short, the device is lost, or a file cannot be read now.
     """
-    disable_progress_bar()  # a rank's standard error is a log
+    disable_progress_bar()  # A rank's standard error is a log.
     try:
         with LOADING, telling_progress():
             make = _of_named_weights if checkpoint.is_quantized else _of_files
@@ -174,7 +178,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
                 attn_implementation=IMPLEMENTATION,
                 output_loading_info=True,
             )
-        # transformers fills what is missing with random numbers; such a model must not serve.
+        # transformers fills missing weights with random numbers; such a model must not serve.
         missing = [*report["missing_keys"], *report["mismatched_keys"]]
         if missing:
             raise ConfigError(f"weights of {checkpoint.directory} are missing or misshapen: {missing[:4]}")
@@ -185,7 +189,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
         loaded: PreTrainedModel = model.to(device).eval()
     except ConfigError:
         raise
-    except Exception as error:  # files, safetensors and memory raise any class, too
+    except Exception as error:  # Reading files, safetensors and allocating may raise any class, too.
         raise start_fault(f"weights of {checkpoint.directory} cannot be loaded: {error}", error) from error
     return loaded
 
@@ -198,7 +202,7 @@ def _of_files(checkpoint: Checkpoint, **options: Any) -> tuple[PreTrainedModel, 
 
 
 def _of_named_weights(checkpoint: Checkpoint, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Make the model of tensors by name; transformers' automatic classes take files alone."""
+    """Create the model from named tensors; transformers' automatic classes only read files."""
     config = checkpoint.config
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     classes = found if isinstance(found, list | tuple) else (found,)
@@ -213,10 +217,10 @@ def _of_named_weights(checkpoint: Checkpoint, **options: Any) -> tuple[PreTraine
 
 
 def _left_out(checkpoint: Checkpoint, unexpected: Collection[str]) -> list[str]:
-    """Return the names of quantized weights that the model has no place for, and that it needs.
+    """Return the names of quantized weights that the model has no place for although it needs them.
 
-    A GGUF file has nothing but what its model computes with. Elsewhere other parts, such as layers that only
-    speculation uses, may stay out. Biases of zeros may, too, which GPTQ writes where a model has none.
+    A GGUF file contains only weights that its model uses. In other formats some parts may stay unused, such
+    as layers for speculation alone, and biases of zeros, which GPTQ writes where a model has none.
     """
     if not checkpoint.is_quantized:
         return []
@@ -232,7 +236,7 @@ def _left_out(checkpoint: Checkpoint, unexpected: Collection[str]) -> list[str]:
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the weights of a quantized checkpoint by their names in it, each read when it is asked for."""
+    """Return the weights of a quantized checkpoint by name; each is read when it is accessed."""
     return _named_weights(checkpoint.directory, checkpoint.quantization, checkpoint.dtype)
 
 
@@ -248,17 +252,13 @@ def _named_weights(directory: Path, quantization: Quantization | None, dtype: to
 
 
 def model_fingerprint(directory: Path) -> int:
-    """Return the 64-bit XXH3 of the model's identity.
+    """Return the 64-bit XXH3 of the model's identity, which is equal for equal copies of a checkpoint.
 
-    Equal copies of a checkpoint have the same, wherever they lie.
+    It covers config.json without the keys that do not affect the computation, and of every weight file its
+    name, size, header, and the first and middle 4 KiB of each tensor. It is cheap for any size. It does not
+    distinguish tensors that differ only elsewhere.
 
-    It covers config.json but for keys that compute nothing, and of every weight file its name, size, header,
-    and the first and middle 4 KiB of each tensor. It is cheap for any size; tensors that differ only
-    elsewhere are not told apart.
-
-    Raises:
-        ConfigError: a file is missing or damaged.
-        Unavailable: one cannot be read now.
+    Raises ConfigError where a file is missing or damaged, and Unavailable where one cannot be read now.
     """
     with reading(f"the checkpoint {directory}"):
         return _fingerprint(directory)
@@ -374,13 +374,13 @@ def _sampled_content(path: Path) -> Iterator[bytes]:
 
 
 def _read_header(file: BinaryIO) -> bytes:
-    """Return the JSON header; the file then stands at the tensors.
+    """Return the JSON header, and leave the file's position at the tensors.
 
-    The format is github.com/huggingface/safetensors.
+    The format is defined at github.com/huggingface/safetensors.
     """
     prefix = file.read(8)
     size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-    header = file.read(size) if 0 <= size <= 100_000_000 else b""  # the limit is the format's own
+    header = file.read(size) if 0 <= size <= 100_000_000 else b""  # The limit is the format's own.
     if len(header) != size:
         raise ConfigError(f"{file.name} is not a safetensors file")
     return header
@@ -412,7 +412,7 @@ def _is_entry(tensor: Any) -> bool:
 def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Log `weights_loading done=120 of=290` every two seconds while transformers loads a model's weights.
 
-    One model at a time can be reported: the hook is the process's.
+    It can report one model at a time, since the hook belongs to the process.
     """
     before = set_tqdm_hook(
         lambda make, arguments, fields: _told(make(*arguments, **fields), arguments, clock)
@@ -429,7 +429,7 @@ def _told(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> A
 
 
 class _Telling:
-    """This is used as the bar is: transformers goes through it, or asks it for what a bar has."""
+    """This replaces the bar: transformers iterates over it, or reads attributes of a bar."""
 
     def __init__(self, bar: Any, total: int, clock: Callable[[], float]) -> None:
         self._bar, self._total, self._clock = bar, total, clock

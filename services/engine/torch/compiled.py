@@ -1,15 +1,15 @@
-"""Machine code that numba compiles is kept on disk, so that the next process that starts reads it there.
+"""Machine code that numba compiles is kept on disk, where the next process that starts reads it.
 
-    _compiled = compiled()        a kernel that Python calls; numba looks for its machine code first
-    _inner = inner()              one that only kernels call: it is a part of their code
+`compiled()` decorates a kernel that Python calls; numba looks for its machine code first. `inner()` decorates
+a function that only kernels call and that becomes a part of their code.
 
-numba knows what it kept by the function, the time of change of its file, the types and the processor, but not
-by the functions of other files that are compiled into it. So it lies in a folder named after the sources of
-all kernels, below NUMBA_CACHE_DIR or the user's cache. Where nothing can be written, or what is read is
-broken, the code is compiled as if nothing had been kept. Of processes that start at once one compiles.
+numba's key is the function, the modification time of its file, the types and the processor, but not the
+functions of other files that are compiled into it. So the code lies in a folder named after the sources of
+all kernels, below NUMBA_CACHE_DIR or the user's cache. Where the folder cannot be written, or a file is
+broken, the code is compiled again. Of several processes that start at once, one compiles.
 
-The first prompt and the first single token of a rank take 0.05 s of CPU time where the code is read, and 12 s
-where it is compiled (a Llama, float32).
+The first prompt and the first single token of a rank take 0.05 s of CPU time if the code is read, and 12 s if
+it is compiled (a Llama, float32).
 """
 
 import fcntl
@@ -29,7 +29,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 log = logging.getLogger(__name__)
 
 _ROOM = Path(__file__).parent
-_PATIENCE_S = 60.0  # We wait so long for whoever compiles; a kernel takes a tenth of it.
+_PATIENCE_S = 60.0  # A process waits so long for the one that compiles; a kernel takes a tenth of it.
 _LOOK_S = 0.05
 
 
@@ -58,7 +58,7 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
 
 
 class CompileTurn:
-    """One process at a time has the lock to compile, as far as the disk can tell.
+    """One process at a time has the lock to compile, if the disk supports locks.
 
     The lock ends with the process.
     """
@@ -71,7 +71,7 @@ class CompileTurn:
     def take(self) -> bool:
         """Wait for the lock, and return whether another process had it meanwhile.
 
-        A process that has it for too long is not waited for any more.
+        After `patience_s` this goes on without the lock.
         """
         if self._file is not None:
             return False
@@ -83,7 +83,7 @@ class CompileTurn:
                     log.warning("kernels_turn_not_had path=%s waited_s=%.0f", self._path, self._patience_s)
                     break
                 time.sleep(_LOOK_S)
-        except OSError as error:  # the folder is gone, or the disk has no locks
+        except OSError as error:  # The folder is gone, or the disk has no locks.
             log.info("kernels_turn_not_had path=%s error=%s", self._path, error)
         return time.monotonic() - began >= _LOOK_S
 
@@ -108,7 +108,7 @@ class _Kept(FunctionCache):
         self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was kept, or None where we hold the lock and compile it.
+        """Return the stored code, or None if this process has the lock and must compile.
 
         The lock ends when the code is saved.
         """
@@ -122,7 +122,7 @@ class _Kept(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
-        except Exception as error:  # numba reads its index first, and that may be broken
+        except Exception as error:  # numba first reads its index, which may be broken.
             log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
         finally:
             self._turn.end()
@@ -130,7 +130,7 @@ class _Kept(FunctionCache):
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception as error:  # unpickling what is broken may raise anything
+        except Exception as error:  # Unpickling a broken file may raise any exception.
             log.warning("kernel_not_read path=%s error=%r", self.cache_path, error)
             with suppress(OSError):
                 self.flush()
@@ -138,10 +138,10 @@ class _Kept(FunctionCache):
 
 
 class _Files(IndexDataCacheFile):
-    """A file is named after what is in it.
+    """Each file is named after its key.
 
-    numba numbers its files: two processes that compile for other types at once would give both the same
-    number, and the next process would take code for the wrong types.
+    numba numbers its files. Two processes that compile for different types at once would choose the same
+    number, and the next process would load code for the wrong types.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -153,12 +153,12 @@ class _Files(IndexDataCacheFile):
 
 @cache
 def kernels_folder() -> Path | None:
-    """Return the folder, or None where nothing can be kept."""
+    """Return the folder, or None where nothing can be stored."""
     try:
         base = os.environ.get("NUMBA_CACHE_DIR") or Path(_user_cache(), "isthmus", "kernels")
         folder = Path(base, digest(kernel_sources()))
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # there may be no home
+    except (OSError, RuntimeError) as error:  # The user may have no home directory.
         log.info("kernels_not_kept error=%s", error)
         return None
     return folder if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None

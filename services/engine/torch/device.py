@@ -1,4 +1,4 @@
-"""A runner's device is opened, and waited for, here."""
+"""This module opens a runner's device and waits for it."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def open_device(name: str) -> torch.device:
     """Open a device by its name: cpu, cuda or cuda:N.
 
-    Raises ConfigError where it is none of these, or not there.
+    Raises ConfigError for another name and for a missing device.
     """
     try:
         device = torch.device(name)
@@ -33,16 +33,16 @@ def open_device(name: str) -> torch.device:
         raise ConfigError(
             f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
         )
-    # On Hopper torch prefers cuDNN to flash attention. That builds a plan for each new pair of lengths, which
-    # takes some 25 ms, and keeps all of them: with us nearly every prompt chunk has lengths of its own.
+    # On Hopper torch prefers cuDNN to flash attention. cuDNN builds a plan for each new pair of lengths,
+    # which takes some 25 ms, and keeps all plans; nearly every prompt chunk here has new lengths.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", index)
 
 
 def tell_slow(device: torch.device, dtype: torch.dtype) -> None:
-    """Log that half precision is slow on a processor that has no instructions for it.
+    """Log a warning where half precision is slow because the processor has no instructions for it.
 
-    It takes longer than float32 there, and so does the start, in which the model is tried in both.
+    Half precision takes longer than float32 there. So does the start, which tries the model in both types.
     """
     if device.type == "cpu" and dtype != torch.float32 and not _computes_in(dtype):
         name = str(dtype).removeprefix("torch.")
@@ -67,13 +67,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def send(arrays: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return arrays, which are of one type and dimension, as tensors on the device.
+    """Return arrays of one type and dimension as tensors on the device.
 
-    A GPU gets them in one copy, and nobody waits for it: it is made of pinned memory, which torch lends to
-    nobody else before it was read.
+    A GPU gets them in one copy that the host does not wait for: its source is pinned memory, which torch does
+    not reuse before the copy is done.
 
-    Raises RuntimeError while a CUDA graph is captured: whenever that is replayed it would read this memory
-    again.
+    Raises RuntimeError while a CUDA graph is captured: each replay would read this memory again.
     """
     if device.type != "cuda":
         return tuple(torch.from_numpy(array).to(device) for array in arrays)
@@ -85,24 +84,24 @@ def send(arrays: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, 
 
 
 def finish_step(device: torch.device) -> None:
-    """Return when all that the step has launched is done: a transport may read its pages then.
+    """Wait until all that the step has launched is done, so that a transport may read its pages.
 
-    It is all on the current stream, Triton's kernels included. Other streams, on which pages are digested and
-    UCX copies, are not waited for.
+    All of it is on the current stream, Triton's kernels included. This does not wait for other streams, which
+    copy pages for digests and for UCX.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def abandon_step(device: torch.device, error: BaseException) -> None:
-    """Return when nothing that a step has launched runs any more; the step failed with `error`.
+    """Wait until nothing that a step has launched runs any more; the step failed with `error`.
 
-    Its pages are allocated to others next, and no stream orders what a NIC writes there after what a kernel
-    of this step still might.
+    Its pages are allocated to other requests next. No stream orders a NIC's writes there after the writes of
+    this step's kernels.
     """
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as also:  # the context is broken: `error` is what is to be reported
+    except RuntimeError as also:  # The CUDA context is broken, and `error` is what gets reported.
         error.add_note(f"{device} could not be waited for: {also}")

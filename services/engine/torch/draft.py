@@ -1,11 +1,13 @@
-"""A small checkpoint beside the runner's own drafts: it is a DraftModel of engine/paged/model_runner.py.
+"""A small checkpoint drafts beside the runner's own; it is a DraftModel of engine/paged/model_runner.py.
 
-    prompt chunk: the target computes it --> so does this, where it has what comes before
-    propose:      what it lacks of each sequence ---> a token each ---> ... as many times as there are drafts
-                  (few tokens: one by one, in place; many: a slice a call, and no drafts)
+prompt chunk: the draft model computes it after the target, if it has what precedes the chunk.
+propose: the draft model first catches up on each sequence, then drafts one token of each per round.
 
-It draws as the target would: with the request's own temperature, filters and penalties, and the random number
-of that very position. Where the two distributions are alike, so are the tokens.
+A few missing tokens are computed one by one, in place. Many are computed in slices, one per call, and the
+sequence gets no drafts in that call.
+
+Drafts are sampled as the target would sample them: with the request's own temperature, filters and penalties,
+and with the random number of the same position. Where the two distributions agree, so do the tokens.
 """
 
 import time
@@ -35,29 +37,30 @@ from services.values.kv import DraftKv, PageId, PoolMemory
 from services.values.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
-# So many tokens of a sequence are computed one by one: a longer chunk reads its pages into one piece first.
+# So many tokens of a sequence are computed one by one. A longer chunk first gathers its pages.
 _ONE_BY_ONE = 8
-# The median of the last rounds tells what one takes: the first compiles kernels, for 0.8 s instead of 1 ms.
+# The time of a round is the median of the last ones: the first compiles kernels and takes 0.8 s, not 1 ms.
 _TIMED_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSettings:
     directory: Path
-    every_chunk: bool = False  # Chunks of one token are computed, too: on a prefill rank nobody decodes.
-    # So many tokens are computed at most, beside prompt chunks, before a step's drafts.
+    # Also compute chunks of one token; a prefill rank needs that, as nobody decodes there.
+    every_chunk: bool = False
+    # So many tokens are caught up at most before a step's drafts, in addition to the prompt chunks.
     catch_up_tokens: int = 512
-    scratch_pages: int = 64  # They hold drafts that reach past a sequence's pages.
+    scratch_pages: int = 64  # These pages hold drafts that reach past a sequence's pages.
     self_check: bool = True
     kv_dtype: KvDtype | None = None
-    max_rows: int = 0  # Steps of up to so many single tokens are replayed from CUDA graphs.
+    max_rows: int = 0  # CUDA graphs replay steps of up to so many single tokens.
 
 
 @dataclass(slots=True)
 class _Drafting:
     chunk: Chunk
     count: int
-    pages: Sequence[PageId]  # scratch pages lie behind
+    pages: Sequence[PageId]  # The scratch pages come last.
     sampling: SamplingParams
     ids: list[int] = field(default_factory=list)
 
@@ -77,7 +80,7 @@ class _Drafting:
 
 
 class TorchDraft:
-    """This implements DraftModel. It is made, called and closed on the runner's thread."""
+    """This class implements DraftModel. It is made, called and closed on the runner's thread."""
 
     def __init__(
         self,
@@ -91,13 +94,13 @@ class TorchDraft:
         sampler: DeviceSampler | None = None,
         fuses: bool = True,
     ) -> None:
-        """Load it, in its own dtype, with a page for each of the target's; graphs take `graph_budget` bytes.
+        """Load the model in its own dtype, with a page for each of the target's pages.
 
-        On a GPU kernels of ours compute some of its operations, if it `fuses`.
+        CUDA graphs take up to `graph_budget` bytes. With `fuses`, our own kernels compute some operations on
+        a GPU.
 
-        Raises:
-            ConfigError: it cannot draft for the target; the message says why.
-            Unavailable: memory, the device or a file is not to be had now; another start may do.
+        Raises ConfigError where it cannot draft for the target, and the message says why. Raises Unavailable
+        where memory, the device or a file is missing now, so that another start may succeed.
         """
         self._settings = settings
         checkpoint = open_checkpoint(settings.directory)
@@ -201,7 +204,7 @@ class TorchDraft:
             choosing = [each.choosing for each in going]
             choose = self._sampler or sample
             choices = choose(computed.logits, choosing, most_probable=computed.most_probable)
-            # Bans may leave a row nothing to choose: no more is drafted for it.
+            # Bans may leave a row without a token to choose. It gets no more drafts.
             chosen = [(e, c.token_id) for e, c in zip(going, choices, strict=True) if c.token_id != NO_TOKEN]
             for each, token_id in chosen:
                 each.ids.append(token_id)
@@ -211,10 +214,7 @@ class TorchDraft:
                 computed = self._compute([each.next_token for each in going], range(len(going)))
 
     def _note_round(self, began: float, catches_up: bool) -> float:
-        """Note how long a round took, and return when the next one begins.
-
-        A round that catches up is not noted.
-        """
+        """Record the time of a round, unless it caught up, and return the start of the next."""
         ended = time.perf_counter()
         if not catches_up:
             self._rounds_s.append(ended - began)
@@ -243,7 +243,7 @@ class TorchDraft:
 
 
 def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise ConfigError unless an id is the same token to both, as far as their files tell."""
+    """Raise ConfigError unless each id is the same token in both, as far as their files show."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"{draft.directory} cannot draft: its vocabulary has {draft.vocab_size} ids, the model's "
@@ -256,5 +256,5 @@ def check_same_tokens(draft: Checkpoint, target: Checkpoint) -> None:
 
 def _part(chunk: Chunk, span: range, ids: Sequence[int]) -> Chunk:
     few = 1 < len(span) <= _ONE_BY_ONE
-    num_drafts = len(span) - 1 if few else 0  # such a span has its drafts computed one by one
+    num_drafts = len(span) - 1 if few else 0  # The draft tokens of such a span are computed one by one.
     return Chunk(ids, span.start, chunk.pages, False, _GREEDY, num_drafts=num_drafts)

@@ -1,4 +1,4 @@
-"""A chunk with drafts is taken for the single tokens that plain decoding would compute if they are right."""
+"""This module splits a chunk with drafts into the single tokens that plain decoding would compute."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from services.engine.paged.model_runner import Chunk
 
 @dataclass(frozen=True, slots=True)
 class DraftedHistory(Sequence[int]):
-    """A history has ids, and drafts behind them.
+    """This is a history of token ids followed by drafts.
 
-    Each token of a chunk has one: it is long, and not copied.
+    Each token of a chunk has one. The ids are not copied, since they may be many.
     """
 
     ids: Sequence[int]

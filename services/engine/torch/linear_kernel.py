@@ -1,22 +1,20 @@
 """Linear layers for the CPU keep their weights in the order in which they are read.
 
-    PanelLinear    with one thread and float32: panels, which a kernel that numba compiles multiplies
-    PackedLinear   else oneDNN's order, for it shares the work among torch's threads and knows what the
-                   processor can do with bfloat16
+A PanelLinear is for one thread and float32: a kernel that numba compiles multiplies its panels. Otherwise a
+PackedLinear has oneDNN's order, as oneDNN shares the work among torch's threads and knows the processor's
+bfloat16 instructions. A BLAS would pack a plain weight again in every call, which for the few rows of a
+decode step takes twice as long as reading the weight once.
 
-A plain weight goes to a BLAS that packs it anew in every call: for the few rows of a decode step that takes
-twice as long as reading the weight once.
+`pack(weight)` lays the matrix out once as panels, each a stretch of memory that is read from end to end.
+`multiply(...)` takes each panel and each tile of up to 12 rows, and sums all their products with the panel's
+columns in registers; meanwhile the first tile's code fetches the next panel.
 
-    pack(weight)   once: the matrix as panels, each a stretch of memory that is read from end to end
-    multiply(...)  for each panel, for each tile of up to 12 rows: all of their products with the panel's
-                   columns are summed in registers; the first tile's fetch the next panel meanwhile
-
-For the few rows of a decode step the matrix is read from memory once and multiplied by several rows at a
-time. oneDNN and BLAS do one after the other: here it is done at once, so that a larger batch is free until
-the processor has as much to multiply as the memory to read (8 layers of hidden size 512, one thread of a Zen
-4 with others at work: 1 row 3.8 ms where oneDNN takes 8.2, 9 rows 6.1 and 8.6, 24 rows 11.9 and 15). A row's
-products do not depend on how many rows there are. It is one thread's work: with more of them oneDNN, which
-shares torch's, is faster at prompts (of 512 rows it does 110 GFLOP/s with one, this 101).
+For a decode step the matrix is read from memory once and multiplied by several rows at a time. oneDNN and
+BLAS read first and multiply then. The kernel overlaps the two, so a larger batch costs nothing more until the
+multiplication takes as long as the reads (8 layers of hidden size 512, one thread of a Zen 4 with other load:
+1 row 3.8 ms where oneDNN takes 8.2, 9 rows 6.1 and 8.6, 24 rows 11.9 and 15). A row's products do not depend
+on the number of rows. The kernel uses one thread: with more, oneDNN is faster at prompts (of 512 rows it does
+110 GFLOP/s with one thread, and this kernel 101).
 """
 
 from collections.abc import Collection
@@ -35,13 +33,14 @@ from services.engine.torch.vector_lanes import multiply_tile, zeros
 
 Floats = NDArray[np.float32]
 
-# A vector has so many lanes, a tile so many rows: two vectors of sums a row must find place in the registers.
+# These are the lanes of a vector and the rows of a tile; two vectors of sums per row must fit in the
+# registers.
 _LANES, _TILE_ROWS = (16, 12) if get_host_cpu_features().get("avx512f") else (8, 6)
-_COLUMNS = 2 * _LANES  # a panel has two vectors
-# A single tile waits for memory. By itself the processor fetches up to the end of a memory page of 4 KiB, and
-# begins anew in the next one: asked for two such pages ahead, 75 MB are read in 6.1 ms instead of 7.6.
+_COLUMNS = 2 * _LANES  # A panel is two vectors wide.
+# A single tile waits for memory. The processor itself prefetches up to the end of a 4 KiB memory page and
+# starts again in the next one. With a prefetch two such pages ahead, 75 MB are read in 6.1 ms instead of 7.6.
 _NUMBERS_AHEAD = 2048
-# So many rows at a time stay in the second cache beside a panel, while the panels pass by.
+# So many rows at a time stay in the second-level cache beside a panel while all panels are read.
 _BLOCK_ROWS = 8 * _TILE_ROWS
 
 _compiled = compiled()
@@ -49,16 +48,16 @@ _inner = inner()
 
 
 class Panels(NamedTuple):
-    """The panels hold a weight [num_columns, depth] and a bias, both filled up with zeros."""
+    """The panels hold a weight [num_columns, depth] and a bias, both padded with zeros."""
 
-    numbers: Floats  # [num_panels, depth, columns of a panel], flat
-    bias: Floats  # [num_panels * columns of a panel]
+    numbers: Floats  # The shape is [num_panels, depth, columns of a panel], flat.
+    bias: Floats  # The shape is [num_panels * columns of a panel].
     depth: int
     num_columns: int
 
 
 def pack(weight: Floats, bias: Floats | None) -> Panels:
-    """Pack what an nn.Linear has: `weight` [num_columns, depth], `bias` [num_columns]."""
+    """Pack an nn.Linear's `weight` [num_columns, depth] and `bias` [num_columns]."""
     num_columns, depth = weight.shape
     num_panels = -(-num_columns // _COLUMNS)
     numbers = np.zeros((num_panels * _COLUMNS, depth), np.float32)
@@ -73,7 +72,7 @@ def pack(weight: Floats, bias: Floats | None) -> Panels:
 def multiply(rows: Floats, panels: Panels) -> Floats:
     """Return each of `rows` [.., depth] times the weight, plus the bias: [.., num_columns]."""
     product = np.empty((*rows.shape[:-1], len(panels.bias)), np.float32)
-    # Rows are made contiguous: for views in another order the kernel would be compiled anew.
+    # The rows are made contiguous, since numba would compile the kernel again for other strides.
     flat = np.ascontiguousarray(rows).reshape(-1)
     _multiply(flat, panels.numbers, panels.bias, product.reshape(-1), panels.depth)
     return product if product.shape[-1] == panels.num_columns else product[..., : panels.num_columns]
@@ -110,7 +109,7 @@ def _multiply(rows: Any, numbers: Any, bias: Any, product: Any, depth: Any) -> N
 @_inner
 def _ahead(panel: Any, tile: Any, num_panels: Any, num_tiles: Any, depth: Any) -> Any:
     here = panel * depth * _COLUMNS
-    if num_tiles == 1:  # nothing is read past the last panel, though it is asked for
+    if num_tiles == 1:  # A prefetch past the last panel reads nothing.
         return here + _NUMBERS_AHEAD, _COLUMNS
     if tile > 1 or panel + 1 == num_panels:
         return here, 0
@@ -119,9 +118,9 @@ def _ahead(panel: Any, tile: Any, num_panels: Any, num_tiles: Any, depth: Any) -
 
 @_inner
 def _tiled(rows: Any, depth: Any, first_row: Any, end_row: Any, tile_rows: Any) -> Any:
-    """Return the rows tile by tile: for each number of a row, those of all rows of the tile.
+    """Return the rows tile by tile: for each column, the numbers of all rows of the tile.
 
-    The last row fills the last tile up.
+    Copies of the last row fill the last tile.
     """
     num_tiles = -(-(end_row - first_row) // tile_rows)
     tiles = np.empty(num_tiles * depth * tile_rows, np.float32)
@@ -176,18 +175,16 @@ def _multiply_tile(
         multiply_tile(12, tiles, tile, depth, numbers, panel, bias, added, product, to, kept, zero, ahead)
 
 
-# So many rows are expected when oneDNN chooses the order. For one row it would be another, and wrong for all
-# others.
+# oneDNN chooses the order for so many rows. Its order for one row would be wrong for all other numbers.
 _TYPICAL_ROWS = 16
-# oneDNN compiles code for every number of rows and keeps that of the last 1,024 shapes: with prompts of all
-# lengths it takes 0.7 GB, and 0.6 ms for each new shape. So more rows than the first of these are filled up
-# to a multiple of the second; less coarsely for batches, where every row is felt.
+# oneDNN compiles code for every number of rows and keeps that of the last 1,024 shapes. With prompts of all
+# lengths that takes 0.7 GB, and 0.6 ms for each new shape. So numbers of rows above the first of these are
+# padded to a multiple of the second; the steps are finer for batches, where every row costs time.
 _ROW_STEPS = ((64, 16), (16, 4))
-# torch's activations compute so many numbers at once. Rows of other widths have gaps between: as one stretch
-# of memory they would end in numbers that are computed by another formula, and how many there are decides
-# which.
+# torch's activations compute so many numbers at once. Other widths leave gaps between rows: without gaps, the
+# last numbers would be computed by another formula, and their count would depend on the number of rows.
 _COLUMN_STEP = 64
-# In an order made for many rows fewer take longer than these (8 layers of hidden size 512, two threads: one
+# In an order for many rows, fewer rows than these take longer (8 layers of hidden size 512, two threads: one
 # row takes 6.1 ms, four take 5.1).
 _FEWEST_ROWS = 4
 
@@ -206,7 +203,7 @@ class PanelLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(multiply(rows.numpy(), self._panels))
 
-    __call__ = forward  # nobody hooks it, and a module's own takes as long as the rest of the call
+    __call__ = forward  # It has no hooks, and nn.Module's own call takes as long as the rest.
 
 
 class PackedLinear(nn.Module):
@@ -234,13 +231,13 @@ def pack_linears(
     keep: Collection[nn.Module] = (),
     weights: SharedWeights | None = None,
 ) -> None:
-    """Replace every linear layer below `module` but those to `keep`, whose weights somebody reads.
+    """Replace every linear layer below `module`, except those in `keep`, whose weights other code reads.
 
-    Nothing happens where this torch or processor cannot. `num_threads` is how many torch has. Panels are kept
-    in `weights`, if there are some.
+    Layers that this torch or processor cannot pack stay. `num_threads` is torch's number of threads. Panels
+    are stored in `weights`, if it is given.
     """
     for name, child in module.named_children():
-        if type(child) is not nn.Linear:  # a subclass computes something else (Llama 4's router)
+        if type(child) is not nn.Linear:  # A subclass computes something else (Llama 4's router).
             pack_linears(child, num_threads, keep, weights)
         elif child not in keep:
             setattr(module, name, _packed(child, num_threads, weights))

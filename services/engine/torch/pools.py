@@ -1,13 +1,13 @@
-"""A runner has a pool for each group of its layout.
+"""A runner has a pool of device memory for each group of its layout.
 
-    KvPool     one allocation, page-major, so that a page is one run of bytes over all its layers
-    SlotPool   a slot is one run of bytes, the states of all recurrent layers of one sequence
-    Pools      a pool for each group, and how attention finds them
+A KvPool is one allocation, page-major, so that a page is one run of bytes over all its layers. In a SlotPool,
+a slot is one run of bytes: the states of all recurrent layers of one sequence. Pools has a pool for each
+group and tells attention where each layer lies.
 
-The bytes of pages are read into the host's memory, for digests. A pool in host memory is read where it lies.
-One on a GPU comes through a piece of pinned memory that each reading thread has and keeps: as many pages at a
-time as fit, a copy for each run of neighbours, one wait for all of them. They are copied on a stream of their
-own; on the one that computes they would wait for steps.
+Digests read the bytes of pages in the host's memory. A pool in host memory is read in place. A pool on a GPU
+is copied into pinned memory that each reading thread keeps: as many pages at a time as fit, with one copy for
+each run of neighbours and one wait for all. These copies have their own stream; on the compute stream they
+would wait for steps.
 """
 
 import os
@@ -38,7 +38,7 @@ from services.values.kv import KvGroup, KvLayout, PageId, PoolMemory
 
 PageReader = Callable[[Sequence[PageId]], Iterator[memoryview]]
 
-# A thread keeps so many bytes, or a page where that is more.
+# Each thread keeps so many bytes, or one page if that is larger.
 _STAGING_BYTES = 8 << 20
 
 
@@ -54,7 +54,7 @@ def page_reader(pages: Tensor) -> PageReader:
 
 
 class StagedPages:
-    """Any thread may read, and each has one reading at a time."""
+    """Any thread may read, with one read at a time on each thread."""
 
     def __init__(
         self, pages: Tensor, stream: torch.cuda.Stream, *, pinned: bool, staging_bytes: int = _STAGING_BYTES
@@ -94,10 +94,10 @@ def _slices(whole: memoryview, pages: Sequence[int], page_bytes: int) -> Iterato
 
 
 class KvPool:
-    """This owns the memory of a group of attention layers, full or windowed; `kv` is what is in it.
+    """This owns the memory of a group of attention layers, full or windowed; `kv` is its content.
 
-    Where K and V are alike, the bytes are those of [num_pages, num_layers, 2, num_kv_heads, page_size,
-    head_dim]. The group's own unit_bytes are not read: they come of its shape.
+    Where K and V have equal shapes, the bytes are those of [num_pages, num_layers, 2, num_kv_heads,
+    page_size, head_dim]. The pool computes its unit_bytes from the group's shape and ignores the group's own.
     """
 
     def __init__(
@@ -109,11 +109,10 @@ class KvPool:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate and zero the pool. `compute_dtype` is the model's, where it is not the group's.
+        """Allocate and zero the pool. `compute_dtype` is the model's, if it differs from the group's.
 
-        Raises:
-            ConfigError: it is empty, or larger than all the memory that the device has.
-            Unavailable: there is not so much memory now.
+        Raises ConfigError where the pool is empty or larger than the device's whole memory, and Unavailable
+        where too little memory is free now.
         """
         if num_pages < 1 or page_size < 1:
             raise ConfigError(f"a KV pool needs pages: num_pages={num_pages}, page_size={page_size}")
@@ -156,10 +155,10 @@ def closed_pool(pages: Sequence[PageId]) -> Iterator[memoryview]:
 def allocate(size_bytes: int, device: torch.device, what: str = "a KV pool") -> torch.Tensor:
     """Return zeroed bytes on the device. Raises ConfigError and Unavailable as KvPool does."""
     try:
-        if device.type == "cpu":  # the kernel gives zeros, which it does where a page is first written
+        if device.type == "cpu":  # The kernel zeroes each page at its first write.
             return torch.frombuffer(map_memory(size_bytes), dtype=torch.uint8)
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError.
         message = f"{what} of {size_bytes} bytes does not fit on {device}: {error}"
         if size_bytes > _total_bytes(device):
             raise ConfigError(message) from error
@@ -172,18 +171,17 @@ def _total_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-_ALIGNMENT = 64  # in bytes: no state shares a cache line with another
+_ALIGNMENT = 64  # This is in bytes, so that no two states share a cache line.
 
 
 class SlotPool:
-    """This owns the memory; a state's numbers are in the model's own type, recurrent ones mostly float32."""
+    """This owns the states' memory; states keep the model's own type, recurrent ones mostly float32."""
 
     def __init__(self, states: Sequence[State], *, num_slots: int, device: torch.device) -> None:
         """Allocate and zero the pool.
 
-        Raises:
-            ConfigError: it is empty, or larger than all the memory that the device has.
-            Unavailable: there is not so much memory now.
+        Raises ConfigError where the pool is empty or larger than the device's whole memory, and Unavailable
+        where too little memory is free now.
         """
         if num_slots < 1:
             raise ConfigError(f"a pool of states needs slots: {num_slots=}")
@@ -192,7 +190,7 @@ class SlotPool:
             num_slots * self.slot_bytes, device, f"a pool of {num_slots} states (--state-slots)"
         )
         self._slots = memory.view(num_slots, self.slot_bytes)
-        self.of_state: dict[StateName, Tensor] = {  # [num_slots, *state.shape]
+        self.of_state: dict[StateName, Tensor] = {  # The shape of each is [num_slots, *state.shape].
             state.name: self._slots[:, place].view(state.dtype).unflatten(1, state.shape)
             for state, place in places.items()
         }
@@ -232,9 +230,9 @@ _KV_DTYPES: Mapping[KvDtype, str] = {"fp8_e4m3": "float8_e4m3fn"}
 
 
 class Pools:
-    """This owns the memory of what a model remembers.
+    """This owns the memory of a model's KV and states.
 
-    Its attention finds it by `layers`. `slots` are for recurrent layers, and None where the model has none.
+    Attention finds its KV by `layers`. `slots` is for recurrent layers, and None where the model has none.
     """
 
     def __init__(
@@ -250,17 +248,14 @@ class Pools:
         groups: Sequence[KvGroup] = (),
         kv_dtype: KvDtype | None = None,
     ) -> None:
-        """Allocate and zero the pools; full attention's has `num_pages`. K and V are of `kv_dtype`; None: the
-        model's.
+        """Allocate and zero the pools; full attention's has `num_pages` pages.
 
-        Without `by_kernels` single tokens gather.
+        K and V have the type `kv_dtype`, with None the model's. Without `by_kernels` attention gathers pages
+        for single tokens, too. `groups` replaces the result of `attention_groups` where it is given.
 
-        `groups` are those of attention, where they are not to be those of `attention_groups`.
-
-        Raises:
-            ConfigError: one is empty, or larger than all the memory that the device has; or a latent is to be
-                kept in another type than the model's.
-            Unavailable: there is not so much memory now.
+        Raises ConfigError where a pool is empty or larger than the device's whole memory, or where a latent
+        would be stored in another type than the model's. Raises Unavailable where too little memory is free
+        now.
         """
         self.calls = remembered.calls
         self._paged: list[KvPool] = []
@@ -325,7 +320,7 @@ def _kept_in(groups: Sequence[KvGroup], kv_dtype: KvDtype | None) -> Sequence[Kv
 
 
 def _num_heads(remembered: Remembered, group: KvGroup) -> frozenset[int]:
-    """Return the numbers of query heads: layers whose K and V are alike may differ in them."""
+    """Return the counts of query heads, which may differ between layers whose K and V have equal shapes."""
     return frozenset(call.num_heads for call in remembered.calls if call.layer_idx in group.layer_ids)
 
 

@@ -34,12 +34,12 @@ from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 
-# These steps need no memory but for a moment.
+# A step's drafts need memory only for a moment, so this limit is never reached.
 _MAX_STEP_DRAFTS = 1 << 20
 
 
 class TorchRunner:
-    """This is a ModelRunner. It is made, called and closed on one thread."""
+    """This class implements ModelRunner. It is made, called and closed on one thread."""
 
     def __init__(
         self,
@@ -62,28 +62,28 @@ class TorchRunner:
         kv_dtype: KvDtype | None = None,
         weights: WeightsForm | None = None,
     ) -> None:
-        """Load the checkpoint and allocate the pools: full attention's of `num_pages`, the others by `sizes`.
+        """Load the checkpoint and allocate the pools, with `num_pages` pages of full attention.
 
-        `device` is cpu, cuda or cuda:N; `dtype` None is the checkpoint's. `num_threads` sets torch's
-        threads for the whole process. Sequences go on at multiples of `index_block`. Without `self_check` a
-        model is served that may be another in pieces. With `shares_weights` other processes that do so, too,
-        hold its weights together with this one.
-        `draft` is a small model to draft with.
+        `device` is cpu, cuda or cuda:N. `dtype` None means the checkpoint's. `num_threads` sets torch's
+        threads for the whole process. Sequences continue at multiples of `index_block`. Without `self_check`
+        the runner also serves a model whose results change when a prompt is computed in pieces. With
+        `shares_weights` the processes of one machine that do so hold one copy of the weights. `draft` is a
+        small model that drafts.
 
-        On a GPU, steps of up to `max_rows` single tokens and of up to `max_prompt_tokens` of prompts are
-        replayed from CUDA graphs, which take about `graph_mib` MiB at most, with None a 64th of the card and
-        256 at least; and with `fuses` some of a definition's operations, and of a draft's, are computed by
-        kernels of ours.
+        On a GPU, CUDA graphs replay steps of up to `max_rows` single tokens and of up to `max_prompt_tokens`
+        prompt tokens. The graphs take at most about `graph_mib` MiB; None means a 64th of the card's memory
+        and at least 256 MiB. With `fuses` our own kernels compute some operations of the model and of the
+        draft model.
 
-        K and V are kept in `kv_dtype`, with None in the model's own type; states stay as they are.
+        K and V are stored in `kv_dtype`; None means the model's type. Recurrent states keep their type.
 
-        On a GPU, half precision multiplies `weights`, with None, as a checkpoint stores them, where that is
-        in 8-bit floats or 4-bit numbers; with "fp8" and "int4" all but the head's, rounded so now, with
-        "dequantized" in their own dtype.
+        `weights` applies on a GPU, in half precision. With None, 8-bit floats and 4-bit numbers are
+        multiplied as the checkpoint stores them. With "fp8" and "int4" all weights but the head's are rounded
+        to that form at the start. With "dequantized" all are multiplied in the model's dtype.
 
-        Raises:
-            ConfigError: the device, the checkpoint or a pool cannot work; the message says why.
-            Unavailable: memory, the device or a file is not to be had now; another start may do.
+        Raises ConfigError where the device, the checkpoint or a pool cannot work, and the message says why.
+        Raises Unavailable where memory, the device or a file is missing now, so that another start may
+        succeed.
         """
         self._device = open_device(device)
         if num_threads is not None:
@@ -154,9 +154,10 @@ class TorchRunner:
         return self._masks.counts
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        """Compute a step as ModelRunner.run says.
+        """Compute a step as ModelRunner.run defines it.
 
-        Raises ProtocolError for a chunk that is empty or lacks pages.
+        Raises ProtocolError for a chunk that is empty, that lacks pages or whose drafts do not fit its
+        tokens.
         """
         if not chunks:
             return []
@@ -175,7 +176,7 @@ class TorchRunner:
         if self._pools.slots is None:
             raise ProtocolError(f"{self.layout} has no recurrent state")
         self._pools.slots.copy(moves)
-        finish_step(self._device)  # a slot may be allocated to a transfer next, which no stream orders
+        finish_step(self._device)  # A transfer may get a slot next, and no stream orders that.
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         if self._draft is not None and group == len(self._pools.layout.groups):
@@ -183,7 +184,7 @@ class TorchRunner:
         return self._pools.read(pages, group)
 
     def _as_stored(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
-        """Let weights be multiplied as they are stored, and return the fingerprint of what computes."""
+        """Let linear layers multiply weights as stored, and return the resulting model's fingerprint."""
         is_stored = form is None and checkpoint.is_quantized
         is_here = self._device.type == "cuda" and checkpoint.dtype is not torch.float32
         if not is_here or form == "dequantized" or not (form or is_stored):
@@ -234,7 +235,6 @@ class TorchRunner:
         return kept
 
     def close(self) -> None:
-        """Free the pools and end the threads; the runner cannot run any more."""
         if self._draft is not None:
             self._draft.close()
         self._masks.close()

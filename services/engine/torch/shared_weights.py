@@ -1,11 +1,11 @@
-"""Weights lie in files that are mapped, so that ranks of one machine hold them once.
+"""This module puts weights into mapped files, so that the ranks of one machine hold one copy of them.
 
-A file is named after what is in it, and compared with it byte by byte before it is used: whoever made it, and
-whatever became of it since, a rank computes with its own checkpoint's numbers. Where there is no room on the
-disk, or no right to write, a rank keeps its weights to itself as it does without.
+A file's name is the digest of its content, and a rank compares the two byte by byte before it uses the file.
+So a rank computes with its own checkpoint's numbers, whoever wrote the file and whatever changed it since.
+Without room on the disk, or without the right to write, a rank keeps its weights in its own memory.
 
-The mapping is private and writable, since numba compiles other code for arrays that cannot be written; nobody
-writes, so the kernel's page cache is all there is of it, and it is given up where memory is short.
+The mapping is private and writable, since numba compiles other code for arrays that are read-only. Nobody
+writes to it, so its only copy is in the kernel's page cache, which drops it when memory is short.
 """
 
 import logging
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 
-_KEPT_S = 7 * 24 * 3600.0  # A file that nobody has asked for so long is removed.
-_UNFINISHED = "unfinished-"  # a file is being written; whoever writes it may be killed
-_WRITTEN_S = 3600.0  # after this nobody writes any more
-_LEFT_FREE_BYTES = 2 << 30  # so much of the disk is left free
-_FEWEST_BYTES = 1 << 20  # a tensor that is no linear layer's and smaller is copied
+_KEPT_S = 7 * 24 * 3600.0  # A file that no rank has opened for so long is removed.
+_UNFINISHED = "unfinished-"  # A file with this prefix is being written, by a process that may be killed.
+_WRITTEN_S = 3600.0  # After this time the writer has died.
+_LEFT_FREE_BYTES = 2 << 30  # So much of the disk stays free.
+_FEWEST_BYTES = 1 << 20  # A smaller tensor that belongs to no linear layer is copied.
 
 
 class SharedWeights:
     def __init__(self, folder: Path | None = None) -> None:
-        """Use `folder`, or one below the user's cache where it is None.
+        """Use `folder`, or with None one below the user's cache.
 
-        Files that nobody has asked for in a week are removed, and those that nobody finished in an hour.
+        This removes files that nobody has opened for a week, and unfinished ones after an hour.
         """
         self._usable = True
         try:
@@ -47,10 +47,10 @@ class SharedWeights:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path in self._folder.iterdir():
                 kept_s = _WRITTEN_S if path.name.startswith(_UNFINISHED) else _KEPT_S
-                with suppress(FileNotFoundError):  # others make and remove some meanwhile
+                with suppress(FileNotFoundError):  # Other processes create and remove files meanwhile.
                     if path.stat().st_mtime < time.time() - kept_s:
                         path.unlink()
-        except (OSError, RuntimeError) as error:  # there may be no home
+        except (OSError, RuntimeError) as error:  # The user may have no home directory.
             self._give_up(error)
 
     def shared(self, content: Bytes) -> Bytes:
@@ -65,7 +65,7 @@ class SharedWeights:
             return content
 
     def _found(self, path: Path, content: Bytes) -> Bytes | None:
-        """Return the file's bytes; a file that is not what its name says is removed."""
+        """Return the file's bytes, or None; a file whose content differs from its name is removed."""
         with suppress(FileNotFoundError):
             os.utime(path)
             if path.stat().st_size == content.size and np.array_equal(mapped := _mapped(path), content):
@@ -80,7 +80,8 @@ class SharedWeights:
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_UNFINISHED) as file:
             content.tofile(file)
             file.flush()
-            with suppress(FileExistsError):  # of ranks that start at once the first one's file is everybody's
+            # Where several ranks start at once, all use the first one's file.
+            with suppress(FileExistsError):
                 os.link(file.name, path)
         found = self._found(path, content)
         return content if found is None else found
@@ -91,9 +92,9 @@ class SharedWeights:
 
 
 def share_parameters(module: nn.Module, weights: SharedWeights) -> None:
-    """Put what is left of the module's weights into such files, too, and nothing into the checkpoint's own.
+    """Put the module's other weights into such files, too, so that none stays in the checkpoint's file.
 
-    The checkpoint's file stays mapped, whole, for as long as a single tensor lies there.
+    The checkpoint's file stays mapped as a whole for as long as a single tensor lies there.
     """
     with torch.no_grad():
         for parameter in (*module.parameters(), *module.buffers()):

@@ -1,13 +1,13 @@
-"""A step is written into buffers that stay where they are, so that it can be replayed.
+"""A step is written into buffers with fixed addresses, so that it can be replayed.
 
-    rows    single tokens come first, tokens of prompts behind them
-    fill    plans a step on the host (view_step's own plan) and copies it to the device, in one copy
-    views   are what attention and mixers read in every such step: slices of the buffers
+In the rows, single tokens come first, then tokens of prompts. `fill` plans a step on the host (view_step's
+own plan) and copies it to the device in one copy. `views` are slices of the buffers that attention and mixers
+read in every such step.
 
-A step of fewer rows than there are is filled up by echoes of its first row, which have its token and its
-position. Echoes of single tokens read what that one reads, so they read no KV and route to no experts of
-their own; those among prompts attend to nothing. Echoes are not stored: the first entry of what is stored is
-repeated instead.
+A step with too few rows is padded with copies of its first row, which have its token and its position. Copies
+of single tokens read what that one reads, so they read no KV and use no experts of their own; copies among
+prompts attend to nothing. The KV of copies is not stored: the first entry of what is stored is repeated
+instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ from services.engine.torch.attention.step_view import PagedLayers, Reach, ReachV
 from services.engine.torch.model.step_cache import TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 
-# The parts' outputs of one layer take so many bytes at most where rows share many pages; a step that needs
-# more is computed without buffers.
+# The parts' outputs of one layer take so many bytes at most where rows share many pages. A step that needs
+# more runs without buffers.
 _OUTPUT_BYTES = 64 << 20
 _NO_SLOTS = Slots(*(np.empty(0, np.int64) for _ in Slots._fields))
 
@@ -49,11 +49,11 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """A reach has room for so much of a step; PartsView says what each is."""
+    """This is the room that one reach has; PartsView describes each field."""
 
     grid: tuple[int, int]
     num_pages: int
-    num_outputs: int  # readings, too, and readers
+    num_outputs: int  # This limits the readings and the readers, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,9 @@ class PromptRoom:
 
 
 class StepOutputs:
-    """The outputs of parts lie in this memory, those of all layers, reaches and buffers in turn."""
+    """All layers, reaches and buffers in turn write the outputs of parts to this memory."""
 
     def __init__(self, layers: PagedLayers, num_rows: int, device: torch.device) -> None:
-        """Allocate it for buffers of up to `num_rows` rows."""
         sizes = [
             (_room(layers, reach, num_rows).num_outputs * on_device(layers, reach).num_heads, reach)
             for reach in layers.reaches
@@ -84,7 +83,7 @@ class StepOutputs:
 
 
 class _Areas:
-    """Named runs of integers lie one after the other in one run of bytes, on the host and on the device."""
+    """Named runs of integers lie one after the other in one allocation, on the host and on the device."""
 
     def __init__(self, sizes: Mapping[str, tuple[torch.dtype, int]], device: torch.device) -> None:
         lengths = [size * dtype.itemsize for dtype, size in sizes.values()]
@@ -102,16 +101,16 @@ class _Areas:
             self.device[name] = self._device[place].view(dtype)
 
     def copy(self, last: str, count: int) -> None:
-        """Copy all areas up to the first `count` numbers of `last`, which no other one follows."""
+        """Copy all areas up to the first `count` numbers of `last`, which is the last area."""
         end = self._starts[last] + count * self.host[last].itemsize
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
 
 class StepBuffers:
-    """There are rows for `num_singles` single tokens, and behind them for prompts.
+    """There are rows for `num_singles` single tokens, followed by rows for prompts.
 
-    The buffers are filled and read on one thread and one stream. The one that fills them again waits first
-    until the device has read what was filled before (finish_step).
+    The buffers are filled and read on one thread and one stream. Before they are filled again, the caller
+    waits until the device has read them (finish_step).
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class StepBuffers:
     ) -> None:
         self.num_singles, self.prompts = num_singles, prompts
         self.num_rows = num_singles + (prompts.num_tokens if prompts is not None else 0)
-        # The logits of so many rows are computed.
+        # The step computes the logits of so many rows.
         self.num_kept = num_singles + (prompts.num_prompts if prompts is not None else 0)
         self._layers, device = pools.layers, outputs.numbers.device
         self._has_slots = pools.slots is not None
@@ -131,22 +130,22 @@ class StepBuffers:
 
     @property
     def token_ids(self) -> Tensor:
-        """Return int64 [num_rows]."""
+        """The shape is int64 [num_rows]."""
         return self._areas.device["token_ids"]
 
     @property
     def kept(self) -> Tensor:
-        """Return int64 [num_kept]: the rows whose logits are computed. Without prompts these are all."""
+        """These are the rows whose logits are computed, int64 [num_kept]; without prompts all rows are."""
         return self._arange if self.prompts is None else self._areas.device["kept"]
 
     @property
     def positions(self) -> Tensor:
-        """Return int64 [num_rows]."""
+        """The shape is int64 [num_rows]."""
         return self._areas.device["positions"]
 
     @property
     def tokens(self) -> TokenRows | None:
-        """Return how mixers compute the rows; None where the model has none."""
+        """This tells how mixers compute the rows; it is None where the model has no mixers."""
         if not self._has_slots:
             return None
         each = np.arange(self.num_rows)
@@ -158,8 +157,8 @@ class StepBuffers:
     def fill(self, singles: Sequence[Chunk], prompts: Sequence[Chunk] = (), kept: Sequence[int] = ()) -> bool:
         """Write a step of single tokens and of prompts, and launch its copy to the device.
 
-        `kept` are the rows whose logits are asked for, where there are prompts; those of prompts are counted
-        from num_singles on. Return False where it does not fit, or no row stores what it computes. Raises
+        `kept` are the rows whose logits are requested, where there are prompts; rows of prompts count from
+        num_singles on. Return False where the step does not fit, or no row stores its KV. Raises
         ProtocolError as view_step does.
         """
         chunks = [*singles, *prompts]
@@ -206,7 +205,7 @@ class StepBuffers:
         area[self.num_singles + len(others) :] = area[0]
 
     def _set_prompts(self, nth: int, reach: Reach, prompts: Sequence[Chunk]) -> bool:
-        """Write which rows and tokens the prompts have; behind them come echoes that see nothing."""
+        """Write the rows and tokens of the prompts, followed by padding that sees nothing."""
         room, host, page_size = self.prompts, self._areas.host, self._layers.pools[reach.pool].shape.page_size
         assert room is not None
         ends = np.cumsum([len(chunk.token_ids) for chunk in prompts]).tolist()
@@ -250,7 +249,7 @@ class StepBuffers:
                 f"starts{nth}": (narrow, singles),
                 f"ends{nth}": (narrow, singles),
             }
-        # These come last, and only those that are read are copied.
+        # These come last, so that only those that are read are copied.
         return sizes | {"pages": (narrow, sum(room.num_pages for room in self._rooms.values()))}
 
     def _view(self, nth: int, reach: Reach, outputs: StepOutputs) -> ReachView:
@@ -335,7 +334,10 @@ def on_device(layers: PagedLayers, reach: Reach) -> OnDevice:
 
 
 def _room(layers: PagedLayers, reach: Reach, num_rows: int) -> _Room:
-    """Return what `num_rows` single tokens need at most, however they share pages; outputs apart."""
+    """Return the room that `num_rows` single tokens need at most, however they share pages.
+
+    The number of outputs has a limit of its own.
+    """
     if num_rows == 0:
         return _Room((0, 0), 0, 0)
     kv, chosen = layers.pools[reach.pool], on_device(layers, reach)
@@ -344,7 +346,7 @@ def _room(layers: PagedLayers, reach: Reach, num_rows: int) -> _Room:
     narrow_rows, group = rows_of(kv, chosen.num_heads)[0], chosen.num_heads // kv.shape.num_kv_heads
     has_wide = num_rows * group > narrow_rows
     grid = of_a_head + 3 * num_rows, of_a_head + num_rows if has_wide else 0
-    # Of a page that is being filled, and of one that a window cuts, each row may read another part.
+    # Each row may read another part of a page that is being filled, and of one that a window cuts.
     num_pages = kv.num_pages + 2 * num_rows
     if reach.window:
         num_pages = min(num_pages, num_rows * (reach.window // kv.shape.page_size + 2))

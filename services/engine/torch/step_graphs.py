@@ -1,16 +1,16 @@
-"""Steps are captured once, when a runner starts, and replayed from then on.
+"""Steps are captured in CUDA graphs when a runner starts, and replayed from then on.
 
-    bucket     buffers of so many rows, and the graph that computes a step from them: its logits, the most
-               probable token of each row, and K, V and states in their places
-    a step     takes the least bucket that has its rows; what none can take is computed anew (PackedModel)
+A bucket has buffers of a number of rows, and the graph that computes a step from them: its logits, the most
+probable token of each row, and K, V and states in their places. A step runs in the smallest bucket that has
+its rows; a step that fits none is computed eagerly (PackedModel).
 
-There are buckets for steps of single tokens alone, and for prompts beside none or as many as may run, where
-prompts attend together (prompts.py). A prompt's step launches as much as any other: up to some hundred tokens
-it waits for its host, too.
+Some buckets are for steps of single tokens alone. Others are for prompts, with no single tokens or with as
+many as may run; there, prompts attend together (prompts.py). A prompt's step launches as many kernels as any
+other, and up to some hundred tokens the GPU waits for its host, too.
 
-A bucket is tried before it serves: a random step over the pools' first pages, replayed, must give what the
-same step gives when it is computed anew. One that differs is dropped, and so is what cannot be captured: a
-definition that waits for the device, or that keeps a tensor, whose place a graph would go on reading.
+A bucket is checked before it is used: a random step over the pools' first pages, replayed, must give what the
+same step gives when it is computed eagerly. A bucket that differs is dropped, and so is one that cannot be
+captured: its definition waits for the device, or keeps a tensor, whose address a graph would go on reading.
 """
 
 import gc
@@ -39,26 +39,27 @@ from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_e
 logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
-# It computes once what it is given, and returns what computes it again from the same memory.
+# A capture computes what it is given once, and returns a function that computes it again in the same memory.
 Capture = Callable[[Callable[[], None]], Replay]
 
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _MOST_BUCKETS = 20
 _PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-_MOST_PROMPTS = 16  # in one step
-# What prompts see is copied out of its pages: so many times a step's tokens, or this many at least.
+_MOST_PROMPTS = 16  # This is the limit for one step.
+# The tokens that prompts see are copied out of their pages. There is room for so many times a step's tokens,
+# and for this many at least.
 _SEEN_TIMES, _LEAST_SEEN = 4, 8192
 _LEAST_BYTES, _SHARE = 256 << 20, 64
-# Logits may be off by so much: root mean square, as a share of theirs, in the median row. Replayed or not,
-# the same kernels compute; a plan that is cut otherwise, and padding, change the order of sums.
+# Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
+# kernels compute both; a plan that is cut differently, and padding, change the order of sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-# A bucket with more rows than these is not taken for a step of few: as many as cost no more than one, so many
-# beside prompts, and so many times the step's own.
+# A bucket with more rows than these is too large for a small step. The first limit costs no more than one
+# row, the second holds beside prompts, and the third is a multiple of the step's own rows.
 _FEW_ROWS, _FEW_ROWS_IN_ALL, _MOST_TIMES = 64, 128, 3
 
 
 def bucket_rows(max_rows: int) -> tuple[int, ...]:
-    """Return the buckets for steps of up to `max_rows` rows, the largest first."""
+    """Return the bucket sizes for steps of up to `max_rows` rows, the largest first."""
     rows = [rows for rows in _ROWS if rows < max_rows][: _MOST_BUCKETS - 1]
     return tuple(reversed([*rows, max_rows])) if max_rows > 0 else ()
 
@@ -73,7 +74,7 @@ def prompt_rooms(max_tokens: int) -> tuple[PromptRoom, ...]:
 
 
 def graph_budget(device: torch.device, mib: int | None) -> int:
-    """Return how many bytes graphs may take: `mib` MiB, or a share of the card's memory; 0 on a CPU."""
+    """Return the bytes that graphs may take: `mib` MiB, or a share of the card's memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
@@ -83,9 +84,9 @@ def graph_budget(device: torch.device, mib: int | None) -> int:
 def open_graphs(
     model: PackedModel, pools: Pools, max_rows: int, budget: int, max_prompt_tokens: int = 0
 ) -> "StepGraphs":
-    """Capture CUDA graphs of steps of up to `max_rows` single tokens, and of up to `max_prompt_tokens`.
+    """Capture CUDA graphs of steps of up to `max_rows` single and `max_prompt_tokens` prompt tokens.
 
-    There are none with a `budget` of 0 bytes.
+    A `budget` of 0 bytes gives no graphs.
     """
     if not budget:
         return StepGraphs(model, pools, 0, lambda compute: compute)
@@ -101,19 +102,19 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, compute: Callable[[], None]) -> Replay:
-        """Raise RuntimeError where something waits for the device, or cannot be captured."""
-        with torch.cuda.device(self._device):  # a capture waits for the current one
+        """Raise RuntimeError where the computation waits for the device, or cannot be captured."""
+        with torch.cuda.device(self._device):  # A capture waits for the current device.
             return self._captured(compute)
 
     def _captured(self, compute: Callable[[], None]) -> Replay:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            compute()  # kernels are compiled and libraries open their workspaces
+            compute()  # The first call compiles kernels and lets libraries allocate their workspaces.
             with _no_waiting():
                 compute()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Transports' threads may call CUDA meanwhile.
+        # Threads of transports may call CUDA meanwhile.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             compute()
         replay: Replay = graph.replay
@@ -137,19 +138,22 @@ class _Bucket:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return how many tokens of prompts, and how many single tokens, there is room for."""
+        """Return the numbers of prompt tokens and of single tokens that there is room for."""
         prompts = self.buffers.prompts
         return prompts.num_tokens if prompts is not None else 0, self.buffers.num_singles
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step's chunks are put in the order of the buffers: single tokens first, each a chunk of its own."""
+    """This has a step's chunks in the order of the buffers.
+
+    Single tokens come first, each as a chunk of its own.
+    """
 
     singles: list[Chunk]
     prompts: list[Chunk]
-    starts: list[int]  # of each chunk in the step
-    places: list[int]  # of each chunk's first row here: prompts come behind the single tokens
+    starts: list[int]  # These are the first rows of the chunks in the step.
+    places: list[int]  # These are the first rows of the chunks here, where prompts follow the single tokens.
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "_Step":
@@ -171,7 +175,6 @@ class _Step:
         return cls(singles, prompts, starts, places)
 
     def place_of(self, row: int) -> int:
-        """Return where a row of the step is here."""
         nth = bisect_right(self.starts, row) - 1
         return self.places[nth] + row - self.starts[nth]
 
@@ -185,9 +188,9 @@ def _are_singles(chunk: Chunk) -> bool:
 
 
 class StepGraphs:
-    """Steps are computed on the thread that made this.
+    """This computes steps on the thread that created it.
 
-    `counts` says how many have been, by their way: "graph", or "eager" where none could take one.
+    `counts` has the number of steps by how they were computed: "graph", or "eager" where no bucket fitted.
     """
 
     def __init__(
@@ -199,15 +202,15 @@ class StepGraphs:
         budget: int | None = None,
         max_prompt_tokens: int = 0,
     ) -> None:
-        """Capture steps of up to `max_rows` single tokens, and of up to `max_prompt_tokens` beside them.
+        """Capture steps of up to `max_rows` single tokens and up to `max_prompt_tokens` prompt tokens.
 
-        They take no more than about `budget` bytes. Nothing is raised where it cannot be done; the log says
-        why.
+        They take no more than about `budget` bytes. Where a capture fails, this raises nothing and logs the
+        reason.
         """
         self.counts: Counter[str] = Counter()
         self._model, self._pools = model, pools
-        self.bytes = 0  # that graphs and their buffers take
-        self._buckets: list[_Bucket] = []  # the least one first
+        self.bytes = 0  # This is the memory of the graphs and their buffers.
+        self._buckets: list[_Bucket] = []  # These are in order of size, the smallest first.
         self._outputs: StepOutputs | None = None
         self._logits: Tensor | None = None
         self._most_probable: Tensor | None = None
@@ -216,7 +219,7 @@ class StepGraphs:
         if not self._is_wanted or not all(isinstance(each, OnDevice) for each in pools.layers.in_place):
             return
         if pools.slots is not None or not all(map(pools.layers.packing_of, pools.layers.reaches)):
-            rooms = ()  # scans, and prompts that attend one by one, are computed anew
+            rooms = ()  # Scans, and prompts that attend one by one, are computed eagerly.
         sizes: list[tuple[int, PromptRoom | None]] = [(num_rows, None) for num_rows in rows]
         beside = dict.fromkeys((max_rows, min(max_rows, _FEW_ROWS), 0))
         sizes += [(num_rows, room) for room in rooms for num_rows in beside]
@@ -234,7 +237,7 @@ class StepGraphs:
             try:
                 self._outputs = StepOutputs(self._pools.layers, most_singles, device)
                 self._most_probable = torch.zeros(most_kept, dtype=torch.int64, device=device)
-            except RuntimeError as error:  # torch.OutOfMemoryError is one
+            except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
                 logger.warning("graph_refused rows=all reason=%r", str(error))
                 return
             for num_singles, room in sizes:
@@ -249,7 +252,7 @@ class StepGraphs:
         logger.info("graphs_ready rows=%s mib=%d seconds=%.1f", ",".join(kept), self.bytes >> 20, took_s)
 
     def compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed | None:
-        """Compute a step as PackedModel.compute does; None where no bucket takes it."""
+        """Compute a step as PackedModel.compute does, or return None where no bucket fits it."""
         if not self._is_wanted:
             return None
         computed = self._compute(chunks, rows) if self._buckets else None
@@ -279,13 +282,14 @@ class StepGraphs:
         return self._of_rows(kept if bucket.buffers.prompts is None else range(len(kept)))
 
     def _takes(self, chunk: Chunk) -> bool:
-        # States of drafts are taken in when it is known which stay: that is computed anew.
+        # States of drafts are stored only once it is known which drafts are accepted, so such a step runs
+        # eagerly.
         return chunk.scoring is None and not (chunk.num_drafts and self._pools.slots)
 
     def _bucket_for(self, step: _Step) -> _Bucket | None:
-        """Return the least bucket with room, and with prompts and single tokens where the step has some.
+        """Return the smallest bucket that fits; it has prompts and single tokens exactly where the step does.
 
-        One with many times the step's rows would take longer than to launch the step anew.
+        A bucket with many times the step's rows would take longer than an eager step.
         """
         tokens, singles = step.size
         most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
@@ -305,9 +309,9 @@ class StepGraphs:
         return Computed(self._logits[kept], most_probable=self._most_probable[kept])
 
     def _add(self, num_singles: int, room: PromptRoom | None, capture: Capture) -> bool:
-        """Try a bucket, and return whether the next one may be tried: not if the definition is at fault.
+        """Capture and check a bucket, and return whether the next one may be tried.
 
-        Where memory is short smaller ones may fit.
+        It may not where the definition is at fault. Where memory is short, smaller buckets may fit.
         """
         what = f"{num_singles}+{room.num_tokens if room is not None else 0}"
         bucket, trial = None, None
@@ -326,7 +330,8 @@ class StepGraphs:
             self._buckets.append(bucket)
             self._buckets.sort(key=lambda each: each.size)
             fault = self._fault(trial)
-        except Exception as error:  # whatever a definition, torch or the device raises: we can do without
+        # A definition, torch or the device may raise anything, and steps work without graphs.
+        except Exception as error:
             logger.warning("graph_refused rows=%s reason=%r", what, str(error))
             if bucket is not None:
                 self._buckets.remove(bucket)
@@ -348,7 +353,7 @@ class StepGraphs:
         torch.argmax(logits, 1, out=self._most_probable[: buffers.num_kept])
 
     def _fault(self, trial: StepTrial) -> str | None:
-        """Replay random steps, whole and padded, and return how they differ from steps computed anew."""
+        """Replay random steps, full and padded, and return how they differ from eager ones, or None."""
         tolerance = _TOLERANCE.get(self._model.model.dtype, _TOLERANCE[torch.float16])
         for chunks in (trial.chunks, trial.chunks[:-1] or trial.chunks):
             groups = rows_to_compare(chunks)
@@ -357,7 +362,7 @@ class StepGraphs:
             anew = self._model.compute(self._pools, chunks, rows).logits.float().clone()
             trial.again()
             computed = self._compute(chunks, rows)
-            if computed is None:  # a step with fewer kinds of rows is another bucket's
+            if computed is None:  # A step with fewer kinds of rows belongs to another bucket.
                 continue
             error = worst_error(computed.logits.float(), anew, groups)
             trial.again()
@@ -365,7 +370,7 @@ class StepGraphs:
             lost = self._compute(chunks, rows)
             assert lost is not None, "the same step was computed before"
             control = worst_error(lost.logits.float(), anew, groups)
-            if not error <= tolerance:  # NaN fails, too
+            if not error <= tolerance:  # NaN fails, too.
                 return f"logits differ by {error:.1e} of their size, where rounding explains {tolerance:.0e}"
             if not control > error:
                 logger.warning("graph_check_blind rows=%d error=%.1e lost=%.1e", len(rows), error, control)
@@ -373,7 +378,7 @@ class StepGraphs:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """Return what this process holds on a GPU; what was computed before a capture is given back first."""
+    """Return the GPU memory that this process holds, after torch has released its cached blocks."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -381,7 +386,7 @@ def _reserved_bytes(device: torch.device) -> int:
 
 
 def _held_tensors(model: torch.nn.Module) -> list[int]:
-    """Return the addresses of the tensors that the model's modules hold, in whatever they keep them."""
+    """Return the addresses of the tensors that the model's modules hold, in any container."""
     return [each.data_ptr() for module in model.modules() for each in _tensors_in(vars(module))]
 
 
@@ -395,9 +400,9 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Let captures collect no garbage: each does first, over all that a process holds.
+    """Keep captures from collecting garbage: each would first scan all objects of the process.
 
-    What somebody else has frozen before is not frozen any more afterwards.
+    Afterwards, objects that others froze before are no longer frozen.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A graph is tried by a random step over the pools' first pages, computed in two ways."""
+"""A graph is tried with a random step over the pools' first pages, which is computed in two ways."""
 
 import random
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from services.engine.torch.step_buffers import PromptRoom
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 
-_CONTEXT_PAGES = 2  # before a single token's own page
-_ROWS_OF_A_PROMPT = 6  # so many are compared
+_CONTEXT_PAGES = 2  # These precede a single token's own page.
+_ROWS_OF_A_PROMPT = 6  # So many rows are compared.
 
 
 class StepTrial:
-    """Single tokens and one or two prompts share a first page, and each has pages of its own behind it.
+    """Single tokens and one or two prompts share a first page, and each then has pages of its own.
 
-    `chunks` are the single tokens, then the prompts.
+    `chunks` has the single tokens first, then the prompts.
     """
 
     def __init__(self, model: PackedModel, pools: Pools, num_singles: int, room: PromptRoom | None) -> None:
@@ -50,7 +50,7 @@ class StepTrial:
             self.chunks = [replace(chunk, slot=nth) for nth, chunk in enumerate(self.chunks)]
 
     def _chunk(self, positions: range, num_pages: int) -> Chunk:
-        """Return tokens behind the first page, which all share, and in pages of their own."""
+        """Return a chunk that starts after the shared first page and has `num_pages` pages of its own."""
         own = range(self._num_pages, self._num_pages + num_pages)
         smallest = min(kv.num_pages for kv in self._pools.layers.pools)
         pages = [PageId(page) for page in ((0, *own) if own.stop <= smallest else (0,))]
@@ -66,10 +66,10 @@ class StepTrial:
         )
 
     def fill(self) -> None:
-        """Write random numbers into the pages and states that the step reads."""
         generator = torch.Generator(self._device).manual_seed(0)
         for kv in self._pools.layers.pools:
-            # A page at a time: with all of them the numbers would take more memory than graphs do.
+            # One page is filled at a time, since all random numbers at once would take more memory than the
+            # graphs do.
             for page in kv.numbers[: self._num_pages * kv.shape.page_numbers].view(self._num_pages, -1):
                 page.copy_(torch.randn(page.shape, generator=generator, device=self._device))
         if self._pools.slots is not None:
@@ -80,7 +80,7 @@ class StepTrial:
         finish_step(self._device)
 
     def clear(self) -> None:
-        """Write zeros where the trial has written."""
+        """Zero the pages and states that the trial has written."""
         for kv in self._pools.layers.pools:
             kv.numbers[: self._num_pages * kv.shape.page_numbers].zero_()
         if self._pools.slots is not None:
@@ -88,7 +88,6 @@ class StepTrial:
         finish_step(self._device)
 
     def again(self) -> None:
-        """Put the states back to what they were before the step."""
         if self._pools.slots is not None:
             for name, states in self._states.items():
                 self._pools.slots.of_state[name][: len(self.chunks)] = states
@@ -100,7 +99,7 @@ class StepTrial:
 
 
 def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
-    """Return the lengths of a prompt of two thirds of the room, and of one of a quarter if it has tokens."""
+    """Return a prompt length of 2/3 of the room's tokens, and another of 1/4 if there are 8 or more."""
     if room is None:
         return []
     tokens = min(room.num_tokens, most_tokens)
@@ -108,7 +107,7 @@ def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
 
 
 def rows_to_compare(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Return rows of the step: those of all single tokens, and some of each prompt with its last one."""
+    """Return groups of the step's rows: all single tokens', and some of each prompt's with its last one."""
     ends = list(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
     singles = [start for start, end in pairwise(ends) if end - start == 1]
     prompts = [
@@ -120,7 +119,7 @@ def rows_to_compare(chunks: Sequence[Chunk]) -> list[list[int]]:
 
 
 def worst_error(got: Tensor, expected: Tensor, groups: Sequence[Sequence[int]]) -> float:
-    """Return how far the middle row of each group is off, as a share of its size, of the worst group.
+    """Return the relative error of the middle row of each group, for the worst group.
 
     `got` and `expected` have the groups' rows one after the other.
     """

@@ -1,17 +1,16 @@
-"""Code that numba compiles gets vectors of float32 here: one instruction on all lanes, in a register.
+"""Code that numba compiles uses these vectors of float32: one instruction computes all lanes in a register.
 
-Left to itself LLVM makes vectors of the innermost loop only, and stores what it has added up in every round.
-A product of small matrices keeps its sums in registers through its inner loop: that is what these are for.
+LLVM alone vectorizes only the innermost loop, and stores its sums in every iteration. A product of small
+matrices should keep its sums in registers through its inner loop, and these functions do so.
 
-    zero = zeros(16)                             16 lanes; the type of all that is made like it
-    x = load(numbers, index, zero)               numbers[index : index + 16]
-    store(numbers, index, exp(subtract(x, y)))
-    multiply_rows(8, ...)                        a product of matrices, eight rows of it at once
-    multiply_tile(8, ...)                        the same, two vectors wide, of matrices in another order
+`zero = zeros(16)` has 16 lanes and is the type of all vectors made like it. `load(numbers, index, zero)`
+reads numbers[index : index + 16]; `store(numbers, index, exp(subtract(x, y)))` writes them. `multiply_rows(8,
+...)` is a product of matrices, eight rows at once. `multiply_tile(8, ...)` is the same, two vectors wide, for
+matrices in another order.
 
-Arrays are one-dimensional, contiguous and float32; a matrix may be uint16, which is bfloat16, int16, which is
-float16 (where HAS_FLOAT16), or uint8, which is float8_e4m3fn, whose NaN is read as 480. Indices are not
-checked and do not count from the end.
+Arrays are one-dimensional, contiguous and float32. A matrix may be uint16, which means bfloat16; int16, which
+means float16 (where HAS_FLOAT16); or uint8, which means float8_e4m3fn, whose NaN is read as 480. Indices are
+not checked, and negative ones do not count from the end.
 """
 
 import platform
@@ -26,14 +25,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-# Elsewhere LLVM would call a function for each number, of a library that nobody links.
+# Elsewhere LLVM would call a function for each number, from a library that is not linked.
 HAS_FLOAT16: bool = platform.machine() == "aarch64" or bool(get_host_cpu_features().get("f16c"))
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
-# The formula is that of Cephes' expf: 2**n * e**r, where r is at most half of log 2, log 2 taken off in two
-# parts.
-_LOWEST = -87.0  # e to that is the smallest normal number there is
+# The formula is that of Cephes' expf: 2**n * e**r, where r is at most half of log 2, and log 2 is subtracted
+# in two parts.
+_LOWEST = -87.0  # e to that power is the smallest normal number.
 _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 _EXP_COEFFICIENTS = (
     1.9875691500e-4,
@@ -43,7 +42,7 @@ _EXP_COEFFICIENTS = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-_ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves no bits for a fraction
+_ROUNDING = 12582912.0  # This is 1.5 * 2**23: a sum with it has no bits left for a fraction.
 _MANTISSA_BITS, _ONE_AS_BITS = 23, 0x3F800000
 _TANH_IS_ONE = 20.0
 
@@ -80,7 +79,7 @@ def _splat(builder: Any, number: Any, width: int) -> Any:
 
 
 def _fused(builder: Any, x: Any, y: Any, addend: Any) -> Any:
-    """Return x * y + addend; LLVM makes one instruction of it where there is one."""
+    """Return x * y + addend; LLVM uses one instruction where the processor has one."""
     product = builder.fmul(x, y, flags=("contract",))
     return builder.fadd(product, addend, flags=("contract",))
 
@@ -142,10 +141,10 @@ def multiply_rows(
 ) -> Any:
     """Row i of the products becomes kept times itself plus the sum of matrix[i, k] times row k of factors.
 
-    Both are in `rows`, from the numbers `factors` and `products` on; a row is as many as `kept` has lanes.
-    matrix[i, k] is the number at first + i * strides[0] + k * strides[1], of any of the four types. For each
-    k the cache line of the number at ahead + 8 * k is asked for. `num_rows` is a literal: so many sums are in
-    registers.
+    Both are in `rows`, starting at the indices `factors` and `products`; a row has as many numbers as `kept`
+    has lanes. matrix[i, k] is the number at first + i * strides[0] + k * strides[1], of any of the four
+    types. For each k the cache line of the number at ahead + 8 * k is prefetched. `num_rows` is a literal: so
+    many sums are in registers.
     """
     width = kept.width
 
@@ -192,11 +191,11 @@ def multiply_tile(
 ) -> Any:
     """Row i of the product becomes the bias plus the sum of tiles[k, i] times row k of a panel.
 
-    A panel's row, like the product's and the bias, is two vectors of as many lanes as `like` has; the panel
-    begins at numbers[panel], the bias at bias[added]. The tile begins at tiles[tile], [depth, num_rows]. Row
-    i is stored from product[to + i * kept[0]] on, those after row kept[1] where that one is: they equal it.
-    For each k the cache line of numbers[ahead[0] + k * ahead[1]] is asked for. `num_rows` is a literal: twice
-    so many sums are in registers.
+    A row of the panel, of the product and of the bias is two vectors of as many lanes as `like` has. The
+    panel begins at numbers[panel], the bias at bias[added], and the tile at tiles[tile], [depth, num_rows].
+    Row i is stored from product[to + i * kept[0]] on. Rows after row kept[1] are stored in its place, since
+    they equal it. For each k the cache line of numbers[ahead[0] + k * ahead[1]] is prefetched. `num_rows` is
+    a literal: twice so many sums are in registers.
     """
     width, count = like.width, num_rows.literal_value
 
@@ -262,7 +261,7 @@ def _float_at(builder: Any, element: Any, is_half: bool) -> Any:
         sign = builder.shl(builder.and_(wide, _INT32(0x80)), _INT32(24))
         rest = builder.shl(builder.and_(wide, _INT32(0x7F)), _INT32(20))
         return builder.fmul(builder.bitcast(builder.or_(sign, rest), _FLOAT), ir.Constant(_FLOAT, 2.0**120))
-    if isinstance(number.type, ir.IntType):  # bfloat16 is the upper half of a float32
+    if isinstance(number.type, ir.IntType):  # bfloat16 is the upper half of a float32.
         return builder.bitcast(builder.shl(builder.zext(number, _INT32), _INT32(16)), _FLOAT)
     return number
 
@@ -271,7 +270,7 @@ def _prefetch(builder: Any, element: Any) -> None:
     address_type = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [address_type, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-    # It goes into the second cache: the first one is full of what is being read now.
+    # It goes into the second-level cache, as the first one is full of what is being read now.
     is_read, locality, is_data = _INT32(0), _INT32(2), _INT32(1)
     builder.call(function, [builder.bitcast(element, address_type), is_read, locality, is_data])
 
@@ -293,7 +292,7 @@ add, subtract, multiply = _of_two("fadd"), _of_two("fsub"), _of_two("fmul")
 
 @intrinsic
 def greater(_context: Any, left: Any, right: Any) -> Any:
-    """Return the greater one of each lane; where `left` is NaN, `right`."""
+    """Return the greater number of each lane, or `right` where `left` is NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
@@ -303,7 +302,10 @@ def greater(_context: Any, left: Any, right: Any) -> Any:
 
 @intrinsic
 def exp(_context: Any, lanes: Any) -> Any:
-    """Return e**x to within 2e-7 for x of at most 88; below -87 it is that of -87 (1e-38). NaN stays NaN."""
+    """Return e**x to within 2e-7 for x of at most 88.
+
+    Below -87 it is e**-87 (1e-38). NaN stays NaN.
+    """
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return _exp(builder, arguments[0], lanes.width)
@@ -316,7 +318,7 @@ def tanh(_context: Any, lanes: Any) -> Any:
     """Return the hyperbolic tangent to within 2e-7. NaN stays NaN."""
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        # It is (e**2x - 1) / (e**2x + 1), of an x that is as good as infinite where it is more.
+        # It is (e**2x - 1) / (e**2x + 1); x is limited to a value whose tanh is 1.
         width, one, most = lanes.width, _all(lanes.width, 1.0), _all(lanes.width, _TANH_IS_ONE)
         x = builder.select(builder.fcmp_ordered(">", arguments[0], most), most, arguments[0])
         power = _exp(builder, builder.fadd(x, x), width)
@@ -328,7 +330,7 @@ def tanh(_context: Any, lanes: Any) -> Any:
 def _exp(builder: Any, x: Any, width: int) -> Any:
     lowest = _all(width, _LOWEST)
     x = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
-    # Its lowest bits are n, the whole power of two, as an integer.
+    # The lowest bits of `rounded` are n, the whole power of two, as an integer.
     rounded = _fused(builder, x, _all(width, _LOG2_E), _all(width, _ROUNDING))
     n = builder.fsub(rounded, _all(width, _ROUNDING))
     r = _fused(builder, n, _all(width, -_LOG_2_HIGH), x)

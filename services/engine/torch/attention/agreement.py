@@ -1,9 +1,8 @@
-"""The ways to attend on a device are tried on random pages of the pool's own layout when the runner starts.
+"""The runner tries the ways to attend at its start, on random pages of the pool's own layout.
 
-    a plain softmax, on the host  <--require_causal-->  the gather path  <--require_agreement-->  a kernel
-                                  <--require_packed-->  prompts packed together
-
-A kernel that is wrong can be done without, and so can packing; the gather path cannot.
+require_causal compares the gather path with a plain softmax on the host, require_agreement compares a kernel
+with the gather path, and require_packed compares prompts packed together with the plain softmax. The runner
+works without a kernel and without packing if they are wrong, but not without the gather path.
 """
 
 import itertools
@@ -26,23 +25,24 @@ from services.values.errors import ConfigError
 from services.values.kv import GroupKind, PageId
 from services.values.request import SamplingParams
 
-# Two ways to compute the same may differ by so much: relative, and absolute for numbers below 1.
+# Two computations of the same may differ by so much: relative, and absolute for numbers below 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.004}
-# A token too many or too few changes ten times that; no rounding comes near it.
+# A token too many or too few changes the result by ten times that; rounding stays far below it.
 _CAUSAL_TOLERANCE = 0.1
 _NUM_LAYERS, _LAYER = 2, 1
 # A kernel is also tried with room for so many more parts of either kind, and with as many more rows.
 _ROOM = 2
-# The chunks (start, length) end within, at and one past what kernels take at a time; short ones lie far on.
+# The chunks (start, length) end within, at and one past what kernels process at a time; short ones start
+# late.
 _SPANS = ((0, 150), (0, 64), (200, 185), (64, 64), (63, 2), (96, 1), (177, 3), (100, 21), (90, 5))
-_WHOLE_SPANS = ((0, 150), (0, 64), (0, 3))  # of these the step has all K and V
+_WHOLE_SPANS = ((0, 150), (0, 64), (0, 3))  # The step has all K and V of these.
 
 
 _ALL = Reach(0)
 
 
 class KernelWrong(Exception):
-    """A kernel does not compute what the gather path does."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Way:
     has_sinks: bool = False
 
 
-# Windows begin within pages, and cut both what is shared and what is not. Scores are about 4 and more.
+# Windows begin within pages, and cut both shared and unshared ones. Scores are about 4 and more.
 _WAYS = (
     _Way(),
     _Way(Reach(0, GroupKind.SLIDING_WINDOW, 77)),
@@ -70,8 +70,8 @@ class _Example:
 
     pool: PagedKv
     chunks: Sequence[Chunk]
-    query: Tensor  # [1, num_heads, total, head_dim]
-    key: Tensor  # [1, num_kv_heads, total, head_dim]
+    query: Tensor  # The shape is [1, num_heads, total, head_dim].
+    key: Tensor  # The shape is [1, num_kv_heads, total, head_dim].
     value: Tensor
     reach: Reach
     softcap: float | None
@@ -84,9 +84,9 @@ class _OneLayer:
 
 
 def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
-    """Compile for the layout of `kv` and compare with the gather path; `kv` is not touched.
+    """Compile the kernel for the layout of `kv` and compare it with the gather path, without changing `kv`.
 
-    Raises KernelWrong, and whatever compiling and running raises.
+    Raises KernelWrong, and any exception of the compiler and the kernel.
     """
     with_room = replace(on_device, attend=_with_room(on_device.attend))
     for way in _WAYS:
@@ -94,7 +94,7 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
         expected = _attend(example, None)
         for tried in (on_device, with_room):
             excess = _excess(_attend(example, tried), expected)
-            if not excess <= _TOLERANCE[kv.compute_dtype]:  # NaN fails, too
+            if not excess <= _TOLERANCE[kv.compute_dtype]:  # NaN fails, too.
                 allowed, tables = _TOLERANCE[kv.compute_dtype], " and room" if tried is with_room else ""
                 raise KernelWrong(
                     f"differs from the gather path by {excess:.2g} of {allowed:.2g}, with {way}{tables}"
@@ -102,7 +102,7 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
 
 
 def _with_room(attend: AttendParts) -> AttendParts:
-    """Return the kernel for steps whose tables have room for more parts and rows than there are."""
+    """Return the kernel for steps whose tables have room for more parts and rows than needed."""
 
     def attend_with_room(
         view: PartsView, query: Tensor, kv: PagedKv, layer: int, scores: Scores, output: Tensor
@@ -119,9 +119,9 @@ def _with_room(attend: AttendParts) -> AttendParts:
 
 
 def _roomy(view: PartsView, total: int) -> PartsView:
-    """Add rows after the step's `total` that echo its first query, and parts that nobody must compute.
+    """Add rows after the step's `total` that repeat its first query, and parts that must not be computed.
 
-    The result of such a part would be NaN, for it has no token, in the place of the first one's.
+    Such a part has no token, so its result would be NaN, in the place of the first part's.
     """
     spare = view.parts[:1].clone()
     spare[:, 1] = spare[:, 0] + 1
@@ -144,9 +144,9 @@ def _roomy(view: PartsView, total: int) -> PartsView:
 
 
 def require_stored(store: StoreKv, kv: PagedKv) -> None:
-    """Compare what a kernel stores in pages of the layout of `kv` with what torch does, to the bit.
+    """Compare what a kernel stores in pages of the layout of `kv` with what torch stores, to the bit.
 
-    Raises KernelWrong, and whatever compiling and running raises.
+    Raises KernelWrong, and any exception of the compiler and the kernel.
     """
     shape, device = kv.shape._replace(num_layers=_NUM_LAYERS), kv.numbers.device
     generator = torch.Generator(device).manual_seed(0)
@@ -157,7 +157,7 @@ def require_stored(store: StoreKv, kv: PagedKv) -> None:
     total = 12
     numbers = random(total * shape.page_numbers).to(kv.numbers.dtype)
     keys, values = (random(total, shape.num_kv_heads, dim) for dim in (shape.head_dim, shape.v_head_dim))
-    # Two rows come twice, and the last one goes nowhere.
+    # Two rows occur twice, and the last one is not stored.
     rows = torch.tensor([0, 2, 11, 7, 7, 0, 10, 3], device=device)
     pages, slots = torch.where(rows == rows[-1], -1, rows), (5 * rows + 3) % shape.page_size
     expected = PagedKv(numbers.clone(), shape, kv.widened)
@@ -174,7 +174,7 @@ def require_stored(store: StoreKv, kv: PagedKv) -> None:
 
 
 def _in_orders(numbers: Tensor) -> list[Tensor]:
-    """Return numbers of [total, num_heads, dim] as they may lie in memory."""
+    """Return numbers of [total, num_heads, dim] in the orders that memory may have."""
     by_head = numbers.transpose(0, 1).contiguous().transpose(0, 1)
     in_one_product = torch.cat([numbers, numbers], dim=1)[:, numbers.shape[1] :]
     unaligned = numbers.new_empty(numbers.numel() + 1)[1:].view_as(numbers).copy_(numbers)
@@ -183,13 +183,10 @@ def _in_orders(numbers: Tensor) -> list[Tensor]:
 
 
 def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]] = _SPANS) -> None:
-    """Compare the gather path, which serves prompts, with a plain softmax; `kv` is not touched.
+    """Compare the gather path, which serves prompts, with a plain softmax, without changing `kv`.
 
-    `spans` are the chunks that are tried, (start, length) each.
-
-    Raises:
-        ConfigError: it differs, or cannot compute.
-        Unavailable: it cannot now: memory is short, or the device is lost.
+    `spans` are the chunks that are tried, (start, length) each. Raises ConfigError where the results differ
+    or torch cannot compute, and Unavailable where memory is short or the device is lost.
     """
     for way in _WAYS:
         try:
@@ -198,7 +195,7 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
         except RuntimeError as error:
             raise start_fault(f"this torch cannot attend on {kv.numbers.device}: {error}", error) from error
         excess = _excess(got, _attend_plainly(example))
-        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too
+        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too.
             raise ConfigError(
                 f"this torch does not attend as it should on {kv.numbers.device}: prompts differ from a "
                 f"plain softmax by {excess:.2g}, with {way}"
@@ -206,9 +203,9 @@ def require_causal(kv: PagedKv, num_heads: int, spans: Sequence[tuple[int, int]]
 
 
 def require_gathered(gather: GatherPages, kv: PagedKv) -> None:
-    """Compare what a kernel gathers of pages of the layout of `kv` with what torch does, to the bit.
+    """Compare what a kernel gathers from pages of the layout of `kv` with what torch gathers, to the bit.
 
-    Raises KernelWrong, and whatever compiling and running raises.
+    Raises KernelWrong, and any exception of the compiler and the kernel.
     """
     way = _PACKED_WAYS[1]
     example = _example(kv, kv.shape.num_kv_heads, _prompts(kv.shape.page_size, _SPANS), way)
@@ -222,16 +219,16 @@ def require_gathered(gather: GatherPages, kv: PagedKv) -> None:
 
 
 def require_packed(packing: Packing, kv: PagedKv, num_heads: int) -> None:
-    """Compare prompts that attend together with a plain softmax; `kv` is not touched.
+    """Compare prompts that attend together with a plain softmax, without changing `kv`.
 
-    Layers have sinks where `packing` says that it serves those. Raises KernelWrong, and whatever compiling
-    and running raises.
+    Layers have sinks where `packing` supports those. Raises KernelWrong, and any exception of the compiler
+    and the kernel.
     """
     for way, spans in itertools.product(_PACKED_WAYS, (_SPANS, _WHOLE_SPANS)):
         tried = replace(way, has_sinks=packing.has_sinks)
         example = _example(kv, num_heads, _prompts(kv.shape.page_size, spans), tried)
         excess = _excess(_attend(example, None, packing).cpu(), _attend_plainly(example))
-        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too
+        if not excess <= _CAUSAL_TOLERANCE:  # NaN fails, too.
             raise KernelWrong(f"prompts together differ from a plain softmax by {excess:.2g}, with {tried}")
 
 
@@ -253,7 +250,7 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
             numbers.masked_fill_(is_unread[:, None, :, None].to(device), torch.nan)
     pool = PagedKv(pool.numbers.to(kv.numbers.dtype), shape, kv.widened)
     total = sum(len(chunk.token_ids) for chunk in chunks)
-    # The scores are large, so that few tokens decide: one that is left out is seen.
+    # The scores are large, so that few tokens decide and a missing one shows.
     query = 4 * random(1, num_heads, total, shape.head_dim)
     key = random(1, shape.num_kv_heads, total, shape.head_dim)
     value = random(1, shape.num_kv_heads, total, shape.v_head_dim)
@@ -262,7 +259,7 @@ def _example(kv: PagedKv, num_heads: int, chunks: Sequence[Chunk], way: _Way) ->
 
 
 def _attend(example: _Example, in_place: OnDevice | None, packing: Packing | None = None) -> Tensor:
-    """Return float32 [total, num_heads, v_head_dim].
+    """Return the attention, float32 [total, num_heads, v_head_dim].
 
     The step's keys and values are stored in the example's pool.
     """
@@ -298,7 +295,7 @@ def _attend_plainly(example: _Example) -> Tensor:
         )
         queries = example.query[0, :, rows].cpu().float().unflatten(0, (len(keys), -1))
         weights = _plain_weights(torch.einsum("hgqd,hkd->hgqk", queries, keys), chunk, example)
-        # A weight of 0 times the NaN of what nobody reads is not 0.
+        # A weight of 0 times the NaN of an unread slot is not 0.
         outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, values.nan_to_num()).flatten(1, 2))
     return torch.cat(outputs)
 
@@ -349,7 +346,7 @@ def _tree_of_readers(page_size: int) -> list[Chunk]:
 
     for i in range(17):
         add(outer, 1 + 7 * i % (2 * page_size))
-    add([], page_size + 3, length=3)  # this chunk is a prompt's
+    add([], page_size + 3, length=3)  # This chunk belongs to a prompt.
     for i in range(3):
         add(outer + inner, 1 + i % page_size)
     for num_tokens in (1, page_size, page_size + 1, 333):

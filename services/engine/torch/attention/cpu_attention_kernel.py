@@ -1,21 +1,21 @@
-"""Tokens attend to pages where they lie, in one pass over K and V that numba compiles.
+"""Tokens attend to pages in place, in one pass over K and V that numba compiles.
 
-    attend_pages   for each KV head, for some of its query heads at once: page after page of what they see
-    store_tokens   K and V of a step's tokens are stored in pages
+`attend_pages` takes each KV head and some of its query heads at once, and goes through the pages that they
+see. `store_tokens` stores K and V of a step's tokens in pages.
 
-A query's softmax is summed up page by page, in the order of its tokens, one lane of a vector for each of its
-heads. What has been summed up is kept between pages, to the bit. So it does not matter who reads a page
-beside it, or which thread: a token's attention is the same alone, with the same pages as others, and in a
-chunk of a prompt, however that is cut.
+A query's softmax is summed page by page, in the order of its tokens, with one lane of a vector for each of
+its heads. The sums are stored between pages without loss. So the result does not depend on which other
+queries read a page, or on the thread: a token's attention is the same alone, with the same pages as others,
+and in a chunk of a prompt, however that is cut.
 
-Whether queries are one or many, a page is read from memory once and multiplied by all of them: query heads
-are the lanes of a vector, and each number of K or V scales all of them at once. While a page's K is
-multiplied its V is fetched, then the next page's K. So eight heads cost what one does, and from 16 on it
-takes what the processor needs to multiply (float32, one thread, pages of 64 tokens of head_dim 64: 1.9 us a
-page and KV head for up to 8 query heads, 3.0 us for 16).
+With one query or many, a page is read from memory once and multiplied by all of them: query heads are the
+lanes of a vector, and each number of K or V scales all of them at once. While a page's K is multiplied its V
+is prefetched, then the next page's K. So eight heads take as long as one, and from 16 on the multiplication
+decides (float32, one thread, pages of 64 tokens of head_dim 64: 1.9 us per page and KV head for up to 8 query
+heads, 3.0 us for 16).
 
 torch's kernels for the CPU are made for many queries and whole sequences. With one query they take twice as
-long, and so they do for what 32 queries share in such pages.
+long, and also for pages that 32 queries share.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ from services.engine.torch.vector_lanes import (
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-# So many query heads are computed at once. Eight sums of 16 fit into the registers of AVX-512, not into those
-# of AVX2 (what 32 queries share takes 28 ms there instead of 25). With 32 it would be 10 % faster, and take a
-# second more to compile.
+# So many query heads are computed at once. Eight sums of 16 fit into the registers of AVX-512, but not into
+# those of AVX2 (pages that 32 queries share take 28 ms there instead of 25). With 32 lanes it would be 10 %
+# faster, and take a second more to compile.
 _FEW_LANES, _MAX_LANES = 8, 16 if get_host_cpu_features().get("avx512f") else 8
 
-# It is below every score there is, and finite: less itself it is 0.
+# It is below every score, and finite: the difference from itself is 0.
 _LOWEST = np.float32(-3.0e38)
 
 _compiled = compiled()
@@ -62,35 +62,34 @@ class PagePieces(NamedTuple):
     """Piece i is slots [firsts[j], ends[j]) of pages[j], for j from page_starts[i] to page_starts[i + 1].
 
     The queries readers[j] read it, for each j from reader_starts[i] to reader_starts[i + 1]; these ascend.
-    Nobody reads nothing: every query has a piece, and every piece a page and a reader. What a query reads
-    comes in the order of its tokens.
+    Every query has a piece, and every piece a page and a reader. A query's pieces are in the order of its
+    tokens.
     """
 
     pages: Ids
     firsts: Ids
     ends: Ids
-    page_starts: Ids  # [num_pieces + 1]
+    page_starts: Ids  # The length is num_pieces + 1.
     readers: Ids
-    reader_starts: Ids  # [num_pieces + 1]
+    reader_starts: Ids  # The length is num_pieces + 1.
 
 
 class Span(NamedTuple):
-    """A span is tokens of a sequence, one after the other.
+    """A span is consecutive tokens of a sequence.
 
-    Query i sees [firsts[i], ends[i]) of the slots of `pages`.
-
-    Slots are counted through all pages. `firsts` and `ends` ascend.
+    Query i sees the slots [firsts[i], ends[i]), counted through all of `pages`. `firsts` and `ends` ascend.
     """
 
     pages: Ids
-    firsts: Ids  # [num_queries]
-    ends: Ids  # [num_queries]
+    firsts: Ids  # The length is num_queries.
+    ends: Ids  # The length is num_queries.
 
 
 class _Softmax(NamedTuple):
-    weighted: Floats  # [num_queries, num_heads, v_head_dim]: the sum of V by exponentials over the greatest's
-    totals: Floats  # [num_queries, num_heads]: the sum of these exponentials
-    greatest: Floats  # [num_queries, num_heads]: score
+    # This is the sum of V weighted by exp(score - greatest), [num_queries, num_heads, v_head_dim].
+    weighted: Floats
+    totals: Floats  # This is the sum of these exponentials, [num_queries, num_heads].
+    greatest: Floats  # This is the greatest score, [num_queries, num_heads].
 
 
 def attend_pages(
@@ -108,14 +107,13 @@ def attend_pages(
 ) -> Floats:
     """Return each query's attention over all that it reads, [num_queries, num_heads, v_head_dim].
 
-    `query` is [num_queries, num_heads, head_dim]; `numbers` are the pool's, in pages of `shape`: float32,
+    `query` is [num_queries, num_heads, head_dim]. `numbers` are the pool's, in pages of `shape`: float32,
     bfloat16 as uint16, float16 as int16, or float8_e4m3fn as uint8. `softcap` and `sinks` [num_heads] are as
-    in Scores. `shares` cut [0, num_kv_heads * num_queries) into what the caller computes and, beside it, the
-    `executor`; without one there is a single share.
+    in Scores. `shares` cuts [0, num_kv_heads * num_queries): the caller computes the first share, and the
+    `executor` the others. Without an executor there is one share.
     """
     num_queries, num_heads = query.shape[:2]
-    # The query is put in the usual order, whatever it is a view of: for another one the kernel would be
-    # compiled anew.
+    # The query is made contiguous, since numba would compile the kernel again for other strides.
     query = np.ascontiguousarray(query)
     softmax = _Softmax(
         np.empty((num_queries, num_heads, shape.v_head_dim), np.float32),
@@ -123,7 +121,7 @@ def attend_pages(
         np.empty((num_queries, num_heads), np.float32),
     )
     sinks = _no_sinks(num_heads) if sinks is None else sinks
-    # With a soft cap, scores are made as parts of it.
+    # With a soft cap, scores are computed as parts of it.
     factors = np.float32(scaling / (softcap or 1.0)), np.float32(softcap or 0.0)
     compiled = _attend_pieces if isinstance(reads, PagePieces) else _attend_span
     attend = partial(compiled, query, numbers, shape, layer, factors, reads, softmax, sinks)
@@ -191,7 +189,7 @@ def _attend_span(
     first: Any,
     end: Any,
 ) -> None:
-    """Attend as _attend_pieces does: the rows of neighbouring tokens read what all of them see together."""
+    """Attend as _attend_pieces does: the rows of neighbouring tokens read the union of what they see."""
     num_queries, group = len(query), query.shape[1] // shape.num_kv_heads
     of_step = (query, numbers, shape, layer, factors, _scratch(shape), softmax)
     queries, page_size = np.arange(num_queries), shape.page_size
@@ -225,8 +223,8 @@ def _attend_some(rows: Any, table: Any, of_step: Any) -> None:
     """Attend with at most _MAX_LANES `rows`, (readers, at, kv_head, first_row, num_rows): see _row_of.
 
     `table` is (pages, firsts, ends, (start, end), (seen_firsts, seen_ends)): slots [firsts[j], ends[j]) of
-    pages[j] for each j from start to end, of which each reader sees what a Span's does, or all if these are
-    empty.
+    pages[j] for each j from start to end. Each reader sees what a Span's does, or all slots if seen_firsts
+    and seen_ends are empty.
     """
     if rows[4] <= _FEW_LANES:
         _attend_rows(zeros(_FEW_LANES), rows, table, of_step)
@@ -241,7 +239,7 @@ def _attend_rows(zero: Any, rows: Any, table: Any, of_step: Any) -> None:
     kv_head, num_rows = rows[2], rows[4]
     num_layers, num_kv_heads, page_size, head_dim, v_head_dim = shape
     group, width = query.shape[1] // num_kv_heads, width_of(zero)
-    # These numbers say where in a page this head's K and V are.
+    # These are the places of this head's K and V in a page.
     keys_size, values_size = page_size * head_dim, page_size * v_head_dim
     of_layer = num_kv_heads * (keys_size + values_size)
     own_keys = layer * of_layer + kv_head * keys_size
@@ -313,7 +311,7 @@ def _row_of(rows: Any, lane: Any, group: Any) -> Any:
 def _hide(
     rows: Any, group: Any, seen: Any, slots: Any, scratch: Any, scores: Any, width: Any, value: Any
 ) -> Any:
-    """Put `value` for scores of `slots` (first, count) that a row's token does not see, and say if any."""
+    """Write `value` to scores of `slots` (first, count) that a row's token does not see; return if any."""
     (seen_firsts, seen_ends), (first, num_slots), is_hiding = seen, slots, False
     if len(seen_firsts) == 0:
         return False
@@ -339,7 +337,10 @@ def _begin(softmax: Any, heads: Any, queries: Any) -> None:
 
 @_inner
 def _finish(softmax: Any, sinks: Any, heads: Any, queries: Any) -> None:
-    """Divide by the totals. A head's sink, a score without a value (-inf: none), counts here, and so once."""
+    """Divide by the totals.
+
+    A head's sink, a score without a value (-inf means none), is added once, here.
+    """
     for i in range(queries[0], queries[1]):
         for head in range(heads[0], heads[1]):
             greatest = softmax.greatest[i, head]
@@ -364,7 +365,7 @@ def _multiply(
 ) -> None:
     """Call multiply_rows for any number of rows; `shape` is the matrix's.
 
-    It fetches as many numbers as it reads.
+    It prefetches as many numbers as it reads.
     """
     num_rows, num_columns = shape
     i = 0
@@ -399,9 +400,9 @@ def store_tokens(
 ) -> None:
     """Store `keys` and `values` [total, num_kv_heads, ..] in the pool's `numbers`, in pages of `shape`.
 
-    All are of one type.
+    All have the same type.
     """
-    # They are put in the usual order, as attend_pages has its query.
+    # They are made contiguous, as attend_pages does with its query.
     _store(np.ascontiguousarray(keys), np.ascontiguousarray(values), numbers, shape, layer, slots)
 
 

@@ -1,8 +1,8 @@
-"""A Triton kernel copies K and V of what prompts see out of their pages, on a GPU, and packs them.
+"""A Triton kernel copies the K and V that prompts see out of their pages and packs them, on a GPU.
 
-Each program copies one page of one KV head, K and V. It computes nothing, but that it widens numbers of pages
-whose type is smaller than the model's; that is exact. What differs from step to step is kept out of what
-Triton specializes by, as in gpu_attention_kernel.py.
+Each program copies K and V of one page and one KV head. It only widens numbers of pages whose type is smaller
+than the model's, which is exact. Values that change from step to step do not specialize the kernel, as in
+gpu_attention_kernel.py.
 """
 
 from functools import cache
@@ -35,8 +35,9 @@ def _gather_page(
     V_COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Program (i, k) is reads[i] = (page, first, end, row), KV head k: slots [first, end) go to rows from row
-    on.
+    """Program (i, k) copies reads[i] = (page, first, end, row) of KV head k.
+
+    Slots [first, end) go to the rows from row on.
     """
     read = reads + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -67,7 +68,7 @@ def gather_pages(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tup
     keys = kv.numbers.new_empty(num_tokens, num_kv_heads, head_dim, dtype=kv.compute_dtype)
     values = kv.numbers.new_empty(num_tokens, num_kv_heads, v_head_dim, dtype=kv.compute_dtype)
     constants = page_constants(kv.shape)
-    with torch.cuda.device_of(kv.numbers):  # Triton launches on the current device
+    with torch.cuda.device_of(kv.numbers):  # Triton launches on the current device.
         _gather_page[len(reads), num_kv_heads](
             kv.numbers, reads, keys, values, layer, num_layers, **constants, num_warps=_NUM_WARPS
         )

@@ -1,18 +1,18 @@
-"""Triton kernels store K and V in pages, and let single tokens attend to them where they lie, on a GPU.
+"""Triton kernels store K and V in pages on a GPU, and let single tokens attend to them in place.
 
-    store_kv       K and V of a step in one launch
-    attend_parts   1. _attend_part, for each part and KV head: all heads of the part's readers, over its pages
-                   2. _join_parts, for each query and head: what its parts say, by their log-sum-exps
+`store_kv` stores K and V of a step in one launch. `attend_parts` launches _attend_part, which computes for
+each part and KV head all heads of the part's readers over its pages, and then _join_parts, which joins the
+parts of each query and head by their log-sum-exps.
 
-Online softmax is as in FlashAttention (arXiv 2205.14135), parts along the sequence as in Flash-Decoding. The
-rows of a product are query heads, those of several readers where they share pages, so one reading of K and V
-serves all of them. Tables are made once a step (page_pieces.py); nothing here waits for the device.
-Exponentials are of base 2, which is what a GPU computes.
+Online softmax is as in FlashAttention (arXiv 2205.14135), and parts along the sequence as in Flash-Decoding.
+The rows of a product are query heads, also of several readers that share pages, so K and V are read once for
+all of them. Tables are built once per step (page_pieces.py); no kernel waits for the host. Exponentials have
+base 2, as GPUs compute those.
 
-What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
-once: when the runner starts (in_place.py), and not in a step.
+Values that change from step to step do not specialize a kernel, so that each is compiled once, when the
+runner starts (in_place.py), and not in a step.
 
-It is tested on a GPU by `make gpu`, without one in Triton's interpreter (make test-triton).
+`make gpu` tests this on a GPU, and `make test-triton` without one in Triton's interpreter.
 """
 
 import math
@@ -28,7 +28,7 @@ from services.engine.torch.attention.page_pieces import TUNING, PartsView, Tunin
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape, Scores
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# A program stores so many numbers of K, and of V. They are taken to begin at multiples of the unit.
+# A program stores so many numbers of K, and of V. They are assumed to begin at multiples of the unit.
 _STORED_NUMBERS, _UNIT = 2048, 16
 
 
@@ -61,9 +61,9 @@ def _attend_part(
     FACTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program (j, k) is the j-th of the narrow or of the wide parts, if there are so many. See PartsView.
+    """Program (j, k) computes the j-th narrow or wide part (see PartsView), if there are so many.
 
-    It has the heads of the part's readers that share KV head k. `softcap` 0 is none.
+    It computes the heads of the part's readers that share KV head k. `softcap` 0 means none.
     """
     nth_part = tl.program_id(0)
     if WIDE:
@@ -83,17 +83,18 @@ def _attend_part(
     queries = tl.load(
         query + row_starts[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
     ).to(FACTOR)
-    # These are of the softmax so far: the greatest score, the sum of all exponentials over that one's, of V
-    # by them.
+    # These belong to the softmax so far: the greatest score, the sum of exp(score - greatest), and the sum of
+    # V weighted by it.
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, V_COLUMNS], tl.float32)
-    # The slots of the part's pages are counted through, from the first page on.
+    # The slots of the part's pages are counted through, starting at its first page.
     first_slot = tl.load(part + 5)
     end_slot = (end_page - first_page - 1) * PAGE_SIZE + tl.load(part + 6)
     first_start = first_slot // SLOTS * SLOTS
-    # Each round loads the next one's page. Were it loaded by the round that reads it, Triton would fetch no
-    # tile of K and V ahead, but pages: it takes the loads that wait for others for a chain of stages.
+    # Each iteration loads the page id of the next one. If the iteration that reads the page loaded it, Triton
+    # would prefetch page ids instead of tiles of K and V, since it pipelines dependent loads as a chain of
+    # stages.
     next_page = tl.load(pages + first_page + _nth_page(first_start, end_slot, PAGE_SIZE, SLOTS))
     for start in range(first_start, end_slot, SLOTS):
         page = next_page.to(tl.int64)
@@ -112,7 +113,7 @@ def _attend_part(
             power = tl.exp2(scores * (2 / softcap))
             scores = (1 - 2 / (1 + power)) * (softcap * _LOG2_E)
         scores = tl.where(is_token[None, :], scores, -float("inf"))
-        # Every round has a token, so the greatest score is a number.
+        # Every iteration has a token, so the greatest score is a number.
         peak = tl.maximum(greatest, tl.max(scores, 1))
         shrunk = tl.exp2(greatest - peak)
         weights = tl.exp2(scores - peak[:, None])
@@ -133,9 +134,9 @@ def _attend_part(
 
 @triton.jit
 def _nth_page(start, end_slot, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr):
-    """Return which page the slots from `start` on are in, or each of them if a page is no whole tiles.
+    """Return the page of the slots from `start` on, or of each slot if a page is not a multiple of tiles.
 
-    Of slots from `end_slot` on it is the last page.
+    For slots from `end_slot` on this is the last page.
     """
     slots = start if PAGE_SIZE % SLOTS == 0 else start + tl.arange(0, SLOTS)
     return tl.minimum(slots, end_slot - 1) // PAGE_SIZE
@@ -154,7 +155,7 @@ def _join_parts(
     V_HEAD_DIM: tl.constexpr,
     V_COLUMNS: tl.constexpr,
 ):
-    """Program (i, h) is head h of query i. Its sink (-inf: none) is joined here, and so once."""
+    """Program (i, h) joins head h of query i. Its sink (-inf means none) is added once, here."""
     query, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     columns = tl.arange(0, V_COLUMNS)
     is_column = columns < V_HEAD_DIM
@@ -257,7 +258,7 @@ def attend_parts(
     num_heads = query.shape[1]
     query = query.contiguous()
     sinks = _sinks(scores, num_heads, query.device)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    with torch.cuda.device_of(query):  # Triton launches on the current device.
         for is_wide, num_programs, rows in zip((0, 1), view.grid, rows_of(kv, num_heads), strict=True):
             if num_programs == 0:
                 continue
@@ -308,7 +309,7 @@ def store_kv(
 ) -> None:
     """Store K and V of the step's token rows[i] in slot slots[i] of pages[i], for each i.
 
-    An entry of page -1 is not stored. `keys` and `values` are [total, num_kv_heads, ..], in memory as may be.
+    An entry with page -1 is not stored. `keys` and `values` are [total, num_kv_heads, ..] with any strides.
     """
     if len(rows) == 0:
         return
@@ -333,9 +334,9 @@ def store_kv(
 
 
 def _in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
-    """Return [total, num_heads, dim] as the kernel takes it, and how many units rows and heads are apart.
+    """Return [total, num_heads, dim] in the kernel's layout, and the strides of rows and heads in units.
 
-    The kernel is compiled for what begins at a multiple of 16 bytes, and for units. What is not so is copied.
+    The kernel is compiled for starts at multiples of 16 bytes, and for units. Other tensors are copied.
     """
     row, head = (0 if numbers.shape[i] == 1 else numbers.stride(i) for i in (0, 1))
     if row % unit or head % unit or numbers.stride(2) != 1 or numbers.data_ptr() % 16:
@@ -379,14 +380,14 @@ def part_constants(
         "COLUMNS": columns,
         "V_COLUMNS": v_columns,
         "SLOTS": max(16, min(tuning.max_slots, tuning.tile_bytes // (widest * dtype.itemsize))),
-        # The interpreter takes the bits of bfloat16 for integers when it multiplies, so there it is wider.
+        # The interpreter multiplies the bits of bfloat16 as integers, so there it is widened.
         "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[dtype],
         "WIDE": is_wide,
     }
 
 
 def _factor(kv: PagedKv) -> torch.dtype:
-    """Return the type that is multiplied: pages of FP8 are exact in float16, and cheaply widened to it."""
+    """Return the type for products: FP8 pages are exact in float16, and cheap to widen to it."""
     is_half = kv.compute_dtype.itemsize == torch.float16.itemsize
     return torch.float16 if kv.widened is not None and is_half else kv.compute_dtype
 

@@ -1,11 +1,12 @@
-"""The kernel that attends to pages where they lie is chosen once, when the runner starts.
+"""The runner chooses at its start the kernel that attends to pages in place.
 
-On a CPU that is cpu_attention_kernel.py, for all tokens; on a GPU gpu_attention_kernel.py, for single ones,
-if it compiles there and agrees with the gather path, which copies each sequence's K and V and needs nothing
-but torch. If not, that path serves them too, as it serves all chunks of several tokens there, and latents; it
-is tried itself, before that (agreement.py). Where the kernel is taken, so is one that stores K and V, if it
-does that to the bit; else torch stores them. (A kernel that breaks the CUDA context ends the process, for
-torch cannot go on either.) Chunks of several tokens are packed (prompts.py) where that is right, too.
+On a CPU that is cpu_attention_kernel.py, for all tokens. On a GPU it is gpu_attention_kernel.py, for single
+tokens, if it compiles there and agrees with the gather path, which copies each sequence's K and V and needs
+only torch. If not, the gather path serves them, too, as it serves all chunks of several tokens there, and
+latents. The gather path is checked first (agreement.py). With the kernel comes one that stores K and V, if
+its result is equal to the bit; otherwise torch stores them. (A kernel that breaks the CUDA context ends the
+process, as torch cannot continue either.) Chunks of several tokens are packed (prompts.py) if that is right,
+too.
 """
 
 import logging
@@ -30,16 +31,15 @@ from services.values.kv import PageId
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CAPABILITY = (8, 0)  # of a GPU on which torch has flash attention
+_LEAST_CAPABILITY = (8, 0)  # torch has flash attention on GPUs from this one on.
 
 
 def choose_in_place(
     pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
 ) -> tuple[InPlace | OnDevice | None, ...]:
-    """Choose for each pool, by its layers' numbers of query heads; None where its single tokens must gather.
+    """Choose each pool's kernel by its layers' numbers of query heads; None means that single tokens gather.
 
-    It takes some seconds a pool on a GPU. Raises ConfigError where not even those that gather attend as they
-    should.
+    On a GPU this takes some seconds per pool. Raises ConfigError where the gather path is wrong, too.
     """
     on_cpu = _on_cpu() if any(_is_read_by_numba(kv) for kv in pools) else None
     return tuple(_choose(kv, heads, on_cpu) for kv, heads in zip(pools, num_heads, strict=True))
@@ -65,7 +65,7 @@ def _is_read_by_numba(kv: PagedKv) -> bool:
 
 
 def _on_cpu() -> InPlace:
-    # What plans a step of several rows is compiled now, and not in the first such step.
+    # This compiles the planning of a step of several rows now, and not in the first such step.
     pieces_of([Read([PageId(0)], 0, 0, 1)] * 2, page_size=1)
     num_threads = torch.get_num_threads()
     executor = ThreadPoolExecutor(num_threads - 1, "attention") if num_threads > 1 else None
@@ -81,13 +81,14 @@ def _on_cuda(kv: PagedKv, num_heads: frozenset[int]) -> OnDevice | None:
     (heads,) = num_heads
     properties = torch.cuda.get_device_properties(kv.numbers.device)
     try:
-        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        # Only torch for CUDA includes Triton, which takes a second to import.
         from services.engine.torch.attention.gpu_attention_kernel import attend_parts
 
         num_programs = TUNING.programs * properties.multi_processor_count
         on_device = OnDevice(attend_parts, heads, num_programs)
         require_agreement(on_device, kv)
-    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+    # Triton, a compiler or torch may raise anything, and the gather path works without the kernel.
+    except Exception as error:
         logger.warning("attention_kernel_unusable error=%r", error)
         return None
     logger.info("attention_kernel_ready kernel=triton")
@@ -108,7 +109,7 @@ def _storing(kv: PagedKv) -> StoreKv | None:
 def choose_packings(
     pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
 ) -> tuple[Packing | None, ...]:
-    """Choose for each pool how its prompts attend together; None where they do so one by one."""
+    """Choose for each pool how its prompts attend together; None means one by one."""
     return tuple(_packing(kv, heads) for kv, heads in zip(pools, num_heads, strict=True))
 
 
@@ -124,7 +125,7 @@ def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
             tried = Packing(gather, has_sinks)
             for heads in num_heads:
                 require_packed(tried, kv, heads)
-        except Exception as error:  # as above
+        except Exception as error:  # The reason is the same as above.
             logger.warning("prompts_not_packed sinks=%s error=%r", has_sinks, error)
             break
         packing = tried

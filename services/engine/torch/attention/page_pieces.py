@@ -1,18 +1,16 @@
 """Single tokens that read the same pages at the same place read them together.
 
 Neighbouring pages that the same queries read are a *piece*: a prefix that several sequences share, a longer
-prefix that fewer of them share, and what each has for itself. Where windows cut a page, it is shared by those
-that begin at the same slot. Of a page that is still being filled every reader may know another part: it is
-read alone. PagePieces come in the order of their places, so that each query reads its tokens in their order.
+prefix that fewer of them share, and each sequence's own pages. Where windows cut a page, those that begin at
+the same slot share it. A page that is still being filled may have another end for every reader, so each reads
+it alone. PagePieces are in the order of their places, so that each query reads its tokens in their order.
 
-For a device they are cut into parts, each for one of its programs; queries join them.
+For a device, pieces are cut into parts, one for each program, which the queries then join. A piece is pages
+times their readers. A part is some of the pages times some of the readers, for one KV head at a time.
 
-    piece   pages x their readers            who reads what
-    part    some of the pages x some of the readers, for one KV head at a time
-
-Pages are cut so that a device with many processors has a part for each of them, also for one long context;
-readers only where their query heads are more rows than a program multiplies at once. So up to 64 query heads
-(32 in float32) of one KV head read a page together.
+Pages are cut so that a device with many processors has a part for each of them, also with one long context.
+Readers are cut only where their query heads are more rows than a program multiplies at once. So up to 64
+query heads (32 in float32) of one KV head read a page together.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ from services.engine.torch.attention.plan_kernel import plan_parts, plan_pieces
 from services.engine.torch.device import send
 from services.values.kv import PageId
 
-# Where the tables of pages are as long as that on average, they are kept from step to step, so many of them.
+# Page tables of at least this average length are cached between steps, up to so many tables.
 _LONG_TABLE, _KEPT_TABLES = 48, 1024
 
 
@@ -38,9 +36,9 @@ class Read(NamedTuple):
     """One query reads slots [skip, skip + num_tokens) of its pages, counted from the first one on."""
 
     pages: Sequence[PageId]
-    first_page: int  # the place of pages[0] in the sequence
-    skip: int  # less than a page
-    num_tokens: int  # they end in the last page
+    first_page: int  # This is the index of pages[0] in the sequence.
+    skip: int  # This is less than a page.
+    num_tokens: int  # They end in the last page.
 
 
 def pieces_of(reads: Sequence[Read], page_size: int) -> PagePieces:
@@ -60,9 +58,9 @@ def _joined(tables: Sequence[Sequence[PageId]], num_pages: int) -> Ids:
 
 
 class _KnownTables:
-    """A row reads the pages of the step before, but for one in many: their array is kept by the last of them.
+    """A row mostly reads the pages of its last step, so arrays of page ids are cached by their last page.
 
-    To compare a list of the same numbers takes a twentieth of what it takes to make an array of them.
+    Comparing two lists of the same numbers takes a twentieth of the time of converting one to an array.
     """
 
     def __init__(self) -> None:
@@ -83,7 +81,7 @@ _known = _KnownTables()
 
 
 def _alone(read: Read, page_size: int) -> PagePieces:
-    """Make the pieces without a search: where there is one query alone, every microsecond counts."""
+    """Build the pieces without a search, since for one query alone every microsecond counts."""
     pages = np.array(read.pages, np.int64)
     firsts, ends = np.zeros(len(pages), np.int64), np.full(len(pages), page_size, np.int64)
     firsts[0], ends[-1] = read.skip, (read.skip + read.num_tokens - 1) % page_size + 1
@@ -91,28 +89,28 @@ def _alone(read: Read, page_size: int) -> PagePieces:
     return PagePieces(pages, firsts, ends, starts[:2], starts[:1], starts[2:])
 
 
-# A program multiplies so many rows at once: a row is one query head of one reader. Tensor cores take 16 at
-# least; parts of that many are computed apart, for most pages are read by one sequence alone. Wide ones are
+# A program multiplies so many rows at once: a row is one query head of one reader. Tensor cores take at least
+# 16. Parts of that size have a launch of their own, since one sequence alone reads most pages. Wide parts are
 # as wide as registers and shared memory allow.
 _NARROW_ROWS, _WIDE_ROW_BYTES = 16, 128
-# A part of fewer tokens is not worth what it takes to join it.
+# A part of fewer tokens is not worth the time to join it.
 _LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """These say how a device is kept busy; what is computed is the same up to rounding."""
+    """These settings keep a device busy; they change results only by rounding."""
 
-    programs: int = 2  # of a processor
-    num_warps: int = 4  # of a program
-    num_stages: int = 3  # of narrow parts: one tile of K and of V less is on its way or read at a time
+    programs: int = 2  # This is per processor.
+    num_warps: int = 4  # This is per program.
+    num_stages: int = 3  # Narrow parts have one tile of K and V less than this in flight or in use at a time.
     wide_stages: int = 2
-    max_slots: int = 64  # of a tile
-    tile_bytes: int = 16 << 10  # of K, and of V, at most
+    max_slots: int = 64  # This is per tile.
+    tile_bytes: int = 16 << 10  # This limits K, and V, of a tile.
 
 
-# With these a program fits into 99 KiB of shared memory. (By 1 KiB it does not in float32 with head_dim 256:
-# where there are no more, that gathers.)
+# With these a program fits into 99 KiB of shared memory, except in float32 with head_dim 256, which needs 1
+# KiB more: on a GPU without it, that gathers.
 TUNING = Tuning()
 
 
@@ -121,41 +119,41 @@ class OnDevice:
     attend: "AttendParts"
     num_heads: int
     num_programs: int
-    store: "StoreKv | None" = None  # else torch stores K and V
+    store: "StoreKv | None" = None  # Otherwise torch stores K and V.
 
 
 @dataclass(frozen=True, slots=True)
 class PartsView:
-    """The view has the step's single tokens, on the device; tables are int32.
+    """The view has the tables of the step's single tokens, on the device, in int32.
 
-    Query i is the one at offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
-    end_reader, first_output, first_slot, end_slot): pages[k] for each k from first_page to end_page, of the
-    first one from first_slot on, of the last one up to end_slot, for the queries at readers[k] of the step,
-    for each k from first_reader to end_reader. Their results are `outputs` from first_output on, in that
-    order. Query i joins outputs[readings[k]] for each k from starts[i] to ends[i]. Queries may share their
+    Query i is row offsets[i] of the step. Part j is parts[j] = (first_page, end_page, first_reader,
+    end_reader, first_output, first_slot, end_slot). It reads pages[k] for each k from first_page to end_page:
+    the first one from first_slot on, the last one up to end_slot. Its queries are the rows readers[k] of the
+    step, for each k from first_reader to end_reader. Their results are `outputs` from first_output on, in
+    that order. Query i joins outputs[readings[k]] for each k from starts[i] to ends[i]. Queries may share
     readings.
 
-    Tables may have room for more than a step needs: `counts` say how many parts there are. As many programs
-    are launched as `grid` says, and those beyond the counts have nothing to do.
+    Tables may have room for more than a step needs: `counts` has the real numbers of parts. `grid` has the
+    numbers of programs that are launched, and those beyond the counts do nothing.
     """
 
     pages: Tensor
     readers: Tensor
-    parts: Tensor  # [at least num_parts, 7], the narrow ones first
+    parts: Tensor  # The shape is [at least num_parts, 7], with the narrow ones first.
     readings: Tensor
-    starts: Tensor  # [num_queries]
-    ends: Tensor  # [num_queries]
-    offsets: Tensor  # [num_queries]
-    counts: Tensor  # of narrow parts, and of all
-    grid: tuple[int, int]  # programs of narrow parts, and of wide ones; 0: none is launched
-    outputs: Tensor  # float32 [at least num_outputs, num_heads, v_head_dim], for each layer anew
-    log_sums: Tensor  # float32 [at least num_outputs, num_heads], to base 2
+    starts: Tensor  # The length is num_queries.
+    ends: Tensor  # The length is num_queries.
+    offsets: Tensor  # The length is num_queries.
+    counts: Tensor  # These are the number of narrow parts and of all parts.
+    grid: tuple[int, int]  # These are the programs for narrow and for wide parts; with 0 none is launched.
+    outputs: Tensor  # Each layer writes these anew, float32 [at least num_outputs, num_heads, v_head_dim].
+    log_sums: Tensor  # These have base 2, float32 [at least num_outputs, num_heads].
     attend: "AttendParts"
 
 
-# The arguments are those of triton_kernel.attend_parts: view, query, the pool, layer, scores, output.
+# The arguments are those of gpu_attention_kernel.attend_parts: view, query, the pool, layer, scores, output.
 AttendParts = Callable[[PartsView, Tensor, PagedKv, int, Scores, Tensor], None]
-# Those of triton_kernel.store_kv are: keys, values, the pool, layer, rows, pages, slots.
+# The arguments are those of gpu_attention_kernel.store_kv: keys, values, the pool, layer, rows, pages, slots.
 StoreKv = Callable[[Tensor, Tensor, PagedKv, int, Tensor, Tensor, Tensor], None]
 
 
@@ -163,12 +161,12 @@ class Joins(NamedTuple):
     """Query i has the outputs readings[j] for each j from starts[i] to starts[i + 1]."""
 
     readings: Ids
-    starts: Ids  # [num_queries + 1]
+    starts: Ids  # The length is num_queries + 1.
 
 
 @dataclass(frozen=True, slots=True)
 class PieceParts:
-    table: Ids  # [num_parts, 7], as PartsView.parts
+    table: Ids  # The shape is [num_parts, 7], as in PartsView.parts.
     num_narrow: int
     joins: Joins
 
@@ -180,7 +178,7 @@ def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
 
 
 def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevice) -> PartsView:
-    """`offsets` say where in the step each query is. All tables go to the device in one copy."""
+    """Plan the parts, and send all tables in one copy; `offsets` are the queries' rows in the step."""
     parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
     num_parts = len(parts.table)
     tables = (
@@ -216,8 +214,8 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
 def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
     """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small.
 
-    Of the pages of a piece only the first may begin late, and only the last may end early, for its readers
-    read the page before and the page after as well. So this holds of a part, and it has two slots to say.
+    Only the first page of a piece may begin late, and only the last may end early, since its readers also
+    read the pages before and after. So the same holds for a part, which stores these two slots.
     """
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads

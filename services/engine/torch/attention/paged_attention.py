@@ -1,36 +1,38 @@
-"""Hugging Face model definitions attend over paged KV pools here.
+"""Hugging Face model definitions attend over paged KV pools through this module.
 
-    view_step(layers, chunks, cache)   once a step (step_view.py): where K and V go, who reads which pages
-    model(..., paged=view)             transformers hands our keyword to the attention function of each layer
-      cache.update(key, value, idx)    which layer it is: module.layer_idx does not say it everywhere
-      paged_attention                  1. store the step's K and V in their pages
-                                       2. attend to pages where they lie, by the kernel that was chosen at
-                                          start (in_place.py): on a CPU all tokens, on a GPU single ones
-                                       3. where there is none: gather what all chunks see, attend at once
-                                          (prompts.py), or chunk by chunk, gathered
+`view_step(layers, chunks, cache)` runs once per step (step_view.py) and finds where K and V go, and who reads
+which pages. `model(..., paged=view)` then passes this keyword to the attention function of each layer. There,
+`cache.update(key, value, idx)` names the layer, as module.layer_idx is not right in all definitions, and
+`paged_attention` does three things:
+
+1. It stores the step's K and V in their pages.
+2. It attends to pages in place, with the kernel chosen at the start (in_place.py): on a CPU for all tokens,
+   on a GPU for single ones.
+3. Without a kernel it gathers what all chunks see and attends at once (prompts.py), or chunk by chunk.
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention
-implementation it does not know, transformers passes attention_mask None; the view says it all.
+implementation that it does not know, transformers passes attention_mask None; the view has all that is
+needed.
 
-Attending in place never copies a prefix. Pages that several sequences read are read once, for all of them. On
-a CPU what a token gets is the same to the bit, whoever else is in the step and however its prompt is cut
-(cpu_attention_kernel.py). On a GPU what a sequence reads alone and what it shares is joined by the log-sum-
-exps (Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys carry their positions
-already (rotary embedding), so pages may be taken in any order.
+Attending in place never copies a prefix. Pages that several sequences read are read once for all of them. On
+a CPU a token's result is the same to the bit, whatever else is in the step and however its prompt is cut
+(cpu_attention_kernel.py). On a GPU a sequence's own pages and its shared ones are joined by log-sum-exps
+(Milakov and Gimelshein, arXiv 1805.02867), so it is the same up to rounding. Keys already contain their
+positions (rotary embedding), so pages may be read in any order.
 
-Gathered: one chunk attends to K and V that were copied together; this needs nothing but torch, whose own
-attention knows neither soft caps nor sinks: where a layer has one, scores are made one by one. On a GPU it
-gets no mask of ours either. The kernel that torch has there for masks was wrong for short chunks far into a
-window, and some shapes made it read where nothing is (torch 2.11 on an H100; alike pytorch/pytorch#191937).
-So where windows cut what a chunk sees, scores are made there. Few come here in half precision, for prompts
-attend together then.
+When gathering, one chunk attends to a copy of its K and V, and this needs only torch. torch's own attention
+supports neither soft caps nor sinks: for a layer with one, scores are computed explicitly. On a GPU torch
+gets no mask from here either. Its kernel for masks was wrong for short chunks far into a window, and with
+some shapes it read invalid addresses (torch 2.11 on an H100; pytorch/pytorch#191937 is similar). So where
+windows cut what a chunk sees, scores are computed explicitly there. Few chunks in half precision need this,
+since their prompts attend together.
 
-Latents (DeepSeek-V3) are kept of a token: its keys and values are computed of them. The model hands its
-latents to the cache, expands what it gets back, and attends to that: so the cache gives it the latents of all
+Latents (DeepSeek-V3) are stored per token, and keys and values are computed from them. The model passes its
+latents to the cache, expands what it gets back, and attends to that: so the cache returns the latents of all
 sequences of the step, one after the other. A latent is a group with one KV head and no values; the latents of
-a token (that of keys and values, and the rotated key) lie side by side in its slot. Each step expands the
-whole context of each sequence, layer by layer. That is cheap beside a long chunk, and dear for single tokens
-of long contexts.
+a token (the one of keys and values, and the rotated key) lie side by side in its slot. Each step expands the
+whole context of each sequence, layer by layer. That is cheap beside a long chunk, and expensive for single
+tokens of long contexts.
 """
 
 from collections.abc import Iterator
@@ -84,21 +86,21 @@ def store(numbers: Tensor, pages: Tensor, view: ReachView) -> None:
 
 def put(numbers: Tensor, pages: Tensor, token_pages: Tensor, token_slots: Tensor) -> None:
     """Put [num_tokens, num_kv_heads, head_dim] into a layer's pages, each token's into its page and slot."""
-    if pages.itemsize == 1:  # torch puts no numbers of 8 bits in places, but bytes
+    if pages.itemsize == 1:  # torch supports index assignment for bytes, but for no other type of 8 bits.
         pages, numbers = pages.view(torch.uint8), numbers.view(torch.uint8)
     pages[token_pages, :, token_slots] = numbers
 
 
-# So many bytes of scores are held at once, float32: so many rows of a chunk are computed together. On a CPU
-# they are as many as its caches hold, for they are gone over six times; on a GPU enough for all its
+# So many bytes of float32 scores exist at once, which limits the rows of a chunk that are computed together.
+# On a CPU that is what its caches hold, as six passes read them; on a GPU it is enough for all its
 # processors.
 _SCORE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 
 
 def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
     """Return what the chunk sees of K or V, in token order: [num_kv_heads, end - first, head_dim]."""
-    # The pages are selected by heads first: so they are copied once, not a second time to put the heads
-    # first. Selected from the transposed pool instead, torch would copy all of that.
+    # The output has the heads first, so that the pages are copied once, without a second copy to reorder
+    # them. If they were selected from the transposed pool instead, torch would copy the whole pool.
     numbers, pages = pages.dtype, pages.view(torch.uint8) if pages.itemsize == 1 else pages
     own = pages.new_empty(pages.shape[1], len(chunk.pages), *pages.shape[2:])
     torch.index_select(pages, 0, chunk.pages, out=own.transpose(0, 1))
@@ -106,14 +108,13 @@ def gather(pages: Tensor, chunk: ChunkView) -> Tensor:
 
 
 def attend_gathered(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores) -> Tensor:
-    """Let a chunk attend to what was copied for it.
+    """Let a chunk attend to the K and V that were copied for it.
 
-    `query` is [length, num_heads, head_dim], `keys` and `values` are [num_kv_heads, end - first, ..].
-
-    Returns [length, num_heads, head dimension of the values].
+    `query` is [length, num_heads, head_dim], `keys` and `values` are [num_kv_heads, end - first, ..]. Returns
+    [length, num_heads, head dimension of the values].
     """
     cut_on_gpu = chunk.in_windows and query.is_cuda
-    # KV heads are the batch, the query heads of a group its heads: nothing is repeated for GQA.
+    # KV heads are the batch, and a group's query heads are its heads: so nothing is repeated for GQA.
     grouped = query.transpose(0, 1).unflatten(0, (len(keys), -1))
     attend = _attend if scores.are_plain and not cut_on_gpu else _attend_by_scores
     return attend(grouped, keys, values, chunk, scores).flatten(0, 1).transpose(0, 1)
@@ -134,7 +135,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, score
 def _attend_by_scores(
     query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkView, scores: Scores
 ) -> Tensor:
-    """Compute what `_attend` does in float32, some rows of the chunk after others: each with what it sees."""
+    """Compute what `_attend` does in float32, a few rows of the chunk at a time, each with what it sees."""
     num_kv_heads, group = query.shape[:2]
     keys, values = keys.float().transpose(1, 2), values.float()
     score_bytes = 4 * num_kv_heads * group * chunk.num_seen
@@ -147,7 +148,7 @@ def _attend_by_scores(
         first = max(chunk.first, chunk.reach.first_seen(start))
         of_rows = slice(first - chunk.first, end - chunk.first)
         seen = seen_by(torch.arange(start, end, device=rows.device), chunk.reach, first, end)
-        # A group's heads are taken as more rows: K and V are not repeated for them.
+        # A group's heads become more rows, so K and V are not repeated for them.
         products = (rows.flatten(1, 2) @ keys[:, :, of_rows]).unflatten(1, (group, -1))
         weights = _weights(products, seen, scores).flatten(1, 2)
         outputs.append((weights @ values[:, of_rows]).unflatten(1, (group, -1)))
@@ -169,9 +170,9 @@ def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
 
 
 def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[Tensor, ...]:
-    """Keep the step's latents, each [1, 1, total, its width], and return those of all contexts, in order.
+    """Store the step's latents, each [1, 1, total, its width], and return those of all contexts, in order.
 
-    Each comes back as [1, 1, the contexts' tokens, its width].
+    Each result is [1, 1, the contexts' tokens, its width].
     """
     of_reach, index = view.of_layer(layer_idx)
     keys, _ = of_reach.kv.layer(index)
@@ -182,7 +183,7 @@ def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[
 
 
 def contexts(of_reach: ReachView) -> Iterator[tuple[ChunkView, slice]]:
-    """Yield each chunk of the step, and where what it sees is in what store_and_gather gave."""
+    """Yield each chunk of the step, and the slice of its tokens in the result of store_and_gather."""
     end = 0
     for chunk in of_reach.chunks:
         start, end = end, end + chunk.num_seen
@@ -191,8 +192,8 @@ def contexts(of_reach: ReachView) -> Iterator[tuple[ChunkView, slice]]:
 
 IMPLEMENTATION = "isthmus_paged"
 
-# transformers and its models may hand these to an attention function without a say in what it computes: they
-# are of training, of what else the model returns, and what the view knows better.
+# transformers and its models may pass these to an attention function without an effect on its result: they
+# are for training, for other outputs of the model, or repeat what the view has.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -223,13 +224,13 @@ def paged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute one layer's attention, as transformers calls it, and write the pool.
+    """Compute one layer's attention, as transformers calls it, and write K and V to the pool.
 
     `query` is [1, num_heads, total, head_dim], `key` and `value` [1, num_kv_heads, total, ..]; of a latent,
-    they are of all contexts, as store_and_gather gave them. Returns [1, total, num_heads, head dimension of
-    the values].
+    they are those of all contexts, as store_and_gather returned them. Returns [1, total, num_heads, head
+    dimension of the values].
 
-    Raises ConfigError where the model asks for what is not computed here.
+    Raises ConfigError where the model needs something that is not supported here.
     """
     _require_known(module, attention_mask, is_causal, others)
     layer_idx, is_stored = paged.cache.take()
@@ -244,7 +245,7 @@ def paged_attention(
     if view.kv.is_latent:
         return _attend_to_contexts(queries, key[0], value[0], view, scores)[None], None
     if view.packed is not None and view.packed.serves(scores):
-        # A row that is not stored sees what is in its page, and not its own.
+        # A row that is not stored sees the K and V in its page, and not its own.
         are_stored = is_stored and len(view.slots.rows) == len(queries)
         own = (key[0].transpose(0, 1), value[0].transpose(0, 1)) if are_stored else None
         output = attend_packed(view.packed, queries, own, view.kv, index, scores)
@@ -260,7 +261,7 @@ def paged_attention(
 def _require_known(
     module: torch.nn.Module, mask: Tensor | None, is_causal: bool | None, others: dict[str, Any]
 ) -> None:
-    """Raise ConfigError for what is not known: were it ignored, the model would compute something else."""
+    """Raise ConfigError for an unknown argument; without it the model would compute something else."""
     unknown = {name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None}
     if mask is not None:
         unknown.add("attention_mask")
@@ -301,11 +302,11 @@ def _attend_to_contexts(
 def _attend_on_cpu(query: Tensor, view: ReachView, layer: int, scores: Scores) -> Tensor:
     """Attend with all tokens in place.
 
-    numpy does it, each of whose calls takes a fourth of what one of torch's does.
+    This uses numpy, whose calls take a fourth of the time of torch's.
     """
     queries: Floats = query.float().numpy()[0].transpose(1, 0, 2)
     parts = view.in_place
-    if len(parts) == 1:  # the one part has all rows
+    if len(parts) == 1:  # The one part has all rows.
         output = attend_in_place(queries, parts[0], view, layer, scores)
     else:
         output = np.empty((*queries.shape[:2], view.kv.shape.v_head_dim), np.float32)

@@ -1,4 +1,4 @@
-"""Attention reads and writes a pool's numbers so, and makes weights of products of queries and keys."""
+"""This module defines the layout of a pool's numbers, and how attention computes its scores."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,19 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The largest number of float8_e4m3fn: what is larger is stored as that.
+# This is the largest number of float8_e4m3fn; larger numbers are stored as this one.
 _MOST_FLOAT8 = 448.0
 
 
 class PageShape(NamedTuple):
     """A page is, for each layer, K [num_kv_heads, page_size, head_dim], then V [.., .., v_head_dim].
 
-    A latent (DeepSeek-V3's: keys and values come of it) has one KV head and v_head_dim 0.
+    A latent (of DeepSeek-V3, from which keys and values are computed) has one KV head and v_head_dim 0.
     """
 
     num_layers: int
     num_kv_heads: int
-    page_size: int  # tokens
+    page_size: int  # This is in tokens.
     head_dim: int
     v_head_dim: int
 
@@ -35,13 +35,14 @@ class PageShape(NamedTuple):
 class PagedKv:
     """Pages lie one after the other: `numbers` is [num_pages * shape.page_numbers], contiguous.
 
-    They may be of a smaller type than the model computes in: then they are rounded when they are stored, and
-    widened when they are read.
+    Their type may be smaller than the model's. Then numbers are rounded when they are stored, and widened
+    when they are read.
     """
 
     numbers: Tensor
     shape: PageShape
-    widened: torch.dtype | None = None  # the type that the model computes in; None: that of `numbers`
+    # This is the type that the model computes in; None means that of `numbers`.
+    widened: torch.dtype | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -60,7 +61,6 @@ class PagedKv:
         return self.shape.v_head_dim == 0
 
     def rounded(self, numbers: Tensor) -> Tensor:
-        """Return the numbers in the type of the pages."""
         if self.widened is None:
             return numbers
         return numbers.clamp(-_MOST_FLOAT8, _MOST_FLOAT8).to(self.numbers.dtype)
@@ -85,12 +85,12 @@ class PagedKv:
 class Scores:
     """A score is query * key * scaling, then, with a soft cap c, tanh(score / c) * c; then comes the mask.
 
-    Their softmax has, of each head that has a sink, one score more that has no value: it only takes weight.
+    A head's sink is one more score in the softmax without a value: it only takes weight from the others.
     """
 
     scaling: float
     softcap: float | None = None
-    sinks: Tensor | None = None  # [num_heads]
+    sinks: Tensor | None = None  # The shape is [num_heads].
 
     @property
     def are_plain(self) -> bool:

@@ -1,6 +1,6 @@
-"""The tables of a step's pieces and their parts (page_pieces.py) are made by what numba compiles.
+"""Code that numba compiles builds the tables of a step's pieces and their parts (page_pieces.py).
 
-A step of 64 rows has tens of thousands of pages, and while they are sorted the device waits.
+A step of 64 rows has tens of thousands of pages, and the device waits while they are sorted.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ _inner = inner()
 def plan_pieces(pages: Any, counts: Any, first_pages: Any, skips: Any, ends: Any, page_size: Any) -> Any:
     """Return the fields of PagePieces.
 
-    Query i reads the next counts[i] of `pages`, whose first one is page first_pages[i] of its sequence: of
-    the first one it reads slots from skips[i] on, of the last one those up to ends[i].
+    Query i reads the next counts[i] of `pages`, whose first one is page first_pages[i] of its sequence. It
+    reads the first one from slot skips[i] on, and the last one up to slot ends[i].
     """
     readings, groups = _group(pages, counts, first_pages, skips, ends, page_size)
     reader_starts, readers = _readers(readings, counts, len(groups))
@@ -64,7 +64,7 @@ def _group(pages: Any, counts: Any, first_pages: Any, skips: Any, ends: Any, pag
             page, place = pages[at], first_pages[query] + nth
             first = skips[query] if nth == 0 else 0
             end = ends[query] if nth == count - 1 else page_size
-            # The page after one that others read, too, is mostly the one that these read next.
+            # Readers that share a page mostly share the next one, too.
             found, bucket = last + 1, 0
             if end < page_size:
                 found = num_groups
@@ -111,7 +111,7 @@ def _readers(of_reads: Any, counts: Any, num_groups: Any) -> Any:
 
 @_inner
 def _bounds_of_pieces(groups: Any, starts: Any, readers: Any) -> Any:
-    """Return where pieces begin among the groups: neighbours of the same readers are one piece."""
+    """Return the first groups of the pieces: neighbouring groups with the same readers are one piece."""
     num_groups, num_pieces = len(groups), 0
     bounds = np.empty(num_groups + 1, np.int64)
     for group in range(num_groups):
@@ -132,7 +132,7 @@ def _bounds_of_pieces(groups: Any, starts: Any, readers: Any) -> Any:
 
 @_inner
 def _by_place(groups: Any, bounds: Any) -> Any:
-    """Return the pieces in the order of their first pages' places; those of one place stay in order."""
+    """Return the pieces in the order of their first pages' places; pieces of one place keep their order."""
     num_pieces = len(bounds) - 1
     least, most = groups[0, 1], groups[0, 1]
     for i in range(num_pieces):
@@ -152,10 +152,10 @@ def _by_place(groups: Any, bounds: Any) -> Any:
 
 @_compiled
 def plan_parts(pieces: Any, sizes: Any) -> Any:
-    """Return the fields of PieceParts and of its Joins, of the fields of PagePieces.
+    """Compute the fields of PieceParts and of its Joins from the fields of PagePieces.
 
-    `sizes` are (most rows of a narrow part, most readers of any, heads to a KV head, KV heads, programs,
-    least pages of a part).
+    `sizes` are (most rows of a narrow part, most readers of any part, query heads per KV head, KV heads,
+    programs, fewest pages of a part).
     """
     _, firsts, ends, page_starts, readers, reader_starts = pieces
     narrow, most_readers, group, num_kv_heads, num_programs, least_pages = sizes

@@ -1,14 +1,15 @@
-"""Prompts attend on a GPU by torch's flash attention: all chunks of a step that one reach has, together.
+"""Prompts attend with torch's flash attention on a GPU: all chunks of a step with the same reach at once.
 
-    pack_chunks      once a step for each reach: which rows are whose, and which pages they read
-    attend_packed    in each layer  1. K and V of what the chunks see are copied out of their pages, one after
-                                       the other; those of whole prompts need not be, for the step has them,
-                                       unless pages hold them rounded
-                                    2. one varlen_attn: each row sees its chunk's tokens up to itself
-                                    3. sinks take their share, which the log-sum-exps tell
+`pack_chunks` runs once per step and reach, and finds which rows belong to which chunk, and the pages that
+they read. `attend_packed` runs in each layer:
 
-It serves half precision, with sliding windows or none. All else is attended chunk by chunk
-(paged_attention.py). Whether it computes on this device what it should is tried when the runner starts
+1. It copies K and V that the chunks see out of their pages, one after the other. For whole prompts it uses
+   the step's own, unless pages store them rounded.
+2. It calls varlen_attn once: each row sees its chunk's tokens up to itself.
+3. It subtracts the share of sinks, which follows from the log-sum-exps.
+
+It supports half precision, with sliding windows or none. Everything else attends chunk by chunk
+(paged_attention.py). When the runner starts, it tries whether the result is right on this device
 (in_place.py).
 """
 
@@ -27,14 +28,15 @@ from services.engine.torch.attention.page_pieces import Read
 from services.engine.torch.attention.paged_kv import PagedKv, Scores
 from services.engine.torch.device import send
 
-# What chunks of one call see takes no more than so many bytes, K and V of a layer, or one chunk sees more.
+# The K and V of a layer that chunks of one call see take no more than so many bytes, unless one chunk sees
+# more.
 _PACKED_BYTES = 256 << 20
-# torch's flash attention takes these.
+# torch's flash attention supports these types.
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_FLASH_DIM, _FLASH_DIM_STEP = 256, 8
 # It reads so many numbers of half precision at a time.
 _FLASH_NUMBERS = 8
-# Newer versions of torch must be told that K and V have fewer heads.
+# Newer versions of torch need this option where K and V have fewer heads.
 _FEWER_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 # The arguments are those of gather_kernel.gather_pages: reads, num_tokens, the pool, layer.
@@ -43,14 +45,14 @@ GatherPages = Callable[[Tensor, int, PagedKv, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A pool's prompts may be packed, and with `has_sinks` also those of layers that have some."""
+    """A pool's prompts may be packed; with `has_sinks`, also those of layers with sinks."""
 
     gather: GatherPages
     has_sinks: bool = True
 
 
 class PlacedRead(NamedTuple):
-    """A chunk is rows [offset, offset + length) of the step, the last tokens of what it reads."""
+    """A chunk is rows [offset, offset + length) of the step, and the last tokens of what it reads."""
 
     offset: int
     length: int
@@ -59,36 +61,36 @@ class PlacedRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """One call serves these chunks, which are neighbours in the step; tables are int32, on the device.
+    """One call computes these chunks, which are neighbours in the step; tables are int32, on the device.
 
-    The rows of chunk i are [row_starts[i], row_starts[i + 1]) of `rows`, what it sees [seen_starts[i],
-    seen_starts[i + 1]) of what is gathered. A read is (page, first slot, end slot, where the first goes).
+    Chunk i has the rows [row_starts[i], row_starts[i + 1]) of `rows`, and sees [seen_starts[i], seen_starts[i
+    + 1]) of the gathered tokens. A read is (page, first slot, end slot, target of the first slot).
     """
 
     rows: slice
     row_starts: Tensor
     seen_starts: Tensor
-    reads: Tensor  # [num_reads, 4]
+    reads: Tensor  # The shape is [num_reads, 4].
     longest: int
     most_seen: int
     num_seen: int
-    are_whole: bool  # no chunk sees anything but itself
+    are_whole: bool  # No chunk sees anything but itself.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedView:
     calls: tuple[PackedChunks, ...]
     packing: Packing
-    window: int  # tokens that a row sees, with itself; 0: all
+    window: int  # A row sees so many tokens, itself included; 0 means all.
 
     def serves(self, scores: Scores) -> bool:
         return scores.softcap is None and (scores.sinks is None or self.packing.has_sinks)
 
 
 def gather_plainly(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:
-    """Return what gather_kernel.gather_pages does, by torch alone and in more than one launch."""
+    """Return what gather_kernel.gather_pages does, with torch alone and several launches."""
     pages, first_slots, end_slots, rows = reads.long().unbind(1)
-    # Told how many there are, torch does not ask the device.
+    # With the number given, torch does not wait for the device.
     of_read = torch.repeat_interleave(end_slots - first_slots, output_size=num_tokens)
     slots = torch.arange(num_tokens, device=reads.device) + (first_slots - rows)[of_read]
     keys, values = (numbers[pages[of_read], :, slots].to(kv.compute_dtype) for numbers in kv.layer(layer))
@@ -96,7 +98,7 @@ def gather_plainly(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> t
 
 
 def is_packable(kv: PagedKv) -> bool:
-    """Tell whether flash attention takes what the pool has, if the GPU is new enough."""
+    """Return whether flash attention supports the pool's layout, if the GPU is new enough."""
     _, _, _, head_dim, v_head_dim = kv.shape
     return (
         kv.compute_dtype in _FLASH_DTYPES
@@ -106,7 +108,7 @@ def is_packable(kv: PagedKv) -> bool:
 
 
 def pack_chunks(placed: Sequence[PlacedRead], kv: PagedKv, packing: Packing, window: int) -> PackedView:
-    """`placed` come in the order of the step. All tables go to the device in one copy."""
+    """Plan the calls; `placed` is in the order of the step. All tables go to the device in one copy."""
     layer_bytes = kv.shape.layer_numbers * kv.compute_dtype.itemsize
     most_tokens = _PACKED_BYTES * kv.shape.page_size // layer_bytes
     groups = list(_neighbours(placed, most_tokens))
@@ -130,7 +132,6 @@ def _neighbours(placed: Sequence[PlacedRead], most_tokens: int) -> Iterator[list
 
 
 def tables_of(group: Sequence[PlacedRead], page_size: int) -> tuple[NDArray[np.int32], ...]:
-    """Return row_starts, seen_starts and reads of PackedChunks."""
     starts = np.zeros((2, len(group) + 1), np.int32)
     np.cumsum([[each.length, each.read.num_tokens] for each in group], axis=0, out=starts.T[1:])
     reads = [_reads(each.read, at, page_size) for each, at in zip(group, starts[1].tolist(), strict=False)]
@@ -173,9 +174,9 @@ def attend_packed(
     layer: int,
     scores: Scores,
 ) -> Tensor:
-    """Return [total, num_heads, head_dim]; rows that are no chunk's are left to who writes them.
+    """Return the attention [total, num_heads, head_dim]; rows of no chunk are uninitialized.
 
-    `queries` are [total, num_heads, head_dim]; `own` are the step's K and V [total, num_kv_heads, head_dim],
+    `queries` are [total, num_heads, head_dim]. `own` are the step's K and V [total, num_kv_heads, head_dim],
     where the layer has stored all of them.
     """
     if len(view.calls) == 1 and view.calls[0].rows == slice(0, len(queries)):
@@ -216,13 +217,13 @@ def _attend(
         output: Tensor = attended
         return output
     output, log_sums = attended
-    # The log-sum-exps are [num_heads, total], whatever torch's documentation says.
+    # The log-sum-exps are [num_heads, total], although torch's documentation states otherwise.
     shares = torch.sigmoid(log_sums - scores.sinks[:, None])
     return output.mul_(shares.transpose(0, 1)[..., None])
 
 
 def _aligned(numbers: Tensor) -> Tensor:
-    """Return the numbers as flash attention reads them: it copes with strides, but not with all."""
+    """Return the numbers in a layout that flash attention supports, which excludes some strides."""
     *strides, last = numbers.stride()
     if last == 1 and not any(at % _FLASH_NUMBERS for at in (*strides, numbers.storage_offset())):
         return numbers

@@ -1,12 +1,10 @@
-"""Attention must know this of a step; it is worked out once for all layers of a reach.
+"""Attention needs these facts about a step, which are computed once for all layers of a reach.
 
-A table, made once at the start, says which layer keeps K and V where, and how far back it sees:
+A table from the start has each layer's place, and how far back it sees. Pool 0 belongs to full attention and
+pool i to a windowed group, with the pages of tails[i - 1]. A reach is a pool and what its tokens see; a step
+is planned once for each. A layer's place is its reach, and its index among the pool's layers.
 
-    pools      0 is of full attention, the others of the windowed groups: pool i has the pages of tails[i - 1]
-    reach      a pool, and what its tokens see: a step is worked out once for each
-    place      of a layer: its reach, and which of its pool's layers it is
-
-A model all of whose layers have a window keeps them in pool 0, whole: there a window only masks.
+A model all of whose layers have a window stores them in pool 0, whole: there a window only masks.
 """
 
 from array import array
@@ -45,17 +43,17 @@ Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 
 class StoredLayers(Protocol):
     def take(self) -> tuple[int, bool]:
-        """Tell which layer's K and V the running attention is to read, and whether it stores its own there.
+        """Return the layer whose K and V the running attention reads, and whether it stores its own there.
 
-        It returns (layer_idx, True) after the model's `cache.update(key, value, layer_idx)`, once; else (the
-        layer whose K and V the running one shares, False).
+        After the model's `cache.update(key, value, layer_idx)` it returns (layer_idx, True), once. Otherwise
+        it returns (the layer whose K and V are shared, False).
         """
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
     num_threads: int = 1
-    executor: Executor | None = None  # of num_threads - 1
+    executor: Executor | None = None  # The executor has num_threads - 1 threads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +62,12 @@ class Reach:
 
     pool: int
     kind: GroupKind = GroupKind.FULL_ATTENTION
-    window: int = 0  # tokens, with itself; 0: all
+    window: int = 0  # This is in tokens, the token itself included; 0 means all.
 
     def first_seen(self, position: Position) -> Position:
         """Return the first position that a token sees.
 
-        It is negative where the window goes back beyond the sequence's start.
+        It is negative where the window extends before the sequence's start.
         """
         if self.kind is GroupKind.SLIDING_WINDOW:
             return position - self.window + 1
@@ -81,19 +79,19 @@ class Reach:
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     reach: Reach
-    index: int  # among the layers of the reach's pool
+    index: int  # This is the index among the layers of the reach's pool.
 
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """`in_place` says for each pool of a runner how tokens attend; with None they gather.
+    """`in_place` has for each pool of a runner how tokens attend; with None they gather.
 
-    `packings` say how chunks that gather do so together; without one they do so one by one.
+    `packings` have how chunks that gather do so together; with None they do so one by one.
     """
 
     pools: Sequence[PagedKv]
     in_place: Sequence[InPlace | OnDevice | None]
-    places: Mapping[int, LayerPlace]  # by layer_idx, as the model gives it to cache.update
+    places: Mapping[int, LayerPlace]  # The keys are the layer_idx that the model passes to cache.update.
     packings: Sequence[Packing | None] = ()
 
     @cached_property
@@ -106,13 +104,13 @@ class PagedLayers:
         return self.packings[reach.pool]
 
 
-# One more thread must find so many bytes to read, to be worth waking: torch's own still spin on their cores.
+# Another thread is worth waking only for so many bytes, since torch's own threads still spin on their cores.
 _SHARE_BYTES = 4 << 20
-# To read a page takes as long as to multiply it for so many readers.
+# Reading a page takes as long as multiplying it for so many readers.
 _READERS_OF_A_READ = 8
 
 
-# Kernels for the CPU read these, and take their numbers for the types beside them.
+# Kernels for the CPU read these types, as arrays of the types beside them.
 _NUMPY_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 if HAS_FLOAT16:
     _NUMPY_VIEWS[torch.float16] = torch.int16
@@ -120,7 +118,7 @@ IN_PLACE_DTYPES = tuple(_NUMPY_VIEWS)
 
 
 def as_numpy(numbers: Tensor) -> NDArray[Any]:
-    """Return the same memory for the CPU's kernels; the type is one of IN_PLACE_DTYPES."""
+    """Return a view of the same memory for the CPU's kernels; the type is one of IN_PLACE_DTYPES."""
     seen_as = _NUMPY_VIEWS[numbers.dtype]
     array: NDArray[Any] = (numbers if seen_as is numbers.dtype else numbers.view(seen_as)).numpy()
     return array
@@ -131,7 +129,7 @@ class ChunkView:
     """A chunk's tokens are [offset, offset + length) of the step, the last ones of a sequence.
 
     They see positions [first, end), which begin `skip` slots into the first of `pages`. With `in_windows` the
-    last of the tokens see no more of the beginning.
+    later tokens do not see all of the beginning.
     """
 
     offset: int
@@ -156,15 +154,15 @@ class ChunkView:
 
     @cached_property
     def pages(self) -> Tensor:
-        """Return int64 page ids; like `mask` they are made where the chunk attends by itself."""
+        """Return int64 page ids; like `mask` they are only built where the chunk attends by itself."""
         return torch.tensor(self.read.pages, dtype=torch.int64, device=self.device)
 
     @cached_property
     def mask(self) -> Tensor | None:
         """Return which of the positions that are read each token sees: [length, end - first].
 
-        None is returned where that is all, where it is all up to itself of as many (is_causal), and of
-        windows on a GPU, where a mask is of no use (paged_attention.py).
+        The result is None where each sees all, where each sees all up to itself (is_causal), and with windows
+        on a GPU, where masks are not used (paged_attention.py).
         """
         start = self.end - self.length
         if self.in_windows:
@@ -178,33 +176,33 @@ class ChunkView:
 
     @property
     def is_causal(self) -> bool:
-        """Tell whether each token sees all up to itself, so that `mask` need not say it."""
+        """Return whether each token sees all up to itself, so that no `mask` is needed."""
         return self.length == self.num_seen and self.mask is None
 
 
 @dataclass(frozen=True, slots=True)
 class InPlaceView:
-    """These tokens of the step read pages where they are, on the CPU: query i is the i-th of `rows`."""
+    """These tokens of the step read pages in place, on the CPU: query i is the i-th of `rows`."""
 
     rows: NDArray[np.int64] | slice
     reads: PagePieces | Span
-    shares: tuple[range, ...]  # of attend_pages
+    shares: tuple[range, ...]  # These are the shares of attend_pages.
     executor: Executor | None
 
 
 @dataclass(frozen=True)
 class ReachView:
     kv: PagedKv
-    slots: Slots  # of the step's tokens that are stored
-    chunks: tuple[ChunkView, ...]  # those that gather
-    spans: tuple[InPlaceView, ...]  # chunks of several tokens that need not
-    decode: InPlaceView | PartsView | None  # all single tokens that need not
-    numbers: NDArray[Any] | None  # the pool's, as the CPU's kernels take them, where they are to read them
+    slots: Slots  # These are the slots of the step's tokens that are stored.
+    chunks: tuple[ChunkView, ...]  # These chunks gather.
+    spans: tuple[InPlaceView, ...]  # These chunks of several tokens attend in place.
+    decode: InPlaceView | PartsView | None  # These single tokens attend in place.
+    numbers: NDArray[Any] | None  # This is the pool as an array for the CPU's kernels, if they read it.
     # These are slots and chunks that are on the device already.
     static_slots: tuple[Tensor, Tensor, Tensor] | None = None
     static_packed: PackedView | None = None
-    packing: Packing | None = None  # of the chunks, where they may attend together
-    store: StoreKv | None = None  # a kernel of the device, where there is one
+    packing: Packing | None = None  # This packs the chunks, if they may attend together.
+    store: StoreKv | None = None  # This is a kernel of the device, if there is one.
 
     @cached_property
     def packed(self) -> PackedView | None:
@@ -239,7 +237,10 @@ class StepView:
 
 
 def view_step(layers: PagedLayers, chunks: Sequence[Chunk], cache: StoredLayers) -> StepView:
-    """Plan a step. Raises ProtocolError where a chunk lacks pages that it is to read or write."""
+    """Plan a step.
+
+    Raises ProtocolError where a chunk lacks pages that it reads or writes.
+    """
     views = {reach: _view_reach(reach, layers, chunks) for reach in layers.reaches}
     return StepView(layers, cache, views)
 
@@ -268,7 +269,7 @@ def _view_reach(reach: Reach, layers: PagedLayers, chunks: Sequence[Chunk]) -> R
 
 
 def stored_slots(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
-    # To these one number is appended as fast as to a list, and many are by their bytes.
+    # Appending one number to these is as fast as to a list, and many are appended as bytes.
     rows, pages, slots = array("q"), array("q"), array("q")
     page_size = kv.shape.page_size
     for chunk, offset in zip(chunks, _offsets(chunks), strict=True):
@@ -278,7 +279,7 @@ def stored_slots(pool: int, chunks: Sequence[Chunk], kv: PagedKv) -> Slots:
             continue
         first_page, last_page = first // page_size, (chunk.end - 1) // page_size
         own = _pages(chunk, pool, first_page, last_page)
-        if num_stored == 1:  # one of many: every microsecond counts
+        if num_stored == 1:  # A step has many of these, so every microsecond counts.
             rows.append(offset + first - chunk.start)
             pages.append(own[0])
             slots.append(first % page_size)
@@ -295,7 +296,7 @@ def _offsets(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def _pages(chunk: Chunk, pool: int, first_page: int, last_page: int) -> Sequence[PageId]:
-    """Return those pages of a chunk's sequence that hold its pages from `first_page` to `last_page`."""
+    """Return the pages of a chunk's sequence from index `first_page` to `last_page`."""
     held_from, held = 0, chunk.pages
     if pool:
         tail = chunk.tails[pool - 1]
@@ -340,8 +341,8 @@ def seen_by(positions: Tensor, reach: Reach, first: int, end: int) -> Tensor:
 def _causal_mask(length: int, num_seen: int, device: torch.device) -> Tensor:
     """Return the mask of the last `length` of `num_seen` tokens: each sees all up to itself."""
     if device.type == "cuda":
-        # The mask is only told of, not made: so flash attention, which takes no mask, serves these chunks,
-        # too. One that is made is for a kernel that is slower, and wrong at times (paged_attention.py).
+        # This only describes the mask, so that flash attention, which takes no mask tensor, serves these
+        # chunks, too. The kernel for a mask tensor is slower, and wrong at times (paged_attention.py).
         bias: Tensor = causal_lower_right(length, num_seen)
         return bias
     return torch.ones(length, num_seen, dtype=torch.bool, device=device).tril(num_seen - length)
@@ -364,7 +365,7 @@ def _view_decodes(
 
 
 def _piece_shares(pieces: PagePieces, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
-    # A page is read for all, and multiplied for each.
+    # A page is read once for all readers, and multiplied for each.
     num_pages, num_readers = np.diff(pieces.page_starts), np.diff(pieces.reader_starts)
     of_reader = np.repeat(num_pages * (_READERS_OF_A_READ / num_readers + 1), num_readers)
     work = np.bincount(pieces.readers, of_reader)
@@ -389,9 +390,9 @@ def _view_span(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv, in_place: I
 
 
 def _shares(work: NDArray[Any], num_slots: int, kv: PagedKv, num_threads: int) -> tuple[range, ...]:
-    """Cut the items of attend_pages where there is about as much work on either side.
+    """Cut the items of attend_pages into shares of about equal work.
 
-    `work` is that of each query. All of it takes as long as to read `num_slots`.
+    `work` has the work of each query. All of it takes as long as reading `num_slots`.
     """
     num_items = kv.shape.num_kv_heads * len(work)
     layer_bytes = num_slots * kv.shape.layer_numbers // kv.shape.page_size * kv.numbers.itemsize

@@ -1,1 +1,1 @@
-"""Model definitions of transformers run over pages and slots here; none is known by its name."""
+"""This package runs model definitions of transformers over pages and slots; it knows no model by name."""

@@ -1,8 +1,8 @@
-"""Activations give a number the same bits wherever it stands among others, on a CPU.
+"""Activations give a number the same bits on a CPU wherever it stands among other numbers.
 
-torch computes most numbers of a tensor as vectors, and what is left over at the end of each thread's share
-one by one, by another formula, which differs in the last bit. Which numbers these are follows from how many
-rows a step has; what a token gets must not. So tensors are filled up to where nothing is left over.
+torch computes most numbers of a tensor as vectors. At the end of each thread's share it computes the rest one
+by one, with another formula, which differs in the last bit. The number of rows of a step decides which
+numbers these are, but it must not change a token's result. So tensors are padded until nothing is left over.
 """
 
 import inspect
@@ -27,13 +27,13 @@ _MODULES = (nn.GELU, nn.Sigmoid, nn.SiLU, nn.Softplus)
 
 
 def even(activation: Activation) -> Activation:
-    """Return an activation that is the same, number by number, but for the last bit of some."""
+    """Return an activation with the same results, except in the last bit of some numbers."""
 
     @wraps(activation)
     def filled_up(input: Tensor, *args: Any, **settings: Any) -> Tensor:
         size, shape = input.numel(), input.shape
         extra = even_size(size, torch.get_num_threads()) - size
-        if not extra and input.is_contiguous():  # otherwise each row is computed by itself
+        if not extra and input.is_contiguous():  # Otherwise each row is computed by itself.
             return activation(input, *args, **settings)
         filled = functional.pad(input.reshape(-1), (0, extra))
         return activation(filled, *args, **settings)[:size].view(shape)
@@ -42,17 +42,16 @@ def even(activation: Activation) -> Activation:
 
 
 def even_size(size: int, num_threads: int) -> int:
-    """Return the least size from `size` on of which each thread has whole steps."""
+    """Return the smallest size from `size` on that gives each thread whole steps."""
     step = _STEP * max(1, min(num_threads, -(-size // _LEAST_SHARE)))
     return -(-size // step) * step
 
 
 def even_activations(model: nn.Module) -> None:
-    """Make all activations of the model's modules even, from now on.
+    """Make all activations of the model's modules even from now on.
 
-    A forward that calls torch's functions itself is made anew with other globals: were the whole step
-    computed under EvenFunctions instead, a decode step would take 7 to 18 % longer (bench.engine's model, one
-    thread).
+    A forward that calls torch's functions itself is copied with other globals. If the whole step ran under
+    EvenFunctions instead, a decode step would take 7 to 18 % longer (bench.engine's model, one thread).
     """
     for module in model.modules():
         if isinstance(module, _MODULES) or type(module).__module__ == "transformers.activations":
@@ -67,7 +66,7 @@ def _calls_activations(forward: Any) -> bool:
 
 
 class EvenFunctions(TorchFunctionMode):
-    """Torch's functions and methods are even, whatever Python code calls them, while it is entered."""
+    """Torch's functions and methods are even while this is entered, whatever Python code calls them."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,10 +104,10 @@ def even_names(function: FunctionType) -> dict[str, Any]:
 
 
 def with_globals(function: FunctionType, **changed: Any) -> FunctionType:
-    """Make the same function with other globals, within the same decorators.
+    """Return a copy of the function with other globals, within the same decorators.
 
-    A decorator that holds the function otherwise than by a variable of its own hides it from us: then nothing
-    is changed.
+    If a decorator holds the function otherwise than in a variable of its own, this cannot find it and changes
+    nothing.
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:

@@ -1,21 +1,21 @@
-"""The self-check cuts random sequences into steps so, and its findings say whether the model may be served.
+"""The self-check cuts random sequences into steps here, and its findings accept or refuse the model.
 
-a        chunks alone, the first shorter than a scan's, none of its ends a multiple of 64 but `border`; it
-         goes further than windows reach
-whole    one chunk longer than a scan's, then single tokens
-mixed    a prompt of one token; single tokens between chunks, so that each form goes on from the other's state
-first    ends soon
-second   begins in the slot that `first` had
-again    goes on at a's border from a copy of its state, cut otherwise, when a has gone on
+It is pure. The sequences are:
 
-This module is pure.
+- `a` has chunks alone. The first is shorter than a scan, and no end except `border` is a multiple of 64. The
+  sequence is longer than windows reach.
+- `whole` is one chunk longer than a scan, then single tokens.
+- `mixed` is a prompt of one token, then single tokens between chunks, so that each form continues from the
+  other's state.
+- `first` ends soon, and `second` begins in the slot that `first` had.
+- `again` continues at a's border from a copy of its state with other cuts, after a has gone on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-# Mamba-2 scans 128 or 256 tokens at a time, delta nets 64.
+# Mamba-2 scans 128 or 256 tokens at a time, and delta nets scan 64.
 _LONGEST_SCAN = 256
 _LEAST_BORDER = 112
 _AFTER_A_WINDOW = 40
@@ -23,13 +23,13 @@ _AFTER_A_WINDOW = 40
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sequence is cut by the lengths of its chunks.
+    """A sequence is cut into chunks of these lengths.
 
-    They are computed in steps first_step, first_step + 1, ...
+    Their steps are first_step, first_step + 1, ...
     """
 
     lengths: tuple[int, ...]
-    start: int = 0  # tokens that another one has computed
+    start: int = 0  # Another sequence has computed so many tokens.
     first_step: int = 0
 
     @property
@@ -65,7 +65,7 @@ class Trial:
 def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
     """Plan for the longest `window`.
 
-    Where that is longer than `most_tokens`, which takes time, a falls short.
+    Tokens take time, so with a window longer than `most_tokens` the sequence `a` stays inside it.
     """
     border = -(-_LEAST_BORDER // page_size) * page_size
     before, after = (33, 5, border - 45, 7), (65, 4)
@@ -80,36 +80,37 @@ def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
     return Trial(together, Cut((2, 64, 1, rest + 2), start=border), len(before))
 
 
-# The logits after a token may be off by so much: root mean square, as a share of theirs. A definition's
-# formulas for chunks and for single tokens may differ by more than rounding (Nemotron-H and Zamba2 clamp dt
-# in one).
+# The logits after a token may differ by so much: the root mean square error relative to theirs. A
+# definition's formulas for chunks and for single tokens may differ by more than rounding (Nemotron-H and
+# Zamba2 clamp dt in one).
 _TOLERANCE, _TOLERANCE_AFTER_SINGLES = 1e-4, 5e-3
-# In half precision these hold where nothing else is tried, and where float32 has passed.
+# The first holds in half precision where nothing else is tried, the second where float32 has passed.
 OF_HALF, OF_ALSO_HALF = 0.12, 0.4
-# The plain pass rounds K and V to float8_e4m3fn, too; some number near a border is rounded the other way.
+# The plain pass rounds K and V to float8_e4m3fn, too, but numbers near a border may be rounded the other way.
 OF_FLOAT8_KV = 0.05
-# A control is off by that many times what the right run is, or the check is blind. Then the right run may be
-# off by no more than rounding of any model: Jamba's state, with weights as they are made, hardly counts.
+# A control's error must be so many times the right run's, or the check is blind. Then the right run's error
+# may be no larger than any model's rounding: Jamba's state, with its initial weights, hardly affects the
+# result.
 _SEEN_BY, _SEEN_BY_HALF, _PLAIN_ROUNDING = 100, 2, 2e-5
-ROWS, _FEWEST_ROWS = 8, 3  # so many are compared after a border
+ROWS, _FEWEST_ROWS = 8, 3  # So many rows are compared after a border.
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
     position: int
     error: float
-    begins: bool  # it is a chunk's first one
+    begins: bool  # The row is the first of a chunk.
     after_singles: bool
 
 
 @dataclass
 class Findings:
-    """They tell how far packed steps are off.
+    """These are the errors of packed steps.
 
-    That is the largest median of the rows that follow a border of chunks.
+    An error is the largest median of the rows that follow a border of chunks.
     """
 
-    half_tolerance: float | None  # None: in float32
+    half_tolerance: float | None  # This is None in float32.
     error: float = 0.0
     error_after_singles: float = 0.0
     controls: dict[str, float] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class Findings:
             self.error_after_singles = max(self.error_after_singles, error)
         else:
             self.error = max(self.error, error)
-        if not error <= tolerance and not self.fault:  # NaN is a fault, too
+        if not error <= tolerance and not self.fault:  # NaN is a fault, too.
             self.fault = (
                 f"computed in pieces it is another model: its logits are off by {error:.1e} of their size "
                 f"({where}), where rounding explains {tolerance:.0e}"
@@ -148,9 +149,9 @@ class Findings:
 
 
 def _medians(rows: Sequence[CheckedRow]) -> Iterator[tuple[CheckedRow, float]]:
-    """Yield the median of the rows from each border on.
+    """Yield the median error of the rows from each border on.
 
-    Too few rows tell nothing: one of them may have met a tie.
+    Too few rows show nothing, since one of them may have had a tie.
     """
     for i, row in enumerate(rows):
         following = [other.error for other in rows[i : i + ROWS]]

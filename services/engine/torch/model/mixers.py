@@ -1,16 +1,15 @@
 """Recurrent layers compute a packed step: prompts sequence by sequence, and all single tokens together.
 
-A mixer of transformers takes [batch, tokens, hidden] and one state a row of the batch; it knows nothing of
+A mixer of transformers takes [batch, tokens, hidden] and one state per row of the batch; it does not support
 packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several tokens
-goes in as [1, n, hidden], all that are computed one by one as [m, 1, hidden] (step_cache.py). On a CPU a
-chunk is cut into scans by where it lies in its sequence (services/kv/resume_points.py), so that its bits
-follow from the sequence alone.
+becomes [1, n, hidden], and all tokens that are computed one by one become [m, 1, hidden] (step_cache.py). On
+a CPU a chunk is cut into scans at fixed positions of its sequence (services/kv/resume_points.py), so that its
+bits depend on the sequence alone.
 
-States are
-    gathered from their slots, and scattered again     where the state of each is one of the batch
-    handed through to what takes them (recurrence.py)  where that is known: one call, also for drafts
-    gathered, round by round                           else: a call for the first tokens, one for the second
-                                                       ones, .., and all again for drafts that stay
+If each token of the batch has a state of its own, states are gathered from their slots and scattered again.
+If the function that takes the states is known, it gets them in place, in one call, drafts included
+(recurrence.py). Otherwise states are gathered round by round: one call computes the first tokens, the next
+the second tokens, and so on, and accepted drafts are computed again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +40,9 @@ from services.values.errors import ConfigError, ProtocolError
 
 
 def wrap(mixer: Mixer, in_place: Callable[..., Any] | None = None) -> None:
-    """Let the module run over slots wherever it is given a StepCache, from now on.
+    """Make the module use slots whenever its arguments include a StepCache.
 
-    `in_place` is its forward for single tokens, to which states are handed through.
+    `in_place` is its forward for single tokens that takes states in place.
     """
     original: Callable[..., Any] = mixer.module.forward
 
@@ -110,7 +109,7 @@ class _Call:
         return by_rounds(of_slots, runs, len(hidden), step)
 
     def _run(self, compute: Callable[..., Any], hidden: Tensor, states: dict[StateName, Any]) -> Tensor:
-        """Take `hidden` [batch, tokens, hidden], return [batch * tokens, hidden], and renew the `states`."""
+        """Compute `hidden` [batch, tokens, hidden], return [batch * tokens, hidden], and update `states`."""
         for name, each in states.items():
             layer_idx, kind, index = name
             self.cache.layers[layer_idx].of_kind(kind)[index] = each
@@ -125,10 +124,10 @@ class _Call:
 
 @contextmanager
 def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
-    """Let no number depend on how many tokens of a scan follow it.
+    """Keep every number independent of how many tokens of a scan follow it.
 
-    Mamba-2 fills a scan up to its `chunk_size`, 128 or 256: now it is no more than `scan_tokens`. With None
-    it stays as it is.
+    Mamba-2 pads a scan to its `chunk_size`, 128 or 256; this lowers it to `scan_tokens`. None leaves it as it
+    is.
     """
     if scan_tokens is None:
         yield
@@ -146,7 +145,7 @@ def _scanning(module: nn.Module, scan_tokens: int | None) -> Iterator[None]:
 
 
 def require_slots(slots: Sequence[int | None], num_slots: int) -> None:
-    """Raise ProtocolError where a slot is missing, or none of the pool's, or comes twice."""
+    """Raise ProtocolError where a slot is missing, is not in the pool, or occurs twice."""
     if len(set(slots)) < len(slots) or any(slot is None or not 0 <= slot < num_slots for slot in slots):
         raise ProtocolError(f"chunks need slots of their own among {num_slots}, and have {slots}")
 
@@ -154,12 +153,12 @@ def require_slots(slots: Sequence[int | None], num_slots: int) -> None:
 def place_rows(
     cache: StepCache, chunks: Sequence[Chunk], num_slots: int, scan_tokens: int | None = None
 ) -> None:
-    """Say how mixers compute the step's rows.
+    """Put into the cache how mixers compute the step's rows.
 
-    What was generated, drafts and single tokens are computed one by one, the rest in scans of up to
+    Generated tokens, drafts and single tokens are computed one by one, the rest in scans of up to
     `scan_tokens`. With None each chunk is one scan.
 
-    Raises ProtocolError where a chunk has no slot, or two have one.
+    Raises ProtocolError where a chunk has no slot, or two have the same.
     """
     require_slots([chunk.slot for chunk in chunks], num_slots)
     ends = accumulate(len(chunk.token_ids) for chunk in chunks)
@@ -177,12 +176,10 @@ def place_rows(
 
 
 def _parts(end: int, chunk: Chunk, scan_tokens: int | None) -> Iterator[tuple[range, Chunk, bool]]:
-    """Yield the chunk's rows in order, and whether they are computed one by one.
+    """Yield the chunk's rows in order, and whether they are computed one by one; `end` follows the last row.
 
-    `end` follows the last row.
-
-    A last token that is left over is; its state is there by then, for scans come first. So a first one that
-    stands alone before a border is scanned with what follows it.
+    A single token left over at the end is computed by itself: scans run first, so its state is ready by then.
+    A single token before the first border is scanned together with the tokens after it.
     """
     to_rows = end - chunk.end
     if chunk.num_drafts or scan_tokens == 1 or (chunk.generated and scan_tokens is not None):

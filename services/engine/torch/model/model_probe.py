@@ -1,12 +1,12 @@
-"""One tiny forward pass tells what a model keeps of a sequence; its names do not.
+"""One tiny forward pass shows what a model stores for a sequence, which its names do not.
 
-    cache.update(key, value, layer)      a layer keeps K and V
-    _attention_to_probe(query, key, ..)  ... and attends: to those; to what it has made of them (they are a
-                                         latent); or, where none were kept, to those of another layer
-    cache.update_conv_state(..)          the innermost module that runs is a mixer
-    cache.update_recurrent_state(..)
+A call of `cache.update(key, value, layer)` shows that a layer stores K and V. The call of
+`_attention_to_probe(query, key, ..)` that follows shows what it attends to: these, or tensors computed from
+them (then they are a latent), or, if none were stored, another layer's. A call of
+`cache.update_conv_state(..)` or `cache.update_recurrent_state(..)` shows that the innermost running module is
+a mixer.
 
-Whatever raises is the reason to refuse the model: its definition asks for what we do not have.
+Any exception refuses the model: its definition needs something that is missing here.
 """
 
 from collections.abc import Iterator
@@ -40,9 +40,8 @@ _TOKENS = (1, 2, 3)
 def probe(model: PreTrainedModel) -> Remembered:
     """Run `model` once, and leave it as it was.
 
-    Raises:
-        ConfigError: it asks for what we do not have.
-        Unavailable: memory is short, or the device is lost.
+    Raises ConfigError where the definition needs something that is missing here, and Unavailable where memory
+    is short or the device is lost.
     """
     seen = _Probe(model.config.get_text_config(), model.device)
     try:
@@ -51,7 +50,7 @@ def probe(model: PreTrainedModel) -> Remembered:
         return seen.remembered()
     except ConfigError:
         raise
-    except Exception as error:  # a model's definition may raise any
+    except Exception as error:  # A model's definition may raise any exception.
         raise start_fault(f"{type(model).__name__} does not run here: {error!r}", error) from error
 
 
@@ -70,7 +69,7 @@ class _KeptTensors:
     layer_idx: int
     key: Tensor
     value: Tensor
-    shape: AttentionShape | None = None  # once it has attended
+    shape: AttentionShape | None = None  # This is None until the layer has attended.
 
 
 @dataclass
@@ -115,7 +114,7 @@ class _Probe:
         return frozenset(linears - self._ran)
 
     def _mixers(self) -> tuple[Mixer, ...]:
-        """Return the mixers. A module that runs within another mixer is a part of it."""
+        """Return the mixers. A module that runs inside another mixer is a part of it."""
         modules = {module for _, module in self._states.values()}
         inner = {part for module in modules for part in module.modules() if part is not module}
         states_of: dict[nn.Module, list[StateName]] = {module: [] for module in modules - inner}
@@ -131,7 +130,7 @@ class _Probe:
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._running.pop()
 
-    # Attention asks its cache for these.
+    # Attention calls these methods of its cache.
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self._pending is not None:
@@ -172,7 +171,7 @@ class _Probe:
     def _reach(self, layer_idx: int, sliding_window: int | None) -> tuple[GroupKind, int]:
         """Return how far back a layer sees.
 
-        Chunks are told to no attention function, they are in the mask.
+        Attention functions get no argument for chunks, which are only in the mask.
         """
         layer_types = getattr(self.config, "layer_types", None) or ()
         named = layer_types[layer_idx] if 0 <= layer_idx < len(layer_types) else None
@@ -182,7 +181,7 @@ class _Probe:
             sliding_window = self.config.sliding_window
         return (GroupKind.SLIDING_WINDOW, sliding_window) if sliding_window else (GroupKind.FULL_ATTENTION, 0)
 
-    # Mixers ask their cache for these.
+    # Mixers call these methods of their cache.
 
     @property
     def layers(self) -> "_NoStates":
@@ -207,7 +206,7 @@ class _Probe:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Note a state of `inputs` [1, channels, tokens], and return them filled up to its size."""
+        """Record a state of `inputs` [1, channels, tokens], and return them padded to its size."""
         size = conv_kernel_size or inputs.shape[-1]
         self._found("conv", layer_idx, state_idx, (*inputs.shape[1:-1], size), inputs.dtype)
         return pad(inputs, (max(0, size - inputs.shape[-1]), 0))
@@ -224,7 +223,7 @@ class _Probe:
 
 
 class _NoStates:
-    """This is `cache.layers` of a cache without previous states; mixers ask only if it records."""
+    """This is `cache.layers` of a cache without previous states; mixers only check whether it records."""
 
     record_past = False
 

@@ -1,8 +1,8 @@
-"""RMS norms by one call of a kernel where a definition makes six of torch's, on a CPU, in float32.
+"""One kernel call computes an RMS norm where a definition makes six torch calls, on a CPU in float32.
 
-A decode step of bench.engine takes 13 % longer without it (1 x 256, one thread, CPU time; 16 x 256: 6 %). The
-sum of squares is added up in another order than torch's, so the last bit may differ, as in linear layers. A
-row's numbers do not depend on the other rows.
+Without it a decode step of bench.engine takes 13 % longer (1 x 256, one thread, CPU time; 16 x 256: 6 %). The
+kernel adds up the sum of squares in another order than torch, so the last bit may differ, as in linear
+layers. A row's numbers do not depend on the other rows.
 """
 
 import inspect
@@ -22,10 +22,10 @@ Floats = NDArray[np.float32]
 
 
 def fuse_norms(model: PreTrainedModel) -> None:
-    """Replace the forward of all modules whose forward is Llama's, instruction by instruction.
+    """Replace each module's forward that has the same instructions as Llama's norm.
 
-    transformers copies that from model to model; other norms add to the weight, or round in between. Nothing
-    is replaced where the model's type is not float32, for there numbers are rounded in between.
+    transformers copies that forward from model to model; other norms add to the weight, or round in between.
+    If the model's type is not float32, nothing is replaced, since numbers are rounded in between there.
     """
     if model.dtype != torch.float32:
         return
@@ -35,7 +35,7 @@ def fuse_norms(model: PreTrainedModel) -> None:
 
 
 def _instructions(function: Callable[..., object]) -> tuple[object, ...] | None:
-    """Return what the function does, but for its decorators, its docstring, and what its names mean to it."""
+    """Return what the function does, without its decorators, its docstring and the values of its globals."""
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
     if code is None:
@@ -45,7 +45,7 @@ def _instructions(function: Callable[..., object]) -> tuple[object, ...] | None:
 
 
 def _fused(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-    of_weight = weight.detach().numpy().copy()  # a view would keep the file mapped that the weight lies in
+    of_weight = weight.detach().numpy().copy()  # A view would keep the weight's file mapped.
 
     def forward(hidden_states: Tensor) -> Tensor:
         return torch.from_numpy(rms_norm(hidden_states.numpy(), of_weight, epsilon))
@@ -54,18 +54,18 @@ def _fused(weight: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
 
 
 def rms_norm(rows: Floats, weight: Floats, epsilon: float) -> Floats:
-    """Divide each of `rows` [.., width] by the root of its mean square, and multiply it by `weight` [width].
+    """Divide each of `rows` [.., width] by its root mean square, and multiply it by `weight` [width].
 
     `epsilon` is added to the mean square.
     """
-    # The rows are made contiguous: for views in another order the kernel would be compiled anew.
+    # The rows are made contiguous, since numba would compile the kernel again for other strides.
     flat = np.ascontiguousarray(rows).reshape(-1, len(weight))
     normed = np.empty_like(flat)
     _normalize(flat, weight, epsilon, normed)
     return normed.reshape(rows.shape)
 
 
-# Sums may be taken in any order: else a sum over a row is no vector's.
+# Sums may be computed in any order, since LLVM cannot vectorize a sum over a row otherwise.
 @compiled(fastmath={"reassoc", "contract"})
 def _normalize(rows: Any, weight: Any, epsilon: Any, normed: Any) -> None:
     num_rows, width = rows.shape

@@ -1,4 +1,4 @@
-"""A model definition computes packed steps here, for the runner and for checks at start."""
+"""A model definition computes packed steps here, for the runner and for the checks at the start."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,23 +36,26 @@ from services.kv.resume_points import scan_tokens
 class Computed:
     """A step's `logits` are [num_rows, vocab_size].
 
-    The rest makes others, and lets states take in what was chosen.
+    The private fields compute logits of other rows, and update states with accepted drafts.
     """
 
     logits: Tensor
     _cache: StepCache | None = None
     _head: "_Head | None" = None
     most_probable: Tensor | None = (
-        None  # int64 [num_rows]: the id of each row's highest logit, where it is known
+        None  # Where it is known, this is the id of each row's highest logit, int64 [num_rows].
     )
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits after other rows, where `compute` knew that they will be requested."""
+        """Return the logits after other rows; `compute` must have been called with `asks_more`."""
         assert self._head is not None, "nothing was kept to compute them from"
         return self._head.logits_of(rows)
 
     def keep(self, counts: Sequence[int]) -> None:
-        """Let states take in so many tokens of each chunk with drafts; they have taken in none of them."""
+        """Update states with the first tokens of each chunk with drafts, as many as `counts` has.
+
+        Until then the states include none of these tokens.
+        """
         if self._cache is None or self._cache.tokens is None or not counts:
             return
         kept = self._cache.tokens.runs.kept(counts)
@@ -68,12 +71,12 @@ class PackedModel:
         index_block: int = 64,
         fuses: bool = True,
     ) -> None:
-        """Probe the model, wrap its recurrent layers, and fuse its small operations if it `fuses`.
+        """Probe the model, wrap its recurrent layers, and with `fuses` fuse its small operations on a GPU.
 
-        On a CPU they are as they are. Raises ConfigError and Unavailable as probe does.
+        Raises ConfigError and Unavailable as probe does.
         """
         self.model = model
-        # On a GPU nothing promises the same bits, and short scans leave it idle.
+        # On a GPU nothing guarantees equal bits, and short scans would leave it idle.
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
         self._cache_argument = cache_argument(model)
         self.remembered = probe(model)
@@ -84,7 +87,7 @@ class PackedModel:
             even_activations(model)
             fuse_norms(model)
         self._workers = Workers(num_threads)
-        self.in_place = False  # it says whether recurrences of single tokens are computed so
+        self.in_place = False  # This is whether recurrences of single tokens update states in place.
         for mixer in self.remembered.mixers:
             kinds = {kind for _, kind, _ in mixer.states}
             is_on_cpu = self.device.type == "cpu"
@@ -93,10 +96,10 @@ class PackedModel:
             self.in_place |= forward is not None
 
     def pack(self, num_threads: int, weights: SharedWeights | None = None) -> None:
-        """Put the weights in the order in which they are read.
+        """Put the weights into the order in which they are read.
 
-        `num_threads` is how many torch has. With `weights` other processes share them. Raises ConfigError
-        where the model cannot compute so.
+        `num_threads` is torch's number of threads. With `weights` other processes share them. Raises
+        ConfigError where the model cannot compute then.
         """
         pack_linears(self.model, num_threads, self.remembered.read_linears, weights)
         if weights is not None:
@@ -111,10 +114,9 @@ class PackedModel:
     def compute(
         self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, asks_more: bool = False
     ) -> Computed:
-        """Compute a step, store what it keeps, and return the logits [len(rows), vocab_size].
+        """Compute a step, store its KV and states, and return the logits [len(rows), vocab_size].
 
-        Those of others can be had afterwards if it `asks_more`: a model's layers are then not computed again.
-
+        With `asks_more`, the logits of other rows can be computed later without running the layers again.
         Raises ProtocolError where a chunk lacks pages or a slot.
         """
         token_ids, positions, kept = send(
@@ -139,7 +141,7 @@ class PackedModel:
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)
 
     def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
-        """Compute and store the step that the buffers hold, and return the logits of its `kept` rows."""
+        """Compute and store the step in the buffers, and return the logits of its `kept` rows."""
         cache = StepCache(pools.calls, buffers.positions)
         cache.slots, cache.tokens = pools.slots, buffers.tokens
         cache.view = StepView(pools.layers, cache, buffers.views)
@@ -163,7 +165,7 @@ class PackedModel:
 
 
 def _ids_and_positions(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens of a step, int64 [total] each."""
+    """Return the ids and the positions of a step's tokens, int64 [total] each."""
     lengths = [len(chunk.token_ids) for chunk in chunks]
     total = sum(lengths)
     token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, total)
@@ -174,16 +176,16 @@ def _ids_and_positions(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDAr
 
 def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
     layers: torch.nn.Module = model.base_model
-    if layers is model:  # some definitions have no name for it
+    if layers is model:  # Some definitions have no name for it.
         layers = model.get_submodule("model")
     return layers
 
 
 class _Head:
-    """The head makes logits of what a step's layers gave.
+    """The head computes logits from the output of a step's layers.
 
-    It is a model's definition, whose layers are computed at the first call and repeat what they gave at
-    others. So scales and caps on logits are the definition's own.
+    The head is a whole model definition, whose layers run at the first call and repeat their output at later
+    ones. So logits have the definition's own scales and caps.
     """
 
     def __init__(self, layers: torch.nn.Module, call: Callable[..., Any], device: torch.device) -> None:
@@ -210,7 +212,7 @@ class _Head:
 
     @contextmanager
     def _repeating(self) -> Iterator[None]:
-        """Let the layers repeat what they gave: an instance's own method stands before its class's."""
+        """Let the layers repeat their output: an instance's own method takes precedence over its class's."""
         assert "forward" not in vars(self._layers), "somebody else has replaced it"
         self._layers.forward = lambda *_arguments, **_named: self._given
         try:

@@ -1,13 +1,13 @@
-"""Single tokens go through a recurrence in place of what a definition calls, on a CPU.
+"""A recurrence of single tokens runs on a CPU in place of the function that a definition calls.
 
-A mixer calls a function of its module that takes states and gives them back: by the parameters of the
-packages whose place it takes (flash-linear-attention, mamba-ssm, causal-conv1d), so it is known by these, not
-by the model. The mixer's `forward` is made anew, with another function in that one's place, and instead of
-states it hands through where they lie. What a kernel does not take, the definition's own function computes on
+A mixer calls a function of its module that takes and returns states. Its parameters are those of the package
+that it substitutes (flash-linear-attention, mamba-ssm, causal-conv1d), so these identify it, not the model.
+The mixer's `forward` is copied with another function in its place, and passes the places of the states
+instead of the states. Inputs that a kernel does not support are computed by the definition's own function on
 copies.
 
 On copies alone a decode step of eight sequences takes 53 % longer (qwen3_5 of 4 layers with states of 128 x
-128, one thread), one of a single sequence no longer.
+128, one thread); one of a single sequence takes no longer.
 """
 
 import inspect
@@ -32,9 +32,9 @@ _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}
 _CONV = {"hidden_states", "conv_state", "weight", "bias", "activation"}
 _MAMBA2 = {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"}
 _ALL_KINDS: Collection[StateKind] = ("conv", "recurrent")
-# One more thread must find so much to do, to be worth waking.
+# Another thread is worth waking only for so much work.
 _SHARE_NUMBERS = 1 << 20
-_EPSILON = 1e-6  # it is added to a vector's length when that is made one
+_EPSILON = 1e-6  # It is added to a vector's squared length before the vector is normalized.
 _silu, _softplus = even(functional.silu), even(functional.softplus)
 
 
@@ -71,11 +71,12 @@ class Workers:
 def forward_in_place(
     module: nn.Module, workers: Workers, kinds: Collection[StateKind] = _ALL_KINDS
 ) -> Callable[..., Any] | None:
-    """Return the module's forward for single tokens, to which states of `kinds` are handed through.
+    """Return the module's forward for single tokens, which takes states of `kinds` in place.
 
-    None is returned where it is not known what takes those of one kind.
+    Return None where the function that takes the states of one kind is not known.
     """
-    plain = inspect.unwrap(type(module).forward)  # it unwraps what loads the weights of its convolution first
+    # This is the function inside a decorator that first loads the weights of its convolution.
+    plain = inspect.unwrap(type(module).forward)
     replaced = {
         name: known(function, workers)
         for name in plain.__code__.co_names
@@ -107,7 +108,7 @@ def _known(function: Any) -> _Known | None:
 
 
 class _Convolution:
-    """This takes the place of causal_conv1d_update of causal-conv1d."""
+    """This substitutes causal_conv1d_update of causal-conv1d."""
 
     kind: StateKind = "conv"
 
@@ -129,7 +130,7 @@ class _Convolution:
 
 
 class _DeltaRule:
-    """This takes the place of fused_recurrent_gated_delta_rule of flash-linear-attention."""
+    """This substitutes fused_recurrent_gated_delta_rule of flash-linear-attention."""
 
     kind: StateKind = "recurrent"
 
@@ -150,8 +151,8 @@ class _DeltaRule:
     ) -> tuple[Tensor, Any]:
         """Compute the rule for single tokens.
 
-        Value is [num_tokens, 1, heads, ..], query and key have as many heads or a divisor of them, `g` and
-        `beta` are [num_tokens, 1, heads].
+        `value` is [num_tokens, 1, heads, ..]. `query` and `key` have as many heads or a divisor of them. `g`
+        and `beta` are [num_tokens, 1, heads].
         """
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
         if not isinstance(initial_state, RecurrentStates):
@@ -190,9 +191,9 @@ class _DeltaRule:
 
 
 class _Mamba2:
-    """This takes the place of selective_state_update of mamba-ssm.
+    """This substitutes selective_state_update of mamba-ssm.
 
-    There is one decay and one time step a head.
+    There is one decay and one time step per head.
     """
 
     kind: StateKind = "recurrent"
@@ -214,7 +215,7 @@ class _Mamba2:
         z: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Take inputs and `dt` [num_tokens, heads, head_dim], `B` and `C` [num_tokens, groups, d_state]."""
+        """The inputs and `dt` are [num_tokens, heads, head_dim]; `B` and `C` are [.., groups, d_state]."""
         rest = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
         if not isinstance(state, RecurrentStates):
             return self._fallback(state, hidden_states, dt, A, B, C, z=z, **rest)

@@ -1,11 +1,11 @@
-"""Tokens of several sequences go through a recurrence, on the states where they lie; numba compiles it.
+"""A kernel that numba compiles computes a recurrence of several sequences, on the states in place.
 
-    delta rule (Gated DeltaNet, arXiv 2412.06464)   S = d S;  S += k (b (v - k S));  o = q S
-    Mamba-2 (arXiv 2405.21060)                      S = d S + x B;                   o = S C
+The delta rule (Gated DeltaNet, arXiv 2412.06464) is S = d S; S += k (b (v - k S)); o = q S.
+Mamba-2 (arXiv 2405.21060) is S = d S + x B; o = S C.
 
-This is done for each sequence and head, with a decay d. torch's own reference takes six passes over all
-states, and copies of them before and after. Here a head's state is read from memory once for all tokens of a
-sequence, and written once or not at all: what two products need lies in the processor's cache meanwhile.
+Each sequence and head is computed so, with a decay d. torch's own reference passes over all states six times,
+and copies them before and after. Here a head's state is read from memory once for all tokens of a sequence,
+and written once or not at all; meanwhile the operands of both products lie in the processor's cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ Ids = NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """Run i is tokens [firsts[i], ends[i]) of a sequence, whose state begins at starts[i] of the numbers."""
+    """Run i is tokens [firsts[i], ends[i]) of a sequence whose state begins at starts[i] of the numbers."""
 
     starts: Ids
     firsts: Ids
     ends: Ids
-    waits: NDArray[np.bool]  # its state stays as it is
+    waits: NDArray[np.bool]  # The state of a run that waits stays unchanged.
 
 
-# Sums may be taken in any order: else a sum over a row is no vector's.
+# Sums may be computed in any order, since LLVM cannot vectorize a sum over a row otherwise.
 _compiled = compiled(fastmath={"reassoc", "contract"})
 
 
@@ -47,11 +47,11 @@ def delta_rule(
     shares: Sequence[range],
     executor: Executor | None = None,
 ) -> Floats:
-    """Return [num_tokens, heads, d_v]; tokens in no run get nothing. States are [heads, d_k, d_v].
+    """Return the outputs [num_tokens, heads, d_v]; those of tokens in no run are undefined.
 
-    `query` and `key` are [num_tokens, heads, d_k], `value` [num_tokens, heads, d_v], `decay` and `beta`
-    [num_tokens, heads]. `shares` cut [0, num_runs * heads) into what the caller computes and, beside it, the
-    executor.
+    States are [heads, d_k, d_v]. `query` and `key` are [num_tokens, heads, d_k], `value` is [num_tokens,
+    heads, d_v], `decay` and `beta` are [num_tokens, heads]. `shares` cuts [0, num_runs * heads): the caller
+    computes the first share, and the executor the others.
     """
     output = np.empty_like(value)
     _run(partial(_delta_rule, numbers, runs, query, key, value, decay, beta, output), shares, executor)
@@ -69,12 +69,11 @@ def mamba2(
     shares: Sequence[range],
     executor: Executor | None = None,
 ) -> Floats:
-    """Return [num_tokens, heads, head_dim]; tokens in no run get nothing.
+    """Return the outputs [num_tokens, heads, head_dim]; those of tokens in no run are undefined.
 
-    States are [heads, head_dim, d_state].
-
-    `inputs` [num_tokens, heads, head_dim] are multiplied by their time step, `decay` is [num_tokens, heads],
-    `b` and `c` are [num_tokens, groups, d_state]. `shares` are as in delta_rule.
+    States are [heads, head_dim, d_state]. `inputs` [num_tokens, heads, head_dim] are already multiplied by
+    their time step, `decay` is [num_tokens, heads], `b` and `c` are [num_tokens, groups, d_state]. `shares`
+    is as in delta_rule.
     """
     output = np.empty_like(inputs)
     _run(partial(_mamba2, numbers, runs, inputs, decay, b, c, output), shares, executor)

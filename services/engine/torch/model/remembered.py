@@ -1,10 +1,9 @@
-"""The probe has seen what a model definition keeps of a sequence; it is grouped here. This module is pure.
+"""This module groups what the probe found that a model stores for a sequence. It is pure.
 
-    group 0        full attention, whose pages the radix tree knows; or a latent
-    1, 2, ...      windows, one group for each shape and width
-    the last one   recurrent: one slot holds the states of all recurrent layers
+Group 0 is full attention, whose pages the radix tree knows, or a latent. The next groups are windows, one for
+each shape and width. The last one is recurrent: one slot holds the states of all recurrent layers.
 
-A model all of whose attention has windows keeps it in group 0, whole: there a window only masks.
+A model whose attention has windows in all layers stores all its KV in group 0; there a window only masks.
 """
 
 import math
@@ -18,35 +17,36 @@ from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup
 
 StateKind = Literal["conv", "recurrent"]
-StateName = tuple[int, StateKind, int]  # layer_idx, kind, and which of them: some layers have several
+# The parts are layer_idx, the kind, and an index, since some layers have several.
+StateName = tuple[int, StateKind, int]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     kind: GroupKind
-    window: int  # tokens; 0 with full attention
-    num_kv_heads: int  # 1 with a latent
+    window: int  # This is in tokens, and 0 with full attention.
+    num_kv_heads: int  # This is 1 with a latent.
     head_dim: int
-    v_head_dim: int  # 0: a latent
+    v_head_dim: int  # With 0 it is a latent.
     dtype: torch.dtype
 
     @property
     def page(self) -> tuple[object, ...]:
-        """Return what its pages look like, whatever a token sees of them."""
+        """Return the properties that decide the layout of its pages, without what a token sees of them."""
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    layer_idx: int  # the cache knows by it the layer whose K and V it reads
-    is_stored: bool  # otherwise another layer has stored them
+    layer_idx: int  # In the cache this is the layer whose K and V are read.
+    is_stored: bool  # Otherwise another layer has stored them.
     shape: AttentionShape
     num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state is a convolution's last inputs, or what a scan goes on from; it is one sequence's."""
+    """A state is a convolution's last inputs, or the state of a scan; it belongs to one sequence."""
 
     name: StateName
     shape: tuple[int, ...]
@@ -67,9 +67,10 @@ class Mixer:
 class Remembered:
     calls: tuple[AttentionCall, ...]
     mixers: tuple[Mixer, ...]
-    states: tuple[State, ...]  # by name
-    read_linears: frozenset[torch.nn.Module] = frozenset()  # they are never called: others read their weights
-    logits_dtype: torch.dtype = torch.float32  # Some definitions widen what their heads give.
+    states: tuple[State, ...]  # They are in order of their names.
+    # These layers are never called: other modules read their weights.
+    read_linears: frozenset[torch.nn.Module] = frozenset()
+    logits_dtype: torch.dtype = torch.float32  # Some definitions widen the head's output.
 
     @property
     def longest_window(self) -> int:
@@ -77,7 +78,7 @@ class Remembered:
 
 
 def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
-    """Return group 0, then the windowed ones; `unit_bytes` are left to the pools.
+    """Return group 0, then the windowed groups; the pools compute `unit_bytes`.
 
     Raises ConfigError where there is no attention, or full attention of several shapes.
     """
@@ -92,9 +93,9 @@ def attention_groups(calls: Sequence[AttentionCall]) -> tuple[KvGroup, ...]:
 
 
 def whole_group(calls: Sequence[AttentionCall]) -> KvGroup:
-    """Return one group of all layers: what windows keep is kept whole.
+    """Return one group of all layers, which also stores the whole KV of layers with windows.
 
-    Raises ConfigError where pages are not alike.
+    Raises ConfigError where the layers' pages have different layouts.
     """
     return _all_as_full(_by_shape(calls))
 

@@ -1,14 +1,13 @@
-"""Packed steps must compute what a definition does in one plain pass; it is tried before a model serves.
+"""The self-check compares packed steps with one plain pass of the definition before a model serves.
 
-    plain     each sequence in one pass, as it is defined, with transformers' own attention and no cache
-    packed    the same in chunks and single tokens, several sequences a step (check_trial.py); one is
-              resumed from a copied state
-    control   as that one, but the state is lost, or the first page of what its attention sees: how much that
-              changes tells whether the check would have seen it
+The plain run computes each sequence in one pass, with transformers' own attention and no cache. The packed
+run computes the same in chunks and single tokens, several sequences per step (check_trial.py), and resumes
+one from a copied state. A control is like that resumed one, but lacks the state, or the first page that its
+attention sees: the change of its result shows whether the check would have found such a fault.
 
-It is done in float32 where memory allows, for there rounding is small: 1e-5 of the logits at most. Half
-precision shows coarse faults alone. Two right computations may choose another expert at a tie, so medians are
-compared, and other tokens are tried before a model is refused.
+The check uses float32 where memory allows, since rounding is small there: at most 1e-5 of the logits. Half
+precision shows only large faults. Two right computations may choose different experts at a tie, so the check
+compares medians, and tries other tokens before it refuses a model.
 """
 
 import logging
@@ -50,20 +49,20 @@ from services.values.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 _DRAWS = 3
-ROUNDING = "isthmus_rounding"  # attention that rounds K and V as float8 pages do
-# So many tokens of a sequence take a second or two. On a CPU, models of so many parameters have fewer.
+ROUNDING = "isthmus_rounding"  # This attention rounds K and V as float8 pages do.
+# So many tokens of a sequence take a second or two. On a CPU, models with more than so many parameters get
+# fewer.
 _MOST_TOKENS, _MOST_TOKENS_OF_LARGE, _LARGE = 1400, 320, 500_000_000
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def check(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | None = None) -> None:
-    """Log what is found, and leave the model as it was. With `kv_dtype` it is tried once more in that.
+    """Check the model, log the result, and leave the model as it was. `kv_dtype` adds a check with that type.
 
-    But fused operations, or a recurrence in place, that are wrong are left out: it can be done without.
+    If the model fails with fused operations or an in-place recurrence, this turns them off and checks again.
 
-    Raises:
-        ConfigError: it differs, or cannot compute; the message says by how much, or why.
-        Unavailable: memory is short, or the device is lost.
+    Raises ConfigError where the results differ or the model cannot compute; the message has the error or the
+    reason. Raises Unavailable where memory is short or the device is lost.
     """
     try:
         _check_as_it_is(model, page_size, name, kv_dtype)
@@ -76,7 +75,6 @@ def check(model: PackedModel, page_size: int, name: str, kv_dtype: KvDtype | Non
 
 
 def _leave_out(model: PackedModel) -> str | None:
-    """Leave out what the model can be computed without, and return how that is logged."""
     if model.fused:
         model.fused.undo()
         return "fused_kernels_unusable"
@@ -103,7 +101,7 @@ def _check_as_it_is(model: PackedModel, page_size: int, name: str, kv_dtype: KvD
             _check(_Settings(model, page_size, tolerance, by_kernels=not half), name)
     except (ConfigError, Unavailable):
         raise
-    except Exception as error:  # a model's definition may raise any
+    except Exception as error:  # A model's definition may raise any exception.
         raise start_fault(f"{name} fails its check at start: {error!r}", error) from error
 
 
@@ -113,7 +111,7 @@ class _Settings:
     page_size: int
     half_tolerance: float | None = None
     kv_dtype: KvDtype | None = None
-    by_kernels: bool = True  # to compile them takes seconds for each type of numbers
+    by_kernels: bool = True  # Compiling them takes seconds for each type of numbers.
 
 
 def _check(settings: _Settings, name: str) -> None:
@@ -137,9 +135,10 @@ def _check(settings: _Settings, name: str) -> None:
 class _Sequence:
     cut: Cut
     ids: list[int]
-    pages: list[PageId]  # in full attention's pool, and in each windowed one
+    pages: list[PageId]  # These are its pages in full attention's pool and in each windowed pool.
     slot: int
-    plain: dict[int, Tensor]  # logits after a position, of those that are compared
+    # The keys are positions, and the values the logits after them, for the compared ones.
+    plain: dict[int, Tensor]
 
 
 class _Check:
@@ -162,7 +161,7 @@ class _Check:
             by_kernels=settings.by_kernels,
             kv_dtype=settings.kv_dtype,
         )
-        # Pages are shuffled: neighbours in a sequence are none in the pool.
+        # Pages are shuffled, so that neighbours in a sequence are not neighbours in the pool.
         self._free_pages = self._chance.sample(range(num_pages), num_pages)
         self._free_slots = list(range(len(trial.together) + 2))
 
@@ -198,7 +197,7 @@ class _Check:
         with attending_by(model, implementation), self._model.fused.as_defined():
             logits = model(
                 input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.arange(len(ids), device=device)[None],  # Bamba makes wrong ones itself
+                position_ids=torch.arange(len(ids), device=device)[None],  # Bamba creates wrong ones itself.
                 use_cache=False,
                 logits_to_keep=torch.tensor(rows, device=device),
             ).logits[0]
@@ -207,7 +206,7 @@ class _Check:
         return dict(zip(rows, logits.float(), strict=True))
 
     def _compute_together(self, sequences: Mapping[str, _Sequence]) -> None:
-        """Compute the sequences, and keep a copy of a's state at the border in the last free slot."""
+        """Compute the sequences, and copy a's state at the border to the last free slot."""
         rows: dict[str, list[CheckedRow]] = {what: [] for what in sequences}
         for step in range(max(sequence.cut.last_step for sequence in sequences.values()) + 1):
             if step == self._trial.step_after_border and self._pools.slots is not None:
@@ -221,7 +220,7 @@ class _Check:
             self._findings.add(f"sequence {what!r}", of_sequence)
 
     def _resume(self, a: _Sequence) -> None:
-        """Go on at a's border, once as it should be, then with something lost of what is needed there."""
+        """Continue at a's border: once with everything, then once without each state or page in turn."""
         border, cut = self._trial.border, self._trial.again
         kept = self._free_slots.pop(0)
         own = self._take(cut.end - border)
@@ -313,8 +312,8 @@ def _error(got: Tensor, plain: Tensor) -> float:
 def _attend_rounded(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
 ) -> Any:
-    """Attend as the definition's own eager function does, to K and V as they come back from float8 pages."""
-    attend = sys.modules[type(module).__module__].eager_attention_forward  # each definition's file has one
+    """Attend as the definition's own eager function does, with K and V rounded to float8 as pages do."""
+    attend = sys.modules[type(module).__module__].eager_attention_forward  # Each definition's file has one.
     return attend(module, query, _as_float8(key), _as_float8(value), *others, **named)
 
 

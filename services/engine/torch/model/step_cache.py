@@ -1,14 +1,13 @@
-"""A model takes this for its `Cache` in a step over pages and slots (cache_utils.py of transformers).
+"""This is a model's `Cache` in a step over pages and slots (see cache_utils.py of transformers).
 
-Attention is told by it which layer it is, mixers find their states in it. What it lacks raises
-AttributeError, and so refuses the model when that is probed or checked.
+Attention gets its layer from it, and mixers find their states in it. A missing attribute raises
+AttributeError, which refuses the model in its probe or its check.
 
-Recurrent layers compute some tokens one by one (TokenRuns): a sequence's newest, and the drafts behind it.
-Instead of states a mixer hands RecurrentStates and ConvStates through to a function that does so.
-
-plain      the state takes the token in
-drafted    every token is computed from the state that the one before it would leave, and the state stays as
-           it is; when it is known which tokens stay, it takes in those (StepCache.waiting)
+Recurrent layers compute some tokens one by one (TokenRuns): a sequence's newest token, and the drafts after
+it. A mixer passes RecurrentStates and ConvStates in the place of states to a function that does so. With
+plain tokens the state is updated at once. With drafts every token is computed from the state after the
+previous one, and the stored state stays unchanged; once it is known which drafts are accepted, it is updated
+with those (StepCache.waiting).
 """
 
 import inspect
@@ -34,12 +33,12 @@ from services.values.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """Run i is tokens [firsts[i], firsts[i] + counts[i]) of those that are computed so, in their order."""
+    """Run i is tokens [firsts[i], firsts[i] + counts[i]) of those that are computed one by one, in order."""
 
-    slots: Tensor  # int64 [num_runs], where the state of each is
+    slots: Tensor  # This is the slot of each state, int64 [num_runs].
     firsts: Ids
     counts: Ids
-    waits: NDArray[np.bool]  # its state takes nothing in yet
+    waits: NDArray[np.bool]  # The state of a run that waits is not updated yet.
 
     @cached_property
     def some_wait(self) -> bool:
@@ -59,9 +58,9 @@ class TokenRuns:
 
     @cached_property
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return of each token its run, and its place in that.
+        """Return the run of each token, and the token's index in that run.
 
-        It is not for what is kept, where tokens lie between.
+        This is wrong for the result of `kept`, whose runs have gaps between them.
         """
         runs = np.repeat(np.arange(len(self.counts)), self.counts)
         places = np.arange(len(runs)) - np.repeat(self.firsts, self.counts)
@@ -76,13 +75,13 @@ class TokenRuns:
         return self._ids(np.flatnonzero(self.waits))
 
     def rounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the runs and their first tokens, then those that have a second one with it, and so on."""
+        """Yield all runs with their first tokens, then all longer runs with their second ones, and so on."""
         for nth in range(self.counts.max(initial=0)):
             runs = np.flatnonzero(self.counts > nth)
             yield self._ids(runs), self._ids(self.firsts[runs] + nth)
 
     def kept(self, counts: Sequence[int]) -> "TokenRuns":
-        """Keep of those that wait the first tokens, as many as `counts` says: these are taken in."""
+        """Return the waiting runs, cut to the first `counts` tokens, which their states are to include."""
         runs = np.flatnonzero(self.waits)
         return TokenRuns(
             slots=self.slots[self.waiting],
@@ -100,23 +99,20 @@ class TokenRuns:
         return sent
 
 
-# It lets states that have waited take in the tokens that stay.
+# Each callback updates waiting states with the accepted tokens.
 Take = Callable[[TokenRuns], object]
 Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    of_slots: Tensor  # [num_slots, ...]
+    of_slots: Tensor  # The shape is [num_slots, ...].
     runs: TokenRuns
     waiting: list[Take]
 
     @property
     def numbers(self) -> NDArray[np.float32] | None:
-        """Return the memory in which they lie, for a kernel.
-
-        It is None if it is not float32 in the host's memory.
-        """
+        """Return the states' memory for a kernel, or None if it is not float32 in the host's memory."""
         states = self.of_slots
         if states.dtype != torch.float32 or states.device.type != "cpu":
             return None
@@ -125,9 +121,9 @@ class RecurrentStates:
         return numbers
 
     def go_on(self, compute: Callable[[TokenRuns], Tensor]) -> Tensor:
-        """Return what `compute` makes of the tokens.
+        """Return what `compute` returns for the tokens.
 
-        It is called once more when it is known which stay of those that wait.
+        For waiting runs, `compute` is called again when it is known which drafts are accepted.
         """
         if self.runs.some_wait:
             self.waiting.append(compute)
@@ -138,7 +134,7 @@ class RecurrentStates:
 class ConvStates:
     """A convolution's states are its last inputs [num_slots, channels, size].
 
-    So the inputs of drafts tell all states.
+    So the inputs of drafts determine all states.
     """
 
     of_slots: Tensor
@@ -146,7 +142,7 @@ class ConvStates:
     waiting: list[Take]
 
     def before(self, inputs: Tensor) -> Tensor:
-        """Return what is before each token, [num_tokens, channels, size].
+        """Return the inputs before each token, [num_tokens, channels, size].
 
         `inputs` are [num_tokens, channels, 1].
         """
@@ -171,10 +167,10 @@ def by_rounds(
     num_tokens: int,
     step: Callable[[dict[Name, Tensor], Tensor], Tensor],
 ) -> Tensor:
-    """Return what becomes of `num_tokens`, the runs' and others; of those nothing becomes.
+    """Return the outputs of `num_tokens` tokens, of which those in no run are zeros.
 
-    `step` computes one token each of some runs: it is given their states [m, ..], by name, which it writes or
-    replaces, and which tokens they are; it gives what becomes of these.
+    `step` computes one token of each of some runs: it gets their states [m, ..] by name, which it writes or
+    replaces, and the indices of the tokens, and returns the tokens' outputs.
     """
     copies = {name: states[runs.slots] for name, states in of_slots.items()}
     output: Tensor | None = None
@@ -193,7 +189,7 @@ def by_rounds(
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name by which the model's forward takes the cache: transformers 5.24 has renamed it."""
+    """Return the name of the cache argument of the model's forward, which transformers 5.24 changed."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -201,11 +197,12 @@ def cache_argument(model: PreTrainedModel) -> str:
 class LayerStates:
     """`cache.layers[i]` has states [batch, ...] by their index.
 
-    They are those of the sequences that a mixer now computes.
+    They belong to the sequences that a mixer computes now.
     """
 
-    conv_states: dict[int, Any] = field(default_factory=dict)  # or ConvStates
-    recurrent_states: dict[int, Any] = field(default_factory=dict)  # or RecurrentStates
+    conv_states: dict[int, Any] = field(default_factory=dict)  # The values are tensors or ConvStates.
+    # The values are tensors or RecurrentStates.
+    recurrent_states: dict[int, Any] = field(default_factory=dict)
     record_past = False
 
     def of_kind(self, kind: StateKind) -> dict[int, Any]:
@@ -216,44 +213,44 @@ class LayerStates:
 class SequenceRows:
     """A mixer computes these rows of the step as one sequence, [1, tokens, hidden]."""
 
-    rows: Tensor  # int64
-    slot: Tensor  # int64 [1]
+    rows: Tensor  # The type is int64.
+    slot: Tensor  # The shape is int64 [1].
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """A mixer computes these rows token by token, [num_tokens, 1, hidden]."""
 
-    rows: Tensor  # int64
+    rows: Tensor  # The type is int64.
     runs: TokenRuns
 
 
 class StepCache:
-    """The cache is of one step. The states of `layers` are put there before a mixer runs (mixers.py)."""
+    """The cache belongs to one step. mixers.py fills the states of `layers` before a mixer runs."""
 
     is_compileable = False
 
-    slots: SlotPool | None = None  # the rest of these are there with it, where there are mixers
+    slots: SlotPool | None = None  # This and the next four fields are set where the model has mixers.
     in_place = False
-    scan_tokens: int | None = None  # with None a chunk is one scan
+    scan_tokens: int | None = None  # With None a chunk is one scan.
     sequences: Sequence[SequenceRows] = ()
     tokens: TokenRows | None = None
 
     def __init__(self, calls: Sequence[AttentionCall], positions: Tensor) -> None:
-        self.waiting: list[Take] = []  # each mixer has one, where a run of its tokens waits
+        self.waiting: list[Take] = []  # Each mixer adds a callback, where a run of its tokens waits.
         self.layers = _Layers()
-        self.view: StepView | None = None  # the view knows this cache
+        self.view: StepView | None = None  # The view knows this cache.
         self._calls = iter(calls)
         self._stored: int | None = None
         self.device = positions.device
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
 
-    # Attention asks for these.
+    # Attention calls these methods.
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Return what attention gets of a layer.
+        """Return the key and value for attention.
 
-        Of a latent, that is what is kept of all tokens that the step sees.
+        Of a latent, these are the stored ones of all tokens that the step sees.
         """
         self._stored = layer_idx
         assert self.view is not None
@@ -270,25 +267,25 @@ class StepCache:
         return call.layer_idx, call.is_stored
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return int64 [total]: what a row's place in the step lacks of its position.
+        """Return the offset that a row needs to become its position, int64 [total].
 
-        Who asks adds an arange over the rows, and has the positions (Llama 4's temperature, whoever makes
-        position_ids itself).
+        Callers add an arange over the rows and get the positions (Llama 4's temperature, and definitions that
+        create position_ids themselves).
         """
         return self._offsets
 
     get_query_offset = get_seq_length
 
-    # Mixers ask for these.
+    # Mixers call these methods.
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True: the state of a sequence that begins is zeros, which gives what none gives."""
+        """Return True: a sequence begins with a state of zeros, which gives the same result as no state."""
         return True
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # From transformers 5.21 on mixers ask for their states; before they look into `layers` themselves.
+    # From transformers 5.21 on mixers call these methods; before, they read `layers` themselves.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         return self.layers[layer_idx].conv_states[state_idx]
@@ -297,7 +294,7 @@ class StepCache:
         return self.layers[layer_idx].recurrent_states[state_idx]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Take `inputs` [batch, channels, tokens], and return what the state has before them, too."""
+        """Store `inputs` [batch, channels, tokens], and return them after the state's previous inputs."""
         state = self.layers[layer_idx].conv_states[state_idx]
         if isinstance(state, ConvStates):
             return torch.cat([state.before(inputs), inputs], dim=-1)

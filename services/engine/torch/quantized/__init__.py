@@ -1,1 +1,1 @@
-"""Quantized weights are told by their parts' names, and made numbers again or multiplied as they are."""
+"""This package finds quantized weights by name, and dequantizes them or multiplies them as stored."""

@@ -1,12 +1,11 @@
-"""Linear layers multiply their weights as a checkpoint stores them, on a GPU: fewer bytes are read, and held.
+"""Linear layers multiply weights as a checkpoint stores them on a GPU, to read and hold fewer bytes.
 
-    floats of 8 bits     activations are rounded to such, too, by scales of a row; a
-                         weight of any checkpoint may be rounded so when the runner starts
-    numbers of 4 bits    activations stay as they are
+With floats of 8 bits, activations are rounded to 8 bits, too, with a scale per row; any checkpoint's weights
+may be rounded so when the runner starts. With numbers of 4 bits, activations keep their type.
 
-A row's product does not depend on what else is in the step. Rounding activations changes what a layer gives
-by some 2.6 % (three bits behind the point), and rounding a weight does as much. Each layer is tried beside
-the one that it replaces, and left out where it cannot compute or is off by more.
+A row's product does not depend on the other rows of the step. Rounding activations changes a layer's output
+by some 2.6 % (with three bits of mantissa), and rounding a weight does as much. Each layer is tried beside
+the one that it replaces, and left out where it cannot compute or its error is larger.
 """
 
 import logging
@@ -50,16 +49,15 @@ Weight = RowWeight | BlockWeight | Int4Weight
 _Members = list[tuple[str, nn.Linear]]
 Small = RowProduct | BlockProduct | Int4Product
 
-# Rounding to 8 bits explains 2.6 % or 3.7 %, that of dequantized weights .2 %, and to 4 bits 11 %; a lost
-# scale, or rows of another order, change all of it.
+# Rounding to 8 bits explains 2.6 % or 3.7 %, dequantized weights .2 %, and rounding to 4 bits 11 %. A lost
+# scale, or rows in another order, change the whole result.
 _TOLERANCE, _INT4_TOLERANCE, _INT4_ROUNDED_TOLERANCE = 0.08, 0.02, 0.25
 _TRIED_ROWS = (1, 17, 40, 200)  # Each kernel is compiled for them.
-_ROW_STEPS = (1, 4, 16)  # cuBLAS may want so many rows, or a multiple; what fails is not tried again.
+# cuBLAS may need this many rows, or a multiple; a step that fails is not tried again.
+_ROW_STEPS = (1, 4, 16)
 
 
 class StoredLinear(nn.Linear):
-    """This layer keeps no weight in the served dtype."""
-
     product: Small
 
     def forward(self, input: Tensor) -> Tensor:
@@ -80,11 +78,12 @@ def multiply_as_stored(
     weights: Mapping[str, StoredTensor | Dequantized] | RoundedTo,
     tell: Callable[[str, str], None] = lambda name, kind: None,
 ) -> str:
-    """Let products of linear layers be computed so, but those that are `kept`, and count them.
+    """Let linear layers multiply weights as stored, except those in `kept`, and return the counts.
 
-    They are those whose numbers are such in a checkpoint's `weights` by their names; or all but the head,
-    which are rounded now. One that is off stays, and so do all of a kind that cannot be computed. `tell` gets
-    the name and the kind of each layer that is computed so; without any, nothing is said.
+    With a checkpoint's `weights` by name, these are the layers whose weights it stores quantized. Otherwise
+    these are all but the head, whose weights are rounded now. A layer whose error is too large stays, and so
+    do all of a kind that the device cannot compute. `tell` is called with the name and the kind of each
+    changed layer.
     """
     if isinstance(weights, str):
         kept = {*kept, model.get_output_embeddings()}
@@ -106,14 +105,14 @@ def multiply_as_stored(
         for name, _ in members:
             tell(name, _KINDS[type(weight)])
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the memory of the weights that were replaced
+        torch.cuda.empty_cache()  # This frees the memory of the replaced weights.
     said = " ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
     log.info("multiplied_as_stored %s", said or "products=0")
     return said
 
 
 def way_of(form: WeightsForm | None, kinds: Mapping[str, str]) -> str:
-    """Return what tells such a model apart: the form of its numbers, and how each layer is computed."""
+    """Return what identifies such a model: the form of its numbers, and how each layer is computed, or ""."""
     layers = " ".join(f"{name}={kind}" for name, kind in sorted(kinds.items()))
     return f"{form or 'stored'} {layers}" if layers else ""
 
@@ -122,7 +121,7 @@ _KINDS: Mapping[type, str] = {RowWeight: "float8_rows", BlockWeight: "float8_blo
 
 
 class _Ways:
-    """It makes products of weights, and remembers which way to make them a device cannot go."""
+    """This creates products of weights, and remembers what the device cannot compute."""
 
     def __init__(self, kernels: StoredKernels, int4_tolerance: float) -> None:
         self._kernels, self._int4_tolerance = kernels, int4_tolerance
@@ -131,19 +130,19 @@ class _Ways:
     def product(
         self, weight: Weight, whole: Product | nn.Linear, first: tuple[str, nn.Linear]
     ) -> Small | None:
-        """Return what computes as `whole` does up to rounding, or None where nothing does."""
+        """Return a product that computes `whole` up to rounding, or None where there is none."""
         name, dtype = first[0], first[1].weight.dtype
         for product in self._products(weight, _bias_of(whole, weight.num_rows)):
             try:
                 error = max(_error(product, whole, dtype, num_rows) for num_rows in _TRIED_ROWS)
-            except Exception as raised:  # torch refuses what this device, or its library, cannot compute
-                if may_pass(raised):  # A fault of the moment is no reason to compute otherwise.
+            except Exception as raised:  # torch refuses what this device, or its library, cannot compute.
+                if may_pass(raised):  # A temporary fault is no reason to compute otherwise.
                     raise
                 log.warning("stored_weight_unusable layer=%s error=%r", name, raised)
                 self._give_up(product)
                 continue
             tolerance = self._int4_tolerance if isinstance(product, Int4Product) else _TOLERANCE
-            if error <= tolerance:  # NaN is more
+            if error <= tolerance:  # This is false for NaN.
                 return product
             log.warning("stored_weight_unusable layer=%s off=%.2g of=%.2g", name, error, tolerance)
         return None
@@ -164,8 +163,6 @@ class _Ways:
 
 
 class _Numbers:
-    """The numbers of weights are those of a checkpoint, or rounded now."""
-
     def __init__(self, weights: Mapping[str, StoredTensor | Dequantized] | RoundedTo) -> None:
         self._rounded_to = weights if isinstance(weights, str) else None
         self._by_tail: dict[str, list[Dequantized]] = {}
@@ -174,7 +171,7 @@ class _Numbers:
                 self._by_tail.setdefault(_tail(name), []).append(each)
 
     def of(self, members: Sequence[tuple[str, nn.Linear]]) -> Weight | None:
-        """Return the weight of these, or None where the checkpoint has that of one of them otherwise.
+        """Return the weight of these layers, or None where the checkpoint stores one of them otherwise.
 
         The members of a product may be all of it, or one that is to be taken out of it.
         """
@@ -197,7 +194,7 @@ class _Numbers:
         return kind.of([(begin, numbers, scale) for begin, (numbers, scale, _) in floats], num_rows, depth)
 
     def _found(self, name: str, weight: Tensor) -> "_Stored | None":
-        """Return the numbers that are exactly that weight; a name that fits may be another weight's."""
+        """Return the stored numbers that equal the weight; a matching name alone may be another weight's."""
         if self._rounded_to == "int4":
             return round_to_int4(weight)
         if self._rounded_to == "fp8":
@@ -212,7 +209,7 @@ class _Numbers:
         return None
 
 
-# These are floats of 8 bits, their scales, and whether these are of blocks; or numbers of 4 bits.
+# This is floats of 8 bits, their scales, and whether these are of blocks; or numbers of 4 bits.
 _Stored = tuple[Tensor, Tensor, bool] | Grouped
 
 
@@ -221,25 +218,26 @@ def _is(meant: Tensor, weight: Tensor) -> bool:
 
 
 def kernels_on(device: torch.device) -> StoredKernels:
-    """Return the kernels where Triton is and they run, else what torch does in several."""
+    """Return Triton's kernels where they run, and otherwise torch's operations, with several launches."""
     if device.type != "cuda":
         return StoredKernels()
     try:
-        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        # Only torch for CUDA includes Triton, which takes a second to import.
         from services.engine.torch.quantized.stored_kernel import KERNELS, round_groups, round_rows
 
         for kernel in (round_rows, round_groups):
             kernel(torch.ones((1, BLOCK), dtype=torch.bfloat16, device=device))
         return StoredKernels(round_rows, round_groups, KERNELS)
-    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+    # Triton, a compiler or torch may raise anything, and torch's operations work without.
+    except Exception as error:
         log.warning("rounding_kernel_unusable error=%r", error)
         return StoredKernels()
 
 
 def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[_Members]:
-    """Return linear layers, those together that are computed by one product, each with its name.
+    """Return the linear layers with their names, those of one product together.
 
-    Layers whose weights others have, too, such as a head tied to an embedding, are left out.
+    Layers that share their weights, such as a head tied to an embedding, are left out.
     """
     owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     products: dict[object, _Members] = {}
@@ -253,10 +251,10 @@ def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[_Members]:
 
 
 def _stored_alike(members: _Members, numbers: _Numbers) -> Iterator[tuple[_Members, Weight]]:
-    """Yield a product's members together with their weight; or singly where these are stored otherwise.
+    """Yield a product's members with their weight, or one by one where they are stored differently.
 
-    Such a product is split where a member's weight is stored at all: a small gate that a checkpoint leaves
-    in the served dtype does not keep the large weights beside it from being multiplied as they are.
+    A product is split where any member's weight is stored quantized: a small gate that a checkpoint leaves in
+    the served dtype does not keep the large weights beside it from being multiplied as stored.
     """
     if (weight := numbers.of(members)) is not None:
         yield members, weight
@@ -279,14 +277,14 @@ def _bias_of(whole: Product | nn.Linear, num_rows: int) -> Tensor | None:
 
 
 def _replace(linear: nn.Linear, product: Small) -> None:
-    """Let the same module be of another class: others know it, and have it in their tables."""
+    """Change the module's class in place, since others hold a reference to it."""
     del linear.weight, linear.bias
     linear.__class__ = StoredLinear
     linear.product = product
 
 
 def _tail(name: str) -> str:
-    """Return a name from its first number on: definitions and files differ in what stands before."""
+    """Return the name from its first number on, since definitions and files differ before it."""
     found = re.search(r"\.\d+\..*", name)
     return found[0] if found else name
 

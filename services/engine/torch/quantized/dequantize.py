@@ -1,11 +1,11 @@
-"""Stored numbers times their scales are weights again, in float32: a function for each way of storing them.
+"""These functions multiply stored numbers by their scales in float32, one function for each format.
 
-    scaled         numbers of 8 bits, and a scale for a row, a block, or all of them (FP8, INT8, MXFP8)
-    packed         whole numbers packed along a row into int32 (compressed-tensors)
-    packed_columns the same along columns, of a matrix that lies transposed (GPTQ, AWQ)
-    four_bits      floats of 4 bits, two in a byte, and a scale for 16 or 32 of a row (MXFP4, NVFP4)
+- `scaled`: numbers of 8 bits with a scale for a row, a block, or all of them (FP8, INT8, MXFP8).
+- `packed`: integers packed along a row into int32 (compressed-tensors).
+- `packed_columns`: the same along columns, of a transposed matrix (GPTQ, AWQ).
+- `four_bits`: floats of 4 bits, two in a byte, with a scale for 16 or 32 of a row (MXFP4, NVFP4).
 
-Each value is rounded once more when it becomes a parameter in the dtype that is served.
+Each value is rounded once more when it becomes a parameter in the served dtype.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from services.values.errors import ConfigError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# AWQ packs the columns of eight in this order.
+# AWQ packs eight columns in this order.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _EXPONENT_BIAS = 127
 
@@ -24,7 +24,7 @@ _EXPONENT_BIAS = 127
 def scaled(
     numbers: Tensor, scale: Tensor, zero: Tensor | None = None, block: tuple[int, int] | None = None
 ) -> Tensor:
-    """Return `numbers` [.., rows, columns], less `zero`, times `scale`, both spread over them."""
+    """Return `numbers` [.., rows, columns] less `zero`, times `scale`, both broadcast over them."""
     values = numbers.float()
     if zero is not None:
         values -= _spread(zero.float(), values.shape, block)
@@ -33,13 +33,13 @@ def scaled(
 
 
 class Grouped(NamedTuple):
-    """Whole numbers [rows, columns], of which a group along a row shares a zero point and a scale."""
+    """These are integers [rows, columns], with a zero point and a scale for each group along a row."""
 
     values: Tensor
-    points: Tensor  # [rows, groups]
-    scale: Tensor  # [rows, groups]
+    points: Tensor  # The shape is [rows, groups].
+    scale: Tensor  # The shape is [rows, groups].
     bits: int
-    groups: Tensor | None  # the group of each column, where they are not one after another
+    groups: Tensor | None  # This is the group of each column, where groups are not contiguous and in order.
 
     def floats(self) -> Tensor:
         values = self.values.float()
@@ -48,7 +48,10 @@ class Grouped(NamedTuple):
         return values
 
     def checked(self) -> "Grouped":
-        """Return itself. Raises ConfigError where groups are not those of its columns, or are not there."""
+        """Return itself.
+
+        Raises ConfigError where `groups` does not fit the columns or names a missing group.
+        """
         if self.groups is None:
             return self
         num_columns, num_groups = self.values.shape[-1], self.scale.shape[-1]
@@ -71,9 +74,9 @@ def packed(
     zero: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Grouped:
-    """Take apart `words` int32 [rows, words of a row]; `zero` is packed along the rows.
+    """Unpack `words` int32 [rows, words of a row]; `zero` is packed along the rows.
 
-    It is None where numbers are symmetric.
+    `zero` is None where numbers are symmetric.
     """
     bits = next((bits for bits in (2, 4, 8) if -(-num_columns * bits // 32) == words.shape[-1]), 0)
     if not bits:
@@ -93,9 +96,9 @@ def packed(
 def packed_columns(
     words: Tensor, zeros: Tensor, scale: Tensor, groups: Tensor | None, zeros_less_one: bool
 ) -> Grouped:
-    """Take apart a matrix that lies transposed, [columns, rows].
+    """Unpack a transposed matrix, [columns, rows].
 
-    `scale` is [groups, rows] and `zeros` packed as [groups, words of the rows]. Either `words` are packed as
+    `scale` is [groups, rows] and `zeros` is packed as [groups, words of the rows]. `words` are packed like
     the zeros, which is AWQ's way, or along the columns, which is GPTQ's.
     """
     has_groups = scale.dim() == zeros.dim() == 2 and scale.numel() and len(zeros) == len(scale)
@@ -120,9 +123,9 @@ def packed_columns(
 
 
 def four_bits(pairs: Tensor, scale: Tensor) -> Tensor:
-    """Return `pairs` uint8 [.., rows, columns / 2], of which the low half is the first, times `scale`.
+    """Return `pairs` uint8 [.., rows, columns / 2], whose low half is the first number, times `scale`.
 
-    That is [.., rows, columns / 16 or 32].
+    `scale` is [.., rows, columns / 16 or 32].
     """
     table = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
     values = torch.stack((table[(pairs & 15).int()], table[(pairs >> 4).int()]), -1).flatten(-2)
@@ -152,10 +155,10 @@ def _in_order(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
-    """Return a tensor that broadcasts over `shape`, of one scale for all, for each row, or for each block.
+    """Return a tensor that broadcasts over `shape`, from one scale for all, for each row, or for each block.
 
-    Blocks of a size that is not stated fit evenly; those of a stated size may be cut at the end. Scales
-    without a dimension for columns are of rows: fewer would be of parts whose sizes nothing tells.
+    Blocks without a stated size fit evenly; blocks of a stated size may be cut at the end. Scales without a
+    dimension for columns are per row: with fewer, the sizes of their parts would be unknown.
     """
     if scale.numel() == 1:
         return scale.reshape(())

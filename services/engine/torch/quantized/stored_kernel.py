@@ -1,16 +1,16 @@
 """Triton kernels round rows to floats of 8 bits, and multiply with weights of 4 bits. See stored_products.py.
 
-    round_rows     rows, by a scale of each; one launch does it for all of them
-    round_groups   so each 128 of a row. Both are compiled once for each width, and nothing waits for
-                   the device
-    multiply       1. _multiply, for each tile of the weight, some of its steps, and up to 64 rows: whole
-                      numbers are multiplied, and each half's sums less its zero points get its scale
-                   2. _join, where a tile's steps were shared among programs: their sums, in their order
-    dequantize     for prompts: each number less its zero point, times its scale
+`round_rows` rounds each row by a scale of its own, in one launch for all rows. `round_groups` does so for
+each 128 numbers of a row. Both are compiled once for each width, and do not wait for the device.
 
-So that a few tiles keep all processors busy, a tile's steps are cut. That depends on the weight's shape
-alone, and not on how many rows there are. Shapes are kept out of what Triton specializes by: _multiply is
-compiled once for 16, 32 and 64 rows, the others once. Sums are in float32.
+`multiply` launches _multiply for each tile of the weight, some of its steps, and up to 64 rows: integers are
+multiplied, and each half's sums less its zero points get its scale. If a tile's steps were shared among
+programs, _join adds their sums in order. `dequantize` is for prompts: each number less its zero point, times
+its scale.
+
+A tile's steps are divided so that a few tiles keep all processors busy. The division depends only on the
+weight's shape, and not on the number of rows. Shapes do not specialize kernels: _multiply is compiled once
+each for 16, 32 and 64 rows, the others once. Sums are in float32.
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ _GROUPS = 8
 
 @triton.jit
 def _round_row(rows, numbers, scales, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program i has row i; a row that is wider than its columns is read twice."""
+    """Program i computes row i; a row that is wider than its columns is read twice."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     most = tl.zeros((COLUMNS,), tl.float32)
@@ -53,7 +53,7 @@ def _round_row(rows, numbers, scales, DEPTH: tl.constexpr, COLUMNS: tl.constexpr
 def _round_groups(
     rows, numbers, scales, num_rows, DEPTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (i, j) has the j-th few groups of row i."""
+    """Program (i, j) computes the j-th block of groups of row i."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -67,21 +67,21 @@ def _round_groups(
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `rows` [n, depth], which are contiguous, as floats of 8 bits, and their scales [n, 1]."""
+    """Return the contiguous `rows` [n, depth] as floats of 8 bits, and their scales [n, 1]."""
     num_rows, depth = rows.shape
     numbers = torch.empty((num_rows, depth), dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=rows.device)
     columns = min(_MAX_COLUMNS, triton.next_power_of_2(depth))
     warps = max(1, min(_MAX_WARPS, columns // _NUMBERS_OF_A_WARP))
-    with torch.cuda.device_of(rows):  # Triton launches on the current device
+    with torch.cuda.device_of(rows):  # Triton launches on the current device.
         _round_row[(num_rows,)](rows, numbers, scales, depth, columns, num_warps=warps)
     return numbers, scales
 
 
 def round_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `rows` [n, depth], which are contiguous, as floats of 8 bits, and the scale of each 128 of them.
+    """Return the contiguous `rows` [n, depth] as floats of 8 bits, and the scale of each 128 of them.
 
-    Those are [n, depth / 128], of one group one after another.
+    The scales are [n, depth / 128], with those of one group contiguous.
     """
     num_rows, depth = rows.shape
     groups = depth // BLOCK
@@ -95,13 +95,13 @@ def round_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 _FEWEST_ROWS = 16
 _PROGRAMS_OF_A_PROCESSOR = 2
-_FEWEST_STEPS = 4  # of a program
+_FEWEST_STEPS = 4  # This is the fewest for a program.
 _JOINED = 256
 
 
 @triton.jit
 def _sums_of(rows, values, points, scales):
-    """Return the products of rows and whole numbers, which have a zero point and a scale for each column."""
+    """Return the products of rows and integers with a zero point and a scale for each column."""
     products = tl.dot(rows, values, input_precision="ieee")
     totals = tl.sum(rows.to(tl.float32), 1)
     return (products - totals[:, None] * points[None, :]) * scales[None, :]
@@ -123,7 +123,7 @@ def _multiply(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, j) has tile i and the j-th few of its steps; `halves` of these are a group.
+    """Program (i, j) computes the j-th block of steps of tile i; `halves` of these are a group.
 
     `products` is [programs of a tile, num_rows, num_tiles * TILE].
     """
@@ -165,7 +165,7 @@ def _join(parts, products, count, num_parts, JOINED: tl.constexpr):
 def _dequantize(
     tiles, scales, points, weight, num_steps, num_tiles, halves, HALF: tl.constexpr, TILE: tl.constexpr
 ):
-    """Program (i, j) has step j of tile i; `weight` is [num_tiles * TILE, depth]."""
+    """Program (i, j) computes step j of tile i; `weight` is [num_tiles * TILE, depth]."""
     tile, step = tl.program_id(0), tl.program_id(1)
     width = num_tiles * TILE
     k, n = tl.arange(0, HALF), tl.arange(0, TILE)
@@ -182,7 +182,7 @@ def _dequantize(
 
 
 def multiply(rows: Tensor, weight: Int4Weight) -> Tensor:
-    """Return the product of up to 64 `rows` [n, depth], which are contiguous: [n, num_rows of the weight]."""
+    """Return the product of up to 64 contiguous `rows` [n, depth]: [n, num_rows of the weight]."""
     num_rows, (num_tiles, num_steps, half, _) = len(rows), weight.tiles.shape
     num_columns = num_tiles * TILE_ROWS
     wanted = -(-_PROGRAMS_OF_A_PROCESSOR * _num_processors(rows.device) // num_tiles)
@@ -191,7 +191,7 @@ def multiply(rows: Tensor, weight: Int4Weight) -> Tensor:
     parts = -(-num_steps // steps)
     dtype = rows.dtype if parts == 1 else torch.float32
     sums = torch.empty((parts, num_rows, num_columns), dtype=dtype, device=rows.device)
-    with torch.cuda.device_of(rows):  # Triton launches on the current device
+    with torch.cuda.device_of(rows):  # Triton launches on the current device.
         _multiply[(num_tiles, parts)](
             rows,
             weight.tiles,

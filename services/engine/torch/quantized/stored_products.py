@@ -1,12 +1,12 @@
-"""Products with weights of 8 and of 4 bits, which lie ready.
+"""These products multiply weights of 8 and of 4 bits.
 
-RowProduct     8 bits: a scale for each row of the weight, and for each row of activations, which are rounded
-BlockProduct   8 bits: a scale for each 128 x 128 of the weight, and for each 128 of a row (on Hopper, by
-               cuBLAS). Products of floats of 8 bits are torch's
-Int4Product    4 bits, which stay so: a quarter of the bytes is read, rows are not rounded
+A RowProduct has 8 bits, a scale for each row of the weight, and a scale for each row of activations, which
+are rounded. A BlockProduct has 8 bits, a scale for each 128 x 128 block of the weight, and for each 128
+numbers of a row (cuBLAS computes it on Hopper). torch multiplies floats of 8 bits.
 
-    up to 64 rows   a kernel takes the numbers of 4 bits apart in registers (stored_kernel.py)
-    more            it writes the weight in the served dtype, and torch multiplies: prompts are bound by that
+An Int4Product has 4 bits: it reads a quarter of the bytes, and does not round rows. For up to 64 rows a
+kernel unpacks the numbers of 4 bits in registers (stored_kernel.py). For more rows it dequantizes the weight
+to the served dtype, and torch multiplies, since prompts are bound by arithmetic.
 
 A weight of 4 bits lies in tiles that a program reads one after another: of 64 rows of the weight, `2 x half`
 columns each. A byte has two numbers of one row, `half` columns apart, so that each half is a product of its
@@ -26,15 +26,15 @@ from services.engine.torch.quantized.dequantize import Grouped
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 BLOCK = 128
-STEP = 16  # Widths are multiples of it.
-_SCALES_STEP = 4  # cuBLAS wants so many blocks along a row, and reads none of what is filled up.
+STEP = 16  # Widths are multiples of this.
+_SCALES_STEP = 4  # cuBLAS needs a multiple of so many blocks along a row, and does not read the padding.
 _LARGEST, _SMALLEST = 448.0, 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:
-    numbers: Tensor  # [num_rows filled up, depth]
-    scales: Tensor  # float32 [1, num_rows filled up]
+    numbers: Tensor  # The shape is [padded num_rows, depth].
+    scales: Tensor  # The scales are float32 [1, padded num_rows].
     num_rows: int
 
     @property
@@ -43,7 +43,7 @@ class RowWeight:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Tensor, Tensor]], num_rows: int, depth: int) -> "RowWeight":
-        """Make it of parts, each from a row on: numbers [rows, depth], and a scale for each or for all."""
+        """Build it from parts: a first row, numbers [rows, depth], and a scale for each row or for all."""
         filled_up = -(-num_rows // STEP) * STEP
         device = parts[0][1].device
         numbers = torch.zeros((filled_up, depth), dtype=torch.uint8, device=device)
@@ -59,7 +59,7 @@ class RowProduct:
     weight: RowWeight
     bias: Tensor | None
     round_rows: Round
-    row_step: int = 1  # Rows are filled up to a multiple of it.
+    row_step: int = 1  # Rows are padded to a multiple of this.
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight = self.weight
@@ -80,8 +80,8 @@ class RowProduct:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    numbers: Tensor  # [num_rows, depth]
-    scales: Tensor  # float32 [blocks of rows, blocks of the depth, filled up]
+    numbers: Tensor  # The shape is [num_rows, depth].
+    scales: Tensor  # The scales are float32 [blocks of rows, padded blocks of the depth].
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +95,7 @@ class BlockWeight:
     def of(
         cls, parts: Sequence[tuple[int, Tensor, Tensor]], num_rows: int, depth: int
     ) -> "BlockWeight | None":
-        """Make it of parts, each from a row on. It is None where a part begins within a block."""
+        """Build it from parts, each with its first row; return None where a part begins within a block."""
         if num_rows % STEP or depth % BLOCK or any(begin % BLOCK for begin, _, _ in parts):
             return None
         device = parts[0][1].device
@@ -115,7 +115,7 @@ class BlockProduct:
     weight: BlockWeight
     bias: Tensor | None
     round_groups: Round
-    row_step: int = 1  # Rows are filled up to a multiple of it.
+    row_step: int = 1  # Rows are padded to a multiple of this.
 
     def __call__(self, rows: Tensor) -> Tensor:
         flat, num_rows = _filled_up(rows, self.row_step)
@@ -125,7 +125,7 @@ class BlockProduct:
 
 
 def _filled_up(rows: Tensor, step: int) -> tuple[Tensor, int]:
-    """Return the rows in two dimensions, filled up, and how many they were."""
+    """Return the padded rows in two dimensions, and their number without padding."""
     flat = rows.reshape(-1, rows.shape[-1])
     extra = -len(flat) % step
     return (pad(flat, (0, 0, 0, extra)) if extra else flat.contiguous()), len(flat)
@@ -154,7 +154,7 @@ def round_rows_plainly(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_groups_plainly(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return `rows` [n, depth] as floats of 8 bits, and the scale of each 128, [n, depth / 128].
 
-    The scales of one group lie one after another.
+    The scales of one group are contiguous.
     """
     numbers, scales = round_rows_plainly(rows.reshape(-1, BLOCK))
     return numbers.view(rows.shape), scales.view(len(rows), -1).t().contiguous().t()
@@ -162,15 +162,15 @@ def round_groups_plainly(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 TILE_ROWS = 64
 MOST_ROWS = 64
-_HALVES = (64, 32, 16)  # The longest that fits is taken.
+_HALVES = (64, 32, 16)  # The longest that fits is used.
 _ROUNDED_GROUP, _ZERO, _SMALLEST_SCALE = 128, 8, 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    tiles: Tensor  # int8 [tiles of rows, steps along the depth, half, TILE_ROWS]
-    scales: Tensor  # float32 [groups, rows filled up]
-    points: Tensor  # float32, as the scales
+    tiles: Tensor  # The tiles are int8 [tiles of rows, steps along the depth, half, TILE_ROWS].
+    scales: Tensor  # The scales are float32 [groups, padded rows].
+    points: Tensor  # The points are float32, in the shape of the scales.
     num_rows: int
     depth: int
 
@@ -180,7 +180,7 @@ class Int4Weight:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Grouped]], num_rows: int, depth: int) -> "Int4Weight | None":
-        """Make it of parts, each from a row on; None where their groups do not go into halves."""
+        """Build it from parts, each with its first row; return None where their groups do not fit halves."""
         num_groups = {part.scale.shape[-1] for _, part in parts}
         if len(num_groups) > 1 or any(part.bits != 4 or part.groups is not None for _, part in parts):
             return None

@@ -1,12 +1,12 @@
-"""The tensors of a quantized checkpoint, by the names under which a model's definition knows its weights.
+"""This module finds a quantized checkpoint's weights by the names that a model's definition uses.
 
-    X.weight + X.weight_scale, or .weight_scale_inv          FP8, INT8, MXFP8; and so of any other tensor
-    X.weight_packed + X.weight_scale, ..                     compressed-tensors of 4 bits, whole and float
-    X.qweight + X.qzeros + X.scales                          AWQ and GPTQ, which their shapes tell apart
-    X_blocks + X_scales                                      MXFP4, whose experts lie transposed
+- X.weight with X.weight_scale, or .weight_scale_inv, is FP8, INT8 or MXFP8; the same holds for other tensors.
+- X.weight_packed with X.weight_scale, .. is compressed-tensors of 4 bits, integer and float.
+- X.qweight with X.qzeros and X.scales is AWQ or GPTQ, which differ in their shapes.
+- X_blocks with X_scales is MXFP4, whose experts are transposed.
 
-transformers asks for a tensor when its turn has come, so that few are made at a time. So it is with the
-weights of a GGUF file that lies in the directory.
+transformers reads each tensor when it needs it, so that few exist at a time. The same holds for the weights
+of a GGUF file in the directory.
 """
 
 import mmap
@@ -28,10 +28,10 @@ from services.model.quantization import Quantization
 from services.settings.gguf_directory import mapped
 from services.values.errors import ConfigError
 
-# Numbers of these kinds mean nothing without a scale.
+# Numbers of these types need a scale.
 _NUMBERS = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 _SCALES = ("F32", "BF16", "F16")
-# These are of activations and of KV, which are not quantized here, and of what has been read by its shape.
+# These belong to activations and KV, which are not quantized here, or repeat what a shape shows.
 _UNUSED = (
     ".input_scale",
     ".input_zero_point",
@@ -42,7 +42,8 @@ _UNUSED = (
     ".q_scale",
     ".weight_shape",
 )
-# What ends so means nothing alone, or changes what a layer gives (AWQ's scales of an activation).
+# A tensor with such a suffix is no weight by itself, or changes a layer's output (AWQ's scales of an
+# activation).
 PARTS = (
     ".weight_scale",
     ".weight_scale_inv",
@@ -71,17 +72,17 @@ class StoredTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """It is made anew each time it is asked for, as safetensors' own slices are read."""
+    """It is computed again at each access, as safetensors' own slices are read."""
 
     name: str
     parts: Mapping[str, StoredTensor]
     make: Callable[..., Tensor]
     dtype: torch.dtype
-    num_dims: int = 2  # The first of the parts has so many for a matrix, and one more for those of experts.
-    take_apart: Callable[..., Grouped] | None = None  # It makes whole numbers and scales of the parts.
+    num_dims: int = 2  # The first part has so many dimensions for a matrix, and one more for experts.
+    take_apart: Callable[..., Grouped] | None = None  # It returns the parts as integers with scales.
 
     def grouped(self, device: torch.device) -> Grouped | None:
-        """Return whole numbers with a scale for a group of them, where they are such."""
+        """Return the integers with a scale for each group, or None for another format."""
         if self.take_apart is None:
             return None
         return self.take_apart(**{name: part[...].to(device) for name, part in self.parts.items()})
@@ -89,7 +90,7 @@ class Dequantized:
     def __getitem__(self, index: Any) -> Tensor:
         try:
             return self._whole()[index]
-        except Exception as error:  # torch raises any class where parts do not fit
+        except Exception as error:  # torch may raise any class where parts do not fit.
             raise start_fault(f"{self.name} cannot be made of its parts: {error}", error) from error
 
     def _whole(self) -> Tensor:
@@ -98,7 +99,8 @@ class Dequantized:
         if first.dim() == self.num_dims:
             return self.make(**read).to(self.dtype)
         made: Tensor | None = None
-        for i in range(len(first)):  # An expert at a time: in float32 all are a lot of memory.
+        # One expert is computed at a time, since all in float32 take much memory.
+        for i in range(len(first)):
             own = {name: _of_expert(part, i, len(first)) for name, part in read.items()}
             matrix = self.make(**own)
             if made is None:
@@ -113,9 +115,9 @@ def _of_expert(part: Tensor, i: int, count: int) -> Tensor:
 
 
 def float8_block(weight: Dequantized) -> tuple[int, int] | None:
-    """Return how many rows and columns share a scale, where these are floats of 8 bits.
+    """Return how many rows and columns share a scale of floats of 8 bits: a row, or 128 x 128.
 
-    That is a row, or 128 x 128; it is None for anything else.
+    It is None for any other format.
     """
     if set(weight.parts) != {"numbers", "scale"} or weight.parts["numbers"].get_dtype() != "F8_E4M3":
         return None
@@ -138,9 +140,9 @@ def open_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 def named_weights(
     tensors: Mapping[str, StoredTensor], quantization: Quantization | None, dtype: torch.dtype
 ) -> dict[str, StoredTensor | Dequantized]:
-    """Return each weight by its name. One that is made of parts is in `dtype`; others stay as they are.
+    """Return each weight by its name; one that is built from parts has `dtype`, and others keep theirs.
 
-    Raises ConfigError where a part is missing, or numbers have none that says what they mean.
+    Raises ConfigError where a part is missing, or the parts that numbers need.
     """
     found = _Found(tensors, quantization, dtype)
     weights: dict[str, StoredTensor | Dequantized] = {}
@@ -257,7 +259,7 @@ class _Found:
     def _parts(
         self, base: str, needed: tuple[str, ...], optional: tuple[str, ...], has_own: bool = True
     ) -> list[StoredTensor | None] | None:
-        """Return what is called `base` with each of these behind it, or None where something is missing."""
+        """Return the tensors named `base` plus each suffix, or None where a needed one is missing."""
         names = [base, *(base + suffix for suffix in needed)] if has_own else [base + each for each in needed]
         if any(name not in self._tensors for name in names):
             return None
@@ -269,7 +271,7 @@ class _Found:
 def _four_bits(
     pairs: Tensor, scale: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None
 ) -> Tensor:
-    """NVFP4 has a scale of all blocks more, by which one multiplies or divides theirs."""
+    """Compute four_bits; NVFP4 has one more scale, which multiplies or divides those of the blocks."""
     if factor is not None:
         scale = scale.float() * factor.float()
     if divisor is not None:
@@ -281,7 +283,7 @@ def _packed(
     words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None = None, groups: Tensor | None = None
 ) -> Grouped:
     if groups is not None and bool((groups == -1).all()):
-        groups = None  # They were never assigned: columns are in order.
+        groups = None  # The groups were never assigned, so columns are in order.
     if shape.numel() < 2 or int(shape[-2]) != words.shape[-2]:
         raise ConfigError(f"numbers of {words.shape[-2]} rows are stated to be of shape {shape.tolist()}")
     return packed(words, scale, int(shape[-1]), zero, groups)
@@ -304,13 +306,16 @@ class GgufWeight:
 
 
 def gguf_weights(file: Path) -> dict[str, GgufWeight]:
-    """Return the weights by their names in transformers. Raises ConfigError."""
+    """Return the weights by their names in transformers. Raises ConfigError where the file is damaged."""
     data = mapped(file)
     return {weight.name: GgufWeight(weight, data) for weight in weights_of(read_gguf(data))}
 
 
 def sampled_gguf(file: Path) -> Iterator[bytes]:
-    """Yield the header, and the first and middle 4 KiB of each tensor. Raises ConfigError."""
+    """Yield the header, and the first and middle 4 KiB of each tensor.
+
+    Raises ConfigError where the file is damaged.
+    """
     with mapped(file) as data:
         tensors = read_gguf(data).tensors
         yield data[: min((tensor.start for tensor in tensors), default=len(data))]

@@ -1,1 +1,1 @@
-"""Tokens are chosen from logits, under constraints and biases, and scored; on a GPU by Triton's kernels."""
+"""This package chooses tokens from logits, under constraints and biases, and scores them."""

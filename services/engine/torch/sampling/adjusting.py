@@ -1,15 +1,14 @@
-"""Logits are adjusted before chance has a word.
+"""This module adjusts logits before a token is drawn.
 
-This is the order: biases; repetition penalty over the whole history; frequency and presence penalty over the
-generated ids; min_tokens; ids that would end a banned sequence. Each is done for all rows at once: on a GPU a
-call for each row takes longer than what it computes.
+The order is: biases; repetition penalty over the whole history; frequency and presence penalty over the
+generated ids; min_tokens; ids that would end a banned sequence. Each step is computed for all rows at once:
+on a GPU a call for each row would take longer than its computation.
 
-`adjust_on_device` does the same on a GPU, with one copy to the device, and few launches:
+`adjust_on_device` does the same on a GPU, with one copy to the device and few launches: biases, ids of the
+history, the generated ones among them, forbidden ids, and penalties of rows go into one packed tensor, which
+some twenty kernels of torch use.
 
-    biases, ids that were said, those of them that were generated, forbidden ids, and penalties of rows
-    --> one packed tensor --> some twenty kernels of torch
-
-What a sequence has said so far is converted once, not at each of its tokens.
+Each id of a sequence is converted once, not at each of its tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch.draft_tokens import DraftedHistory
 
 _Ids = NDArray[np.int64]
-_PerRow = Sequence[tuple[int, _Ids]]  # rows of logits, and some ids of each
+_PerRow = Sequence[tuple[int, _Ids]]  # This is rows of logits with some ids of each.
 
 
 def is_adjusted(chunk: Chunk) -> bool:
@@ -43,7 +42,7 @@ def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def biases_of(chunks: Sequence[Chunk]) -> list[tuple[int, _Ids, list[float]]]:
-    """Return rows that have some, their ids and what is added to each of these."""
+    """Return the rows with biases, their ids, and the bias of each id."""
     of_rows = {row: dict(c.sampling.logit_bias) for row, c in enumerate(chunks) if c.sampling.logit_bias}
     return [(row, _ids(biases, len(biases)), list(biases.values())) for row, biases in of_rows.items()]
 
@@ -66,7 +65,7 @@ def _penalize_repetition(logits: Tensor, chunks: Sequence[Chunk]) -> None:
     counts = [len(ids) for _, ids in seen]
     penalties = _like(logits, np.repeat([chunks[row].sampling.repetition_penalty for row, _ in seen], counts))
     values = logits.view(-1)[at]
-    # An id that occurs twice is written twice, the same.
+    # An id that occurs twice is written twice with the same value.
     logits.view(-1)[at] = torch.where(values > 0, values / penalties, values * penalties)
 
 
@@ -84,7 +83,7 @@ def _penalize_frequency(logits: Tensor, chunks: Sequence[Chunk]) -> None:
 
 
 def forbidden_of(chunks: Sequence[Chunk], vocab_size: int) -> list[tuple[int, _Ids]]:
-    """Return rows that have some, and the ids that must not come next."""
+    """Return the rows with forbidden ids, and those ids."""
     return [
         (row, np.array(sorted(ids), np.int64))
         for row, chunk in enumerate(chunks)
@@ -98,13 +97,13 @@ def _forbid(logits: Tensor, chunks: Sequence[Chunk]) -> None:
 
 
 def _ids(ids: Iterable[int], count: int) -> _Ids:
-    return np.fromiter(ids, np.int64, count)  # it takes half of np.array's time
+    return np.fromiter(ids, np.int64, count)  # It takes half of np.array's time.
 
 
 def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
-    """Return where these are in all of `logits`, on its device.
+    """Return the indices of these ids in the flat `logits`, on its device.
 
-    Raises IndexError for an id that no row has.
+    Raises IndexError for an id beyond the vocabulary.
     """
     vocab_size = logits.shape[1]
     ids = require_ids(np.concatenate([ids for _, ids in per_row]), vocab_size)
@@ -136,10 +135,10 @@ def _ending(chunk: Chunk, vocab_size: int) -> Iterable[int]:
     return ending if len(ending) < vocab_size else ()
 
 
-_IdsOfRows = list[tuple[int, _Ids]]  # rows of logits, and some ids of each
+_IdsOfRows = list[tuple[int, _Ids]]  # This is rows of logits with some ids of each.
 
-# So many histories, and ids in them, are known, and as many again that were not needed lately. Nobody tells
-# which sequences have ended.
+# So many recent histories, and ids in them, are cached, and as many older ones. Nobody reports which
+# sequences have ended.
 _MOST_KNOWN, _MOST_IDS = 256, 1 << 20
 
 
@@ -151,15 +150,21 @@ class _Known:
 
 
 class Histories:
-    """Each is kept as an array. A sequence's list of ids only ever grows, so each id is read once."""
+    """This caches each history as an array.
+
+    A sequence's list of ids only ever grows, so each id is read once.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._recent, self._older = dict[int, _Known](), dict[int, _Known]()
-        self._num_ids = 0  # of the recent ones
+        self._num_ids = 0  # This counts the recent histories' ids.
 
     def ids_of(self, history: Sequence[int]) -> _Ids:
-        """Return its ids. Raises IndexError for one that no row has."""
+        """Return the history's ids.
+
+        Raises IndexError for an id beyond the vocabulary.
+        """
         if isinstance(history, DraftedHistory):
             drafts = require_ids(np.array(history.drafts, np.int64), self._vocab_size)
             return np.concatenate((self.ids_of(history.ids), drafts))
@@ -200,7 +205,7 @@ def _goes_on(known: _Known) -> bool:
 def adjust_on_device(logits: Tensor, chunks: Sequence[Chunk], histories: Histories) -> Tensor:
     """Adjust `logits` float64 [len(chunks), vocab_size], contiguous, in place.
 
-    Raises IndexError for an id that no row has.
+    Raises IndexError for an id beyond the vocabulary.
     """
     biases, forbidden = biases_of(chunks), forbidden_of(chunks, logits.shape[1])
     biased_ids = [(row, ids) for row, ids, _ in biases]
@@ -235,7 +240,7 @@ def adjust_on_device(logits: Tensor, chunks: Sequence[Chunk], histories: Histori
 
 
 def _penalized(chunks: Sequence[Chunk], histories: Histories) -> tuple[_IdsOfRows, _IdsOfRows]:
-    """Return what the penalties of rows regard, and what of it was generated where that is counted."""
+    """Return the ids that penalties apply to, and the generated ids where penalties count them."""
     said, generated = _IdsOfRows(), _IdsOfRows()
     for row, chunk in enumerate(chunks):
         params = chunk.sampling
@@ -255,7 +260,7 @@ def _penalties(chunk: Chunk) -> tuple[float, float, float]:
 
 
 def _pack(numbers: _Ids, start: int, per_row: _IdsOfRows, vocab_size: int) -> int:
-    """Write where in all logits these ids are, and return where the next ones begin."""
+    """Write the indices of these ids in the flat logits, and return the end of what was written."""
     for row, ids in per_row:
         end = start + len(ids)
         np.add(ids, row * vocab_size, out=numbers[start:end])
@@ -264,9 +269,9 @@ def _pack(numbers: _Ids, start: int, per_row: _IdsOfRows, vocab_size: int) -> in
 
 
 def _penalize(flat: Tensor, at: Tensor, at_generated: Tensor, penalties: Tensor) -> None:
-    """Change the logits at `at` by their rows' penalties for repetition, frequency and presence.
+    """Apply their rows' penalties for repetition, frequency and presence to the logits at `at`.
 
-    A position that occurs twice is written twice, the same.
+    An index that occurs twice is written twice with the same value.
     """
     repetition, frequency, presence = penalties.unbind(1)
     values = flat[at]

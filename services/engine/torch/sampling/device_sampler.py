@@ -1,10 +1,10 @@
-"""Tokens are chosen on a GPU by Triton kernels (draw_kernels.py); a step's come to the host all at once.
+"""Triton kernels choose tokens on a GPU (draw_kernels.py); those of a step are copied to the host at once.
 
-    raw logits, copies that are masked, and float64 ones that are adjusted, with one table of parameters
-    --> launches for each of these three --> ids of all rows, copied once
+Raw logits, masked copies, and adjusted float64 copies share one table of parameters. Each of the three has
+its launches, and the ids of all rows are copied once.
 
-It chooses as sample.py does, which serves where the kernels do not work: they are tried against it when the
-runner starts.
+It chooses as sample.py does, which is used where the kernels do not work: when the runner starts, it compares
+the two.
 """
 
 import logging
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 _Fields = tuple[float, ...]
 
-_BLOCK = 1 << 24  # logits, see sample.py: of float64 copies, and of the kernels' scratch
-_MOST_ROWS = 4096  # of a block, so that a small vocabulary's scratch is small, too
-_FIELDS = 8  # as in draw_kernels.py, which only a GPU's host can import
-_COLDEST = 1e-30  # What is colder draws by this, which leaves what is within 3e-29 of the peak.
+_BLOCK = 1 << 24  # This counts logits (see sample.py) of float64 copies, and of the kernels' scratch.
+_MOST_ROWS = 4096  # This limits a block, so that a small vocabulary's scratch is small, too.
+_FIELDS = 8  # This is as in draw_kernels.py, which can only be imported with a GPU.
+_COLDEST = 1e-30  # Lower temperatures are raised to this, which leaves only logits within 3e-29 of the peak.
 
-_FEWEST_ROWS = 64  # Buffers hold so many at least, so that they seldom grow.
+_FEWEST_ROWS = 64  # Buffers have room for at least so many, so that they seldom grow.
 _LOG2_E = math.log2(math.e)
 
 _TRIED_ROWS = 32
-_NEAR = 1e-5  # A point so far off may find another id where sums are rounded.
+_NEAR = 1e-5  # A point that differs by so little may lead to another id where sums are rounded.
 
 
 class SamplerWrong(Exception):
-    """The kernels do not choose what sample() does."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that choose from one tensor; `places` are theirs in it."""
+    """These rows choose from one tensor; `places` are their rows in it."""
 
     values: Tensor
     rows: Sequence[int]
@@ -58,14 +58,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Buffers:
-    """They hold what goes to the device and comes back, for so many rows; the host's are pinned."""
+    """These buffers go to the device and back, for so many rows; the host's are pinned."""
 
     num_rows: int
     table: Tensor
     table_on_device: Tensor
     ids: Tensor
     ids_on_device: Tensor
-    others: Tensor  # ids, too
+    others: Tensor  # These are ids, too.
 
     @classmethod
     def of(cls, num_rows: int, device: torch.device) -> "_Buffers":
@@ -78,7 +78,7 @@ class _Buffers:
 
 
 def open_sampler(device: torch.device, vocab_size: int, dtype: torch.dtype) -> "DeviceSampler | None":
-    """Return what chooses tokens instead of sample(), from logits of `dtype` on a GPU; None where none does.
+    """Return a sampler that replaces sample() for logits of `dtype` on a GPU, or None where none works.
 
     It takes some seconds there.
     """
@@ -91,7 +91,7 @@ def open_sampler(device: torch.device, vocab_size: int, dtype: torch.dtype) -> "
 
 
 def also_for(sampler: "DeviceSampler | None", dtype: torch.dtype) -> "DeviceSampler | None":
-    """Return the sampler where it chooses from logits of `dtype`, too, so that no step compiles for them."""
+    """Return the sampler if it also works for logits of `dtype`, so that no step compiles for them."""
     if sampler is None or dtype in sampler.tried:
         return sampler
     return _tried(lambda: sampler, dtype)
@@ -101,11 +101,11 @@ def _tried(made: "Callable[[], DeviceSampler]", dtype: torch.dtype) -> "DeviceSa
     try:
         sampler = made()
         require_same_choices(sampler, dtype)
-    except Exception as error:  # whatever Triton, a compiler or torch raises, we can do without
+    except Exception as error:  # Triton, a compiler or torch may raise anything, and sample() works without.
         logger.warning("sampling_kernels_unusable error=%r", error)
         return None
     finally:
-        torch.cuda.empty_cache()  # The trial's memory is the pool's.
+        torch.cuda.empty_cache()  # This frees the trial's memory for the pool.
     return sampler
 
 
@@ -115,21 +115,21 @@ class DeviceSampler:
 
     device: torch.device
     vocab_size: int
-    tried: set[torch.dtype] = field(default_factory=set)  # of logits
+    tried: set[torch.dtype] = field(default_factory=set)  # These are the types of logits that were tried.
     _buffers: _Buffers | None = None
     _scratch: "Scratch" = field(init=False)
     _histories: Histories = field(init=False)
     _launch: Callable[..., None] = field(init=False)
 
     def __post_init__(self) -> None:
-        # torch for CUDA alone brings Triton along, and it takes a second to import.
+        # Only torch for CUDA includes Triton, which takes a second to import.
         from services.engine.torch.sampling.draw_kernels import FIELDS, MAX_VOCAB_SIZE, Scratch, launch
 
         if not 1 < self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"a vocabulary of {self.vocab_size}")
         assert FIELDS == _FIELDS
         self._launch = launch
-        # It is whole from the start: no step is to find memory short.
+        # All of it is allocated at the start, so that no step fails for lack of memory.
         self._scratch = Scratch.of(_rows_of_block(self.vocab_size), self.vocab_size, self.device)
         self._histories = Histories(self.vocab_size)
 
@@ -141,7 +141,7 @@ class DeviceSampler:
         most_probable: Tensor | None = None,
     ) -> list[Sampled]:
         """Choose as sample() does. `most_probable` are the ids of each row's highest logit, on the device."""
-        if logits.shape[1] != self.vocab_size:  # The kernels were tried for this one.
+        if logits.shape[1] != self.vocab_size:  # The kernels were tried for this vocabulary only.
             return sample(logits, chunks, masks)
         plain = [takes_the_highest(c) and row not in masks.rows for row, c in enumerate(chunks)]
         if most_probable is None and all(plain):
@@ -192,13 +192,14 @@ class DeviceSampler:
             torch.cuda.current_stream(self.device).synchronize()
         token_ids: list[int] = buffers.others[: len(chunks)].tolist()
         for row, token_id in zip(drawn, buffers.ids[: len(drawn)].tolist(), strict=True):
-            # There is -1 where all are -inf; the first one is as high as any, unless bans made them so.
+            # The id is -1 where all logits are -inf. Then the first id is as high as any, unless bans made
+            # them so.
             is_banned = token_id < 0 and chunks[row].sampling.bad_token_ids
             token_ids[row] = NO_TOKEN if is_banned else max(0, token_id)
         return token_ids
 
     def drawn(self, logits: Tensor, table: Sequence[_Fields]) -> list[int]:
-        """Return what these rows choose: for the trial, with points of its own."""
+        """Return what these rows choose; the trial uses it with points of its own."""
         rows, buffers = range(len(table)), self._buffers_for(len(table))
         self._draw([_Group(logits, rows, rows)], table, buffers)
         ids: list[int] = buffers.ids_on_device[: len(table)].tolist()
@@ -232,14 +233,13 @@ def _rows_of_block(vocab_size: int) -> int:
 
 
 def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
-    """Yield the rows in blocks of as many as are worth while at once."""
     num_rows = _rows_of_block(vocab_size)
     for start in range(0, len(rows), num_rows):
         yield rows[start : start + num_rows]
 
 
 def _taken(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows, which ascend: not copied where they lie together."""
+    """Return these rows, which ascend, without a copy if they are contiguous."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return values[rows[0] : rows[-1] + 1]
     taken = torch.tensor(rows, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
@@ -249,7 +249,7 @@ def _taken(values: Tensor, rows: Sequence[int]) -> Tensor:
 def fields_of(
     place: int, temperature: float, top_p: float, min_p: float, point: float, top_k: int
 ) -> _Fields:
-    """Return the row's part of the table, in the order that draw_kernels.py says."""
+    """Return the row's part of the table, in the order of draw_kernels.py."""
     if temperature == 0:
         return (place, 0.0, top_p, min_p, point, top_k, 0.0, 0.0)
     inverse = 1 / max(temperature, _COLDEST)
@@ -277,11 +277,10 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
 
 
 def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
-    """Compile for logits of `dtype`, and for adjusted ones, and compare with sample() on the same device.
+    """Compile for logits of `dtype` and for adjusted ones, and compare with sample() on the same device.
 
-    What was tried before is not tried again.
-
-    Raises SamplerWrong, or whatever Triton, its compiler or a launch raises.
+    Types that were tried before are skipped. Raises SamplerWrong, and any exception of Triton, its compiler
+    or a launch.
     """
     generator = torch.Generator(sampler.device).manual_seed(0)
     size = (_TRIED_ROWS, sampler.vocab_size)
@@ -290,7 +289,7 @@ def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
         for scale, grain in ((1.0, 0.0), (4.0, 0.0), (3.0, 0.25), (8.0, 0.0)):
             options = {"dtype": torch.float64, "device": sampler.device}
             logits = scale * torch.randn(size, generator=generator, **options)
-            if grain:  # many are equal
+            if grain:  # Then many are equal.
                 logits = (logits / grain).round() * grain
             logits[1, 3], logits[2, 5], logits[3, 2:] = torch.inf, torch.nan, -torch.inf
             _require_same(sampler, logits.to(tried_dtype), chunks)
@@ -298,7 +297,7 @@ def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
 
 
 def _tried_params() -> list[SamplingParams]:
-    """Return some for each row: each kind of cut with each other."""
+    """Return parameters for each row, with each kind of cut combined with each other."""
     cuts = [
         SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p)
         for top_p in (1.0, 0.95, 0.5, 1e-3)
@@ -313,7 +312,7 @@ def _tried_params() -> list[SamplingParams]:
 
 
 def _require_same(sampler: "DeviceSampler", logits: Tensor, chunks: Sequence[Chunk]) -> None:
-    """Rounding alone may find another id: so a point a little lower, and one a little higher, enclose it."""
+    """Allow a different id only if the ids of a slightly lower and a slightly higher point enclose it."""
     expected = [sampled.token_id for sampled in sample(logits, chunks)]
     found = [sampled.token_id for sampled in sampler(logits, chunks)]
     different = [row for row, ids in enumerate(zip(expected, found, strict=True)) if ids[0] != ids[1]]

@@ -1,23 +1,24 @@
-"""Triton kernels draw tokens on a GPU. They draw a token for each row of logits.
+"""Triton kernels draw a token for each row of logits on a GPU.
 
-    1. _find_peaks   each stripe's highest and lowest logit
-    2. _add_up       what the logits down to 8 distances from the peak hold: thrice, each within one of the
-                     last ones, and this and the next two only where top_k or top_p cut
-    3. _gather       which ids lie where the cut must be
-    4. _settle       the cut itself: a logit, and the last id that is kept among those equal to it
-    5. _sum_kept     what each stripe holds of that is kept, min_p regarded
-    6. _choose       the id at the given point; or the highest one
+1. _find_peaks finds each stripe's highest and lowest logit.
+2. _add_up sums the weight of the logits down to 8 distances from the peak. It runs three times, each time
+   within one of the previous distances. It and the next two kernels run only where top_k or top_p cut.
+3. _gather collects the ids in the range that contains the cut.
+4. _settle finds the cut itself: a logit, and the last id that is kept among those equal to it.
+5. _sum_kept sums the kept weight of each stripe, with min_p.
+6. _choose finds the id at the given point, or the highest one.
 
-Programs of a launch are stripes of rows, so that few rows occupy the whole device; 4 and 6 have one a row.
+The programs of a launch compute stripes of rows, so that few rows occupy the whole device; 4 and 6 have one
+program per row.
 
 A weight, e**((logit - peak) / temperature), is rounded to float32 and counted in units of 2**-42, so that
-sums are of integers: they are exact whatever their order. So a row draws the same whoever shares its launch,
-and nothing depends on how many programs there are. sample.py's weights are float64, so what is drawn differs
-from its choice for points within a millionth of a boundary. Logits are ordered as they are: where two differ
-and their weights in float64 do not, sample.py takes the lower id for the higher one.
+sums are of integers, which are exact in any order. So a row's draw does not depend on the other rows of its
+launch, or on the number of programs. sample.py's weights are float64, so the drawn id differs from its choice
+for points within a millionth of a boundary. Logits are compared themselves: where two differ and their
+weights in float64 do not, sample.py chooses the lower id instead of the higher one.
 
-Nothing here waits for the device. It is tested on a GPU by `make gpu`, without one in Triton's interpreter
-(make test-triton).
+No kernel waits for the host. `make gpu` tests this on a GPU, and `make test-triton` without one in Triton's
+interpreter.
 """
 
 from dataclasses import dataclass
@@ -37,21 +38,21 @@ from services.engine.torch.sampling.draw_weights import (
     units_of,
 )
 
-# Columns of a table of rows. `INVERSE` is of the temperature, 0 where the highest is taken; `FACTOR` is
-# that times log2(e), in float32, and the last column what it lacks then, in float32.
+# These are columns of a table of rows. `INVERSE` is that of the temperature, and 0 where the highest logit is
+# chosen. `FACTOR` is that times log2(e), in float32, and the last column is its rounding error, in float32.
 ROW, INVERSE, TOP_P, MIN_P, POINT, TOP_K, FACTOR = range(7)
 FIELDS = 8
-MAX_VOCAB_SIZE = 1 << 20  # The weights of more would not fit into an integer.
+MAX_VOCAB_SIZE = 1 << 20  # The sum of more weights would not fit into an integer.
 
 STRIPE = 4096
-_CANDIDATES = 1024  # _settle takes so many at a time
+_CANDIDATES = 1024  # _settle reads so many at a time.
 _NUM_WARPS = 8
 
 _FIELDS = tl.constexpr(FIELDS)
 _INVERSE, _TOP_P, _MIN_P = tl.constexpr(INVERSE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _POINT, _TOP_K, _FACTOR = tl.constexpr(POINT), tl.constexpr(TOP_K), tl.constexpr(FACTOR)
-_FARTHEST = tl.constexpr(29.9)  # e to the minus this rounds to no unit: it is 43.1 times log(2)
-WAYS, LEVELS = 8, 3  # The distances' numbers have so many octal digits.
+_FARTHEST = tl.constexpr(29.9)  # e to the minus this rounds to no unit: it is 43.1 times log(2).
+WAYS, LEVELS = 8, 3  # The numbers of distances have so many octal digits.
 _WAYS, _LEVELS, _BINS = tl.constexpr(WAYS), tl.constexpr(LEVELS), tl.constexpr(WAYS**LEVELS)
 _STEPS = tl.constexpr(16)
 _LOWEST_KEY = tl.constexpr(-(2**63))
@@ -60,7 +61,7 @@ _LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _bins(distances, inverse, width):
-    """Return numbers of distances: of what weighs anything, where a row's logits lie `width` apart."""
+    """Return the numbers of distances with weight, in a row whose logits span `width`."""
     farthest = tl.maximum(tl.minimum((1 / inverse) * _FARTHEST, width), 1e-30)
     scale = ((1 / farthest) * _BINS).to(tl.float32)
     return tl.minimum(-distances * scale, _BINS - 1.0).to(tl.int32)
@@ -68,7 +69,7 @@ def _bins(distances, inverse, width):
 
 @triton.jit
 def _held(sums, at, is_stripe, NUM_STRIPES: tl.constexpr):
-    """Return what is held down to each of the distances, by all stripes."""
+    """Return the sum of all stripes down to each distance."""
     ways = tl.arange(0, _WAYS)
     places = ways[:, None] * NUM_STRIPES + at[None, :]
     return tl.sum(tl.load(sums + places, mask=is_stripe[None, :], other=0), 1)
@@ -84,20 +85,20 @@ def _share(total, top_p):
 
 @triton.jit
 def _wanted(held, top_k, top_p):
-    """Return what the highest must hold: a number of them where top_k counts, else units."""
+    """Return what the highest logits must hold: their number with top_k, otherwise units."""
     share = _share(tl.max(held, 0), top_p)
     return tl.where(top_k > 0, top_k.to(tl.int64), share)
 
 
 @triton.jit
 def _digit(held, wanted):
-    """Return the first digit down to which so much is held; the last one where it never is."""
+    """Return the first digit down to which so much is held, or the last digit."""
     return tl.minimum(tl.sum((held < wanted).to(tl.int32), 0), _WAYS - 1)
 
 
 @triton.jit
 def _cut_bin(sums, at, is_stripe, top_k, top_p, levels, NUM_STRIPES: tl.constexpr):
-    """Return the first digits of the bin that the cut is in, what must be held, and what lies above it."""
+    """Return the first digits of the cut's bin, what must be held, and what is held above it."""
     ways = tl.arange(0, _WAYS)
     chosen = tl.full([], 0, tl.int32)
     wanted, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -113,7 +114,7 @@ def _cut_bin(sums, at, is_stripe, top_k, top_p, levels, NUM_STRIPES: tl.constexp
 
 @triton.jit
 def _find_peaks(logits, stride, vocab_size, table, bounds, counts, cuts, STRIPE: tl.constexpr):
-    """It also makes what the next kernels change: no candidates, and a cut below all."""
+    """Find the peaks, and reset what the next kernels change: no candidates, and a cut below all."""
     nth, stripe, num_stripes = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     logits += tl.load(table + nth * _FIELDS).to(tl.int64) * stride
     ids = stripe * STRIPE + tl.arange(0, STRIPE)
@@ -181,7 +182,7 @@ def _gather(
     NUM_STRIPES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """All that may be kept are candidates where top_k counts: top_p asks for their sum."""
+    """Collect the candidates; with top_k these are all that may be kept, since top_p needs their sum."""
     nth, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table += nth * _FIELDS
     inverse, top_p, top_k = tl.load(table + _INVERSE), tl.load(table + _TOP_P), tl.load(table + _TOP_K)
@@ -208,7 +209,7 @@ def _gather(
 def _candidates_from(
     logits, table, candidates, start, count, peak, inverse, key, last_id, CHUNK: tl.constexpr
 ):
-    """Return the ids, keys and units of some candidates; no units where they are not kept."""
+    """Return the ids, keys and units of some candidates; those that are not kept have no units."""
     nth = start + tl.arange(0, CHUNK)
     ids = tl.load(candidates + nth, mask=nth < count, other=0)
     values = loaded(logits, ids, nth < count)
@@ -244,11 +245,11 @@ def _settle(
         candidates += nth * vocab_size
         count = tl.load(counts + nth)
         sums += nth * _LEVELS * _WAYS * NUM_STRIPES
-        # What lies above all candidates is kept, and none of it is a candidate.
+        # Everything above all candidates is kept, and none of it is a candidate.
         _, share, above = _cut_bin(sums, at, is_stripe, top_k, top_p, _LEVELS, NUM_STRIPES)
         steps = 1 + tl.arange(0, _STEPS).to(tl.int64)
         above = tl.where(top_k > 0, 0, above)
-        # A logit is kept whose key is above this one, or the same and its id not behind that one.
+        # A logit is kept if its key is above this one, or if its key is equal and its id is at most that one.
         key = tl.full([], _LOWEST_KEY, tl.int64)
         last_id = tl.full([], _LAST_ID, tl.int64)
         for by_units in range(0, 2):
@@ -283,7 +284,7 @@ def _settle(
                         next_tried = tl.minimum(high, low + step * (num_low + 1))
                         high = tl.where(num_low < _STEPS, next_tried, high)
                         low += step * num_low
-                    # Of those that equal it the first ones are kept: as many as are wanted.
+                    # Of those that equal it the first ones are kept, as many as needed.
                     lacking, each = wanted - above, tl.full([], 1, tl.int64)
                     num_equal = tl.full([], 0, tl.int64)
                     for start in range(0, count, CHUNK):
@@ -403,7 +404,7 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """The kernels tell each other about so many rows by it. Launches of one stream may share it."""
+    """The kernels pass data about so many rows in it. Launches of one stream may share it."""
 
     num_rows: int
     bounds: Tensor
@@ -434,8 +435,8 @@ def launch(
 ) -> None:
     """Write the ids that rows of the table choose to `chosen`, int64 [num_rows]; -1 where all are -inf.
 
-    `logits` are [any number, vocab_size], of any floating type, `table` is float64 [num_rows, FIELDS].
-    `cuts` tells whether any row has top_k (below the vocabulary's size, else 0) or a top_p below 1.
+    `logits` are [any number, vocab_size], of any floating type, `table` is float64 [num_rows, FIELDS]. `cuts`
+    is whether any row has top_k (below the vocabulary's size, else 0) or a top_p below 1.
     """
     num_rows, vocab_size, stride = len(table), logits.shape[1], logits.stride(0)
     assert logits.stride(1) == 1 and num_rows <= scratch.num_rows and vocab_size <= MAX_VOCAB_SIZE
@@ -446,7 +447,7 @@ def launch(
     by_row = {"NUM_STRIPES": num_stripes, "PADDED": padded, "CHUNK": _CANDIDATES, "num_warps": _NUM_WARPS}
     stripes = (num_rows, num_stripes)
     found = (scratch.sums, scratch.counts, scratch.candidates)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
+    with torch.cuda.device_of(logits):  # Triton launches on the current device.
         _find_peaks[stripes](*about, scratch.counts, scratch.cuts, STRIPE=stripe, num_warps=_NUM_WARPS)
         if cuts:
             for level in range(LEVELS):

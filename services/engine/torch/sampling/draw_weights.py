@@ -1,24 +1,24 @@
-"""Logits are loaded, ordered and weighed here, in Triton, by the kernels that draw."""
+"""These Triton functions load, order and weigh logits for the kernels that draw."""
 
 import triton
 import triton.language as tl
 
 UNIT = tl.constexpr(2.0**42)
-BOTTOM = tl.constexpr(40.0)  # What is so many temperatures below the peak weighs far less than a unit.
-SHIFT = tl.constexpr(1.5 * 2.0**23)  # its bits are 0x4B400000
+BOTTOM = tl.constexpr(40.0)  # A logit so many temperatures below the peak weighs far less than a unit.
+SHIFT = tl.constexpr(1.5 * 2.0**23)  # Its bits are 0x4B400000.
 TO_EXPONENT = tl.constexpr(127 - 0x4B400000)
 
 
 @triton.jit
 def loaded(logits, ids, is_id):
     values = tl.load(logits + ids, mask=is_id, other=-float("inf"))
-    # Float32 holds what narrower types do.
+    # Float32 represents narrower types exactly.
     return values if values.dtype == tl.float64 else values.to(tl.float32)
 
 
 @triton.jit
 def keys_of(values):
-    """Return integers in the order of the values; both zeros are one."""
+    """Return integers in the order of the values; both zeros get the same."""
     values = tl.where(values == 0, 0.0, values).to(values.dtype)
     if values.dtype == tl.float64:
         bits = values.to(tl.int64, bitcast=True)
@@ -30,20 +30,20 @@ def keys_of(values):
 
 @triton.jit
 def distances_of(values, peak, inverse):
-    """Return how far below the peak they are, but not farther than what weighs anything, and some more."""
+    """Return the distances below the peak, limited to a bit more than those with any weight."""
     distances = (values - peak.to(values.dtype)).to(tl.float32)
     return tl.maximum(distances, ((-1 / inverse) * BOTTOM).to(tl.float32))
 
 
 @triton.jit
 def units_of(distances, factor):
-    """Return their weights, 2**(whole + fraction) of the peak's each. Kernels must agree on these to the bit.
+    """Return the weights of the distances, 2**(whole + fraction) of the peak's.
 
-    A compiler may fuse a product and a sum, or not; so here each is fused explicitly, or exact. `factor`
-    points to two numbers that both fit into float32.
+    Kernels must agree on these to the bit. A compiler may fuse a product and a sum, or not, so each operation
+    here is fused explicitly or exact. `factor` points to two numbers that both fit into float32.
     """
     high, low = tl.load(factor).to(tl.float32), tl.load(factor + 1).to(tl.float32)
-    # What is added pushes the fraction out, and leaves the whole number in the lowest bits.
+    # The sum rounds the fraction off, and leaves the whole number in the lowest bits.
     shifted = tl.fma(distances, high, SHIFT)
     fraction = tl.fma(distances, low, tl.fma(distances, high, -(shifted - SHIFT)))
     whole = ((shifted.to(tl.int32, bitcast=True) + TO_EXPONENT) << 23).to(tl.float32, bitcast=True)
@@ -52,7 +52,7 @@ def units_of(distances, factor):
 
 @triton.jit
 def highest_of(bounds, at, is_stripe):
-    """Return the row's highest logit: NaN where it has one."""
+    """Return the row's highest logit, or NaN where it has one."""
     peaks = tl.load(bounds + at, mask=is_stripe, other=-float("inf"))
     is_nan = peaks != peaks
     peak = tl.max(tl.where(is_nan, float("inf"), peaks), 0)

@@ -1,13 +1,13 @@
-"""Tokens are chosen from logits here.
+"""This module chooses tokens from logits.
 
-This is the order: logprobs of the raw logits; what adjusting.py does to them; the constraint's mask;
-temperature; top_k; top_p; min_p; choice.
+The order is: logprobs of the raw logits; the adjustments of adjusting.py; the constraint's mask; temperature;
+top_k; top_p; min_p; choice.
 
-Chance is a pure function of (seed, position), so that a sequence that is retracted, moved or replayed goes on
-with the same tokens, whoever shares its batch.
+The random number is a pure function of (seed, position), so that a sequence that is retracted, moved or
+replayed continues with the same tokens, whatever else is in its batch.
 
-What goes over the whole vocabulary is done by torch where the logits are, for a block of rows at once. Of
-rows with top_k or top_p, and for logprobs, only the few ids that may be among the highest come to the host.
+torch does the work over the whole vocabulary on the logits' device, for a block of rows at once. For rows
+with top_k or top_p, and for logprobs, only the few ids that may be among the highest are copied to the host.
 """
 
 import math
@@ -28,13 +28,13 @@ from services.values.request import SamplingParams, TokenLogprobs
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-_STRIPES = 64  # see floors
+_STRIPES = 64  # See floors.
 
 
 def floors(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return for each row a value that at least counts[row] are not below, and few more: [num_rows, 1].
+    """Return for each row a value that at least counts[row] values reach, and few more: [num_rows, 1].
 
-    So many of the stripes that a row is cut into have a highest value at least as high.
+    Each row is cut into stripes, and the highest values of that many stripes are at least as high.
     """
     width, most = values.shape[1] // _STRIPES, max(1, *counts)
     if width < most:
@@ -47,7 +47,7 @@ def floors(values: Tensor, counts: Sequence[int]) -> Tensor:
 def at_least(floors: Tensor, values: Tensor) -> list[tuple[Ids, Floats]]:
     """Return for each row the ids, ascending, whose value is not below the floor, and these values."""
     num_rows, vocab_size = values.shape
-    if values.device.type == "cpu":  # numpy takes a fourth of torch's time
+    if values.device.type == "cpu":  # numpy takes a fourth of torch's time.
         hits = np.flatnonzero(values.numpy() >= floors.numpy())
         high = values.numpy().ravel()[hits]
     else:
@@ -67,17 +67,17 @@ def highest(values: Floats, count: int) -> Ids:
     return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 
 
-_Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]  # logits, peaks [num_rows, 1], chunks
+# The arguments are logits, peaks [num_rows, 1] and chunks.
+_Draw = Callable[[Tensor, Tensor, Sequence[Chunk]], list[int]]
 
 _MASK64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
-# A block has so many logits. The CPU's fit into its cache: 16 rows of 151,936 at once took half as long again
-# as one by one. The device's are as many as make its calls worth while and need little memory beside the
-# pool.
+# A block has so many logits. On the CPU it fits into the cache: 16 rows of 151,936 at once took half as long
+# again as one by one. On a device it makes a call efficient, and needs little memory beside the pool.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
-_SORTED = 256  # weights, see _nucleus
+_SORTED = 256  # This counts weights; see _nucleus.
 
 
 def sample(
@@ -88,8 +88,8 @@ def sample(
 ) -> list[Sampled]:
     """Choose one token for each row of `logits` ([len(chunks), vocab_size], any dtype and device).
 
-    `most_probable` are the ids of each row's highest logit, the lowest ones among equals, where they are
-    known.
+    `most_probable` are the ids of each row's highest logit, where they are known; among equals it is the
+    lowest id.
 
     Each result depends on its own row, chunk and mask only. Of equal logits the lowest id comes first. Where
     a mask and bans leave nothing, NO_TOKEN is chosen.
@@ -125,7 +125,7 @@ def _sample_block(
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1), of a stream for each seed.
+    """Return a number in [0, 1), from a stream for each seed.
 
     It is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
@@ -154,7 +154,7 @@ def _sample_rows(
     adjusted = masked(adjusted)
     peaks = adjusted.amax(1)
     highest: list[float] = peaks.tolist()
-    # The model has overflowed: there is no distribution to draw from.
+    # Without a finite peak the model has overflowed, and there is no distribution to draw from.
     drawn = [row for row, c in enumerate(chunks) if math.isfinite(highest[row]) and not c.sampling.greedy]
     token_ids = dict(zip(drawn, _draw(adjusted, peaks, drawn, chunks), strict=True))
     others = [row for row in range(len(chunks)) if row not in token_ids]
@@ -167,7 +167,7 @@ def _sample_rows(
 
 
 def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows, not copied where they are all, or one."""
+    """Return these rows, without a copy if they are all rows, or one."""
     if len(rows) == len(values):
         return values
     return values[rows[0]][None] if len(rows) == 1 else values[list(rows)]
@@ -175,7 +175,7 @@ def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
 
 def _argmax(values: Tensor) -> list[int]:
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        ids: list[int] = values.numpy().argmax(1).tolist()  # it takes a sixth of torch's time
+        ids: list[int] = values.numpy().argmax(1).tolist()  # It takes a sixth of torch's time.
     else:
         ids = values.argmax(1).tolist()
     return ids
@@ -188,7 +188,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _sums(weights: Tensor) -> Tensor:
     """Return the sums, [num_rows, 1].
 
-    They are added in the order of the ids, unlike by `sum`, whatever rows and threads there are.
+    Unlike `sum`, this adds in the order of the ids, whatever rows and threads there are.
     """
     return weights.cumsum(1)[:, -1:]
 
@@ -239,7 +239,7 @@ def _draw_from_highest(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -
 def _draw_from_nucleus(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     weights = _weights(logits, peaks, chunks)
     totals = _sums(weights)
-    # Weights below this hold together less than 1 - top_p, so none of them is needed.
+    # Weights below this hold less than 1 - top_p together, so none of them is needed.
     lowest = _column([1 - chunk.sampling.top_p for chunk in chunks], weights) * totals / weights.shape[1]
     lowest = lowest.maximum(_column([chunk.sampling.min_p for chunk in chunks], weights))
     candidates = at_least(lowest, weights)
@@ -250,7 +250,7 @@ def _draw_from_nucleus(logits: Tensor, peaks: Tensor, chunks: Sequence[Chunk]) -
 
 
 def _choose(ids: Ids, weights: Floats, total: float, chunk: Chunk) -> int:
-    """Draw from what top_p and min_p leave of `ids`; they ascend. `total` is what top_p is a share of."""
+    """Draw from the ascending `ids` that top_p and min_p keep; top_p is a share of `total`."""
     params = chunk.sampling
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p * total)
@@ -258,7 +258,7 @@ def _choose(ids: Ids, weights: Floats, total: float, chunk: Chunk) -> int:
     weights = np.where(weights >= params.min_p, weights, 0.0)
     cumulative = weights.cumsum()
     found = np.searchsorted(cumulative, uniform_of(chunk) * cumulative[-1], side="right")
-    return int(ids[min(found, np.searchsorted(cumulative, cumulative[-1]))])  # see _draw_from_all
+    return int(ids[min(found, np.searchsorted(cumulative, cumulative[-1]))])  # See _draw_from_all.
 
 
 def uniform_of(chunk: Chunk) -> float:
@@ -266,13 +266,12 @@ def uniform_of(chunk: Chunk) -> float:
 
 
 def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
-    """Tell which are the fewest highest weights that hold `wanted`, at least one.
+    """Return which weights are kept: the fewest highest ones that sum to `wanted`, at least one.
 
-    Among equals the first ones are taken.
-
-    All of them are where they hold less. The least one is found as by quickselect: only a few are sorted.
+    Among equals the first ones are kept, and all where their sum is less. Like quickselect this finds the
+    lowest kept weight, so that only a few are sorted.
     """
-    left, num_higher, held = weights, 0, 0.0  # all of the higher ones are wanted
+    left, num_higher, held = weights, 0, 0.0  # All of the higher ones are kept.
     while len(left) > _SORTED:
         is_higher = left > left[len(left) // 2]
         if not is_higher.any():
@@ -285,7 +284,8 @@ def _nucleus(weights: Floats, wanted: float) -> NDArray[np.bool]:
         else:
             left, num_higher, held = left[~is_higher], num_higher + len(higher), held + sum_of_higher
     ranked = np.sort(left)[::-1]
-    last = int(np.searchsorted(held + ranked.cumsum()[:-1], wanted))  # `wanted` is held before those after it
+    # The sum before the later ones reaches `wanted`.
+    last = int(np.searchsorted(held + ranked.cumsum()[:-1], wanted))
     kept: NDArray[np.bool] = weights > ranked[last]
     equal = np.flatnonzero(weights == ranked[last])
     kept[equal[: num_higher + last + 1 - np.count_nonzero(kept)]] = True
@@ -311,7 +311,7 @@ def logprobs_of(
     candidates = at_least(floors(logits, list(counts.values())), logits)
     found = {}
     for row, (log_sum, logprob), (ids, high) in zip(rows, own, candidates, strict=True):
-        if not math.isfinite(log_sum):  # the model overflowed: nothing is as probable as anything
+        if not math.isfinite(log_sum):  # The model has overflowed, and no token has a probability.
             found[row] = TokenLogprobs(token_ids[row], -math.inf, ())
             continue
         top = highest(high, counts[row])

@@ -1,8 +1,7 @@
-"""A step's rows tell of the prompt tokens that follow them: their log-probabilities, from raw logits.
+"""The rows of a step score the prompt tokens that follow them: log-probabilities from raw logits.
 
-    rows that chunks ask -> logits, a piece at a time -> float64, a block at a time -> PromptLogprobs
-
-A prompt has as many rows as tokens, and a row is as long as the vocabulary: never are all of them there.
+The logits of requested rows are computed one piece at a time, and become float64 one block at a time. A
+prompt has as many rows as tokens, and a row is as long as the vocabulary, so not all of them exist at once.
 """
 
 import math
@@ -17,9 +16,10 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch.sampling.sample import at_least, floors, highest, log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs
 
-LogitsOf = Callable[[Sequence[int]], Tensor]  # it gives [len(rows), vocab_size] of rows of the step
+# It returns the logits [len(rows), vocab_size] of rows of the step.
+LogitsOf = Callable[[Sequence[int]], Tensor]
 
-# A piece has so many logits that reading the output weights for its rows is worth while. A block's are as in
+# A piece has so many logits that reading the output weights for its rows is efficient. A block is as in
 # sample.py.
 _PIECE = 1 << 24
 _CPU_BLOCK = 1 << 18
@@ -56,7 +56,7 @@ def _of_block(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptL
     log_sums = log_sums_of(logits)
     own = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     ranks = 1 + (logits > own).sum(1)
-    # Where the model has overflowed nothing is as probable as anything.
+    # Where the model has overflowed, no token has a probability.
     known = log_sums[:, 0].isfinite()
     logprobs = torch.where(known, (own - log_sums)[:, 0], -math.inf)
     top_ids, top_logprobs = _top(logits, log_sums[:, 0].tolist(), num_top)
@@ -72,7 +72,7 @@ def _of_block(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptL
 def _top(logits: Tensor, log_sums: Sequence[float], num_top: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the most probable ids and their log-probabilities, [num_rows, num_top].
 
-    There is NaN where there are fewer.
+    Missing ones are NaN.
     """
     ids = np.zeros((len(logits), num_top), "<u4")
     logprobs = np.full((len(logits), num_top), math.nan, "<f4")

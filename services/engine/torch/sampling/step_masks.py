@@ -1,7 +1,7 @@
-r"""Masks of a step are made by a thread of their own while the model computes.
+"""A thread makes the masks of a step while the model computes.
 
-begin ---- the model computes ----> end: RowMasks, for sample()
-   \___ llguidance, without the GIL ___/
+`begin` starts llguidance, which runs without the GIL, and `end` waits for it and returns RowMasks for
+sample().
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,21 @@ from services.grammar.matcher import MaskCounts, MaskMaker, Masks
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """These say what the rows of a step's logits may become.
+    """This has the allowed tokens of a step's rows of logits.
 
-    Rows that are not in `rows` may become anything.
+    Rows that are not in `rows` allow all tokens.
     """
 
     masks: Masks | None = None
-    rows: Mapping[int, int] = field(default_factory=dict)  # it maps rows of the logits to rows of the masks
+    rows: Mapping[int, int] = field(default_factory=dict)  # It maps rows of the logits to rows of the masks.
 
     def allows(self, row: int, token_id: int) -> bool:
         return self.masks is None or row not in self.rows or self.masks.allows(self.rows[row], token_id)
 
     def applied(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return `values` of these rows, -inf where they are not allowed.
+        """Return `values` of these rows, with -inf where a token is not allowed.
 
-        The values themselves stay as they are.
+        The values themselves stay unchanged.
         """
         own = [index for index, row in enumerate(rows) if row in self.rows]
         if not own:
@@ -49,7 +49,7 @@ class RowMasks:
         chosen = Masks(np.ascontiguousarray(self.masks.words[rows]), self.masks.vocab_size)
         if like.device.type == "cpu":
             return torch.from_numpy(chosen.expanded())
-        # So 32 times fewer bytes move, and nothing waits for them.
+        # This copies 32 times fewer bytes, and nothing waits for them.
         words = torch.from_numpy(chosen.words).pin_memory().to(like.device, non_blocking=True)
         bits = words[:, :, None] >> torch.arange(32, device=like.device) & 1
         return bits.flatten(1)[:, : chosen.vocab_size].bool()

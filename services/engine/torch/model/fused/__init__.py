@@ -1,1 +1,1 @@
-"""Small operations of a definition are fused on a GPU; they are known by what they compute."""
+"""This package fuses small operations of a definition on a GPU; it recognizes them by what they compute."""

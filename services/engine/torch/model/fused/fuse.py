@@ -1,8 +1,8 @@
-"""A model on a GPU is fused when it is made: there a step of single tokens waits for launches.
+"""A model on a GPU is fused when it is loaded, since a step of single tokens waits for launches there.
 
-A Llama's layer makes 41 of them as it is defined, and 13 fused. No model is known by its name: products are
-found by who gets the same tensor, the rest by trying what a module computes. What is not known, or does not
-agree with its definition on this device, stays as it is.
+A layer of a Llama makes 41 launches as defined, and 13 when fused. No model is known by name: products are
+found by the layers that get the same tensor, the rest by trying what a module computes. What is unknown, or
+differs from its definition on this device, stays as it is.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def fuse(
     model: PreTrainedModel, linears_kept: Collection[nn.Module] = (), kernels: Kernels | None = None
 ) -> Fused:
-    """Fuse what can be fused, from now on, but for linear layers whose weights others read.
+    """Fuse what can be fused, except linear layers whose weights other modules read.
 
     Raises ConfigError and Unavailable as probe does.
     """
@@ -34,7 +34,7 @@ def fuse(
         merge_products(model, fused, linears_kept)
     except (ConfigError, Unavailable):
         raise
-    except Exception as error:  # memory for a stack of weights may be short
+    except Exception as error:  # Memory for stacked weights may be short.
         raise start_fault(f"{type(model).__name__} cannot be fused: {error!r}", error) from error
     kernels = kernels or _kernels_of(model.device)
     if kernels is not None:
@@ -53,7 +53,7 @@ def fuse(
 
 @contextmanager
 def _leaving_out(what: str) -> Iterator[None]:
-    """Leave `what` as it is where a kernel fails, whatever Triton or a compiler raises: we can do without."""
+    """Leave `what` as defined if Triton or a compiler raises any exception, since the model works without."""
     try:
         with torch.inference_mode():
             yield
@@ -64,7 +64,7 @@ def _leaving_out(what: str) -> Iterator[None]:
 def _kernels_of(device: torch.device) -> Kernels | None:
     if device.type != "cuda":
         return PLAIN
-    # torch for CUDA alone brings Triton along, and it takes a second to import.
+    # Only torch for CUDA includes Triton, which takes a second to import.
     with _leaving_out("all"):
         from services.engine.torch.model.fused.fused_kernel import KERNELS
 

@@ -1,12 +1,12 @@
-"""Triton kernels compute a norm, a rotation, and an activation times what it gates, each by one launch.
+"""Triton kernels compute a norm, a rotation, and a gated activation with one launch each.
 
-They round where a definition does in half precision: each kernel has the order of plain_kernels.py. So a
-product and a sum are never fused into one operation: it rounds once where two do, and LLVM makes one of two
-products of bfloat16 that are added up, though each of them is rounded here.
+They round where a definition does in half precision, in the order of plain_kernels.py. So a product and a sum
+must not be fused into one operation, which rounds once instead of twice. LLVM would fuse two products of
+bfloat16 and their sum, although each product is rounded here.
 
-What differs from step to step is kept out of what Triton specializes by, so that each kernel is compiled
-once for a layer's width: the number of rows is in the grid alone. Strides are counted in units of eight
-numbers where they are multiples of that, so that a thread reads 16 bytes at a time.
+Values that change from step to step do not specialize a kernel, so Triton compiles each kernel once for a
+layer's width; the number of rows is only in the grid. Strides are in units of eight numbers where they are
+multiples of that, so that a thread reads 16 bytes at a time.
 """
 
 import torch
@@ -19,7 +19,7 @@ from services.engine.torch.model.fused.plain_kernels import Activation, Kernels,
 _UNIT = 8
 _NUMBERS_OF_A_WARP = 512
 _MAX_WARPS = 8
-_HEADS, _COLUMNS = 4, 1024  # of a program
+_HEADS, _COLUMNS = 4, 1024  # A program computes so many of each.
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _normalize(
     ADDS_ONE: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Program i is of row (i // inner, i % inner); strides to read and to write are in units."""
+    """Program i computes row (i // inner, i % inner); the strides to read and to write are in units."""
     row = tl.program_id(0)
     outer, nth = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
@@ -66,14 +66,14 @@ def _normalize(
 
 def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
     width = rows.shape[-1]
-    normed = torch.empty_like(rows)  # rows that lie in another order keep it
+    normed = torch.empty_like(rows)  # Rows that lie in another order keep it.
     lead = _two_dims(rows, normed)
     if lead is None:
         return normalize(rows.contiguous(), weight, form)
     inner, strides = lead
     unit = _unit(*strides)
     columns = triton.next_power_of_2(width)
-    with torch.cuda.device_of(rows):  # Triton launches on the current device
+    with torch.cuda.device_of(rows):  # Triton launches on the current device.
         _normalize[(rows.numel() // width,)](
             rows,
             rows if weight is None else weight,
@@ -94,10 +94,10 @@ def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
 
 
 def _two_dims(rows: Tensor, normed: Tensor) -> tuple[int, tuple[int, int, int, int]] | None:
-    """Return how the rows lie in two dimensions.
+    """Return the layout of the rows in two dimensions, or None where they need more.
 
-    That is how many there are of the inner one, and the strides of the outer and the inner one in `rows`, and
-    in `normed`. None is returned where they lie in more.
+    The result is the size of the inner dimension, and the strides of the outer and the inner one in `rows`
+    and in `normed`.
     """
     width = rows.shape[-1]
     if rows.is_contiguous():
@@ -142,7 +142,7 @@ def _rotate_heads(
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate `HEADS` heads of one token; `heads`, `cos`, `sin` and `rotated` point to the token's."""
+    """Rotate `HEADS` heads of one token; `heads`, `cos`, `sin` and `rotated` point to that token's."""
     dtype: tl.constexpr = rotated.dtype.element_ty
     nth = block * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, COLUMNS)
@@ -198,7 +198,7 @@ def _rotate(
     ANGLES_UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Program (i, j) is of token i, the j-th few of its query heads and then of its KV heads.
+    """Program (i, j) computes the j-th block of token i's query heads, and then of its KV heads.
 
     The strides are those of a token and of a head, in units.
     """
@@ -247,7 +247,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryFor
     _, num_heads, total, dim = query.shape
     num_kv_heads = key.shape[1]
     query, key, cos, sin = (_with_dense_rows(each) for each in (query, key, cos, sin))
-    # What reads them wants a token's heads one after another.
+    # The code that reads them wants a token's heads one after another.
     rotated_query = query.new_empty(1, total, num_heads, dim)
     rotated_key = key.new_empty(1, total, num_kv_heads, dim)
     strides = (query.stride(2), query.stride(1), key.stride(2), key.stride(1))
@@ -296,7 +296,7 @@ def _activate(
     IS_SILU: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (i, j) is of row i, its j-th few columns. The strides are in units."""
+    """Program (i, j) computes the j-th block of columns of row i. The strides are in units."""
     dtype: tl.constexpr = activated.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

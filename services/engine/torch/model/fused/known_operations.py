@@ -1,13 +1,15 @@
-"""Norms, rotations and activations are known by trying them, whatever they are named, and fused.
+"""Norms, rotations and activations are recognized by trying them, whatever their names, and fused.
 
-norms         what they give for random rows tells how they treat their weight
-rotations     of q and k: the function that a definition calls is tried. A module's forward is made anew, with
-              another function in that one's place. What the other does not take, or what its trial has not
-              seen, the definition's own computes
-activations   an MLP like Llama's multiplies an activated gate by another product: one kernel does it. The MLP
-              is known by the instructions of its forward, and its activation by trying it
+A norm's results for random rows show how it uses its weight.
 
-Two computations are compared by what they gave for random numbers.
+A rotation of q and k is a function that a definition calls. A module's forward is copied with another
+function in its place. Inputs that the other does not support, or that were not tried, go to the definition's
+own.
+
+In an MLP like Llama's, one kernel computes the activated gate times the other product. The instructions of
+its forward identify the MLP, and a trial identifies its activation.
+
+Two computations are compared by their results for random numbers.
 """
 
 import inspect
@@ -34,13 +36,13 @@ from services.engine.torch.model.fused.plain_kernels import (
 )
 from services.engine.torch.model.fused.products import Fused
 
-# In half precision what is right rounds one in a hundred numbers to another neighbour; what rounds otherwise
-# does so with one in three.
+# In half precision a right computation rounds one in a hundred numbers differently, and one that rounds at
+# other places one in three.
 MOST_UNLIKE = 0.05
 
 
 def unlike(given: object, expected: Tensor) -> float:
-    """Return the share of numbers that are not the same; 1 where they differ by more than rounding."""
+    """Return the share of numbers that differ, or 1 where they differ by more than rounding."""
     if not isinstance(given, Tensor) or given.shape != expected.shape or given.dtype != expected.dtype:
         return 1.0
     if expected.dtype == torch.float32:
@@ -52,8 +54,8 @@ def unlike(given: object, expected: Tensor) -> float:
 
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-_SCALES = (1e-3, 1.0, 50.0)  # with the smallest the epsilon counts
-_NORM_WIDTH = 48  # it is tried with so many where it has no weight
+_SCALES = (1e-3, 1.0, 50.0)  # With the smallest one the epsilon affects the result.
+_NORM_WIDTH = 48  # A norm without a weight is tried with this width.
 
 
 def fuse_norms(model: PreTrainedModel, fused: Fused, normalize: Normalize) -> None:
@@ -68,13 +70,13 @@ def fuse_norms(model: PreTrainedModel, fused: Fused, normalize: Normalize) -> No
 
 
 def _epsilon_of(module: nn.Module) -> float | None:
-    """Return what may be a norm's epsilon, where the rest of the module does not contradict."""
+    """Return an attribute that may be a norm's epsilon, unless the rest of the module is no norm's."""
     weights = list(module.parameters(recurse=False))
     if len(weights) > 1 or any(each.dim() != 1 for each in weights):
         return None
     if list(module.children()) or list(module.buffers(recurse=False)):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # it takes rows alone
+    if len(inspect.signature(module.forward).parameters) != 1:  # A norm takes only rows.
         return None
     return next((found for name in _EPSILONS if isinstance(found := vars(module).get(name), float)), None)
 
@@ -82,11 +84,11 @@ def _epsilon_of(module: nn.Module) -> float | None:
 def _form_of(
     module: nn.Module, epsilon: float, model: PreTrainedModel, normalize: Normalize
 ) -> NormForm | None:
-    """Return how the module norms; None where it does something else, or the kernel gives another result."""
+    """Return the norm's form, or None where it computes something else, or the kernel's result differs."""
     with _random_weight(module) as weight:
         try:
             tried = [(rows, module(rows)) for rows in _random_rows(weight, model)]
-        except Exception:  # a module that is no norm may raise any
+        except Exception:  # A module that is no norm may raise any exception.
             return None
 
         def share(form: NormForm, way: Normalize) -> float:
@@ -108,7 +110,7 @@ def _random_rows(weight: Tensor | None, model: PreTrainedModel) -> Iterator[Tens
 
 @contextmanager
 def _random_weight(module: nn.Module) -> Iterator[Tensor | None]:
-    """Let the weight be random for as long: nothing could be told from one of all ones."""
+    """Use a random weight meanwhile, since weights of ones would hide how they are used."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None:
         yield None
@@ -126,7 +128,7 @@ def _replace_norm(
 ) -> None:
     original: Callable[..., Any] = module.forward
     weight = next(module.parameters(recurse=False), None)
-    # Some weights are of float32 in a model that is not; and the check at start widens everything.
+    # Some weights are float32 in a model of another type, and the self-check widens all of them.
     weight_dtype = None if weight is None else weight.dtype
 
     def forward(*rows: Tensor, **named: Tensor) -> Any:
@@ -140,18 +142,16 @@ def _replace_norm(
 
 
 Rotation = Callable[..., Any]
-# Heads have 16 numbers. With 16 angles all are rotated; with 8, the first half, or all with angles shared by
-# both halves.
+# Heads have 16 numbers. With 16 angles all are rotated; with 8 angles, the first half, or all with angles
+# that both halves share.
 _DIM, _TOKENS, _NUM_HEADS, _NUM_KV_HEADS = 16, 5, 6, 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A function is known by the angles that it takes."""
-
-    takes_all: bool  # as many as a head has numbers
-    # With fewer, whether it rotates as many numbers alone, or all with angles that both halves share. None
-    # means that it is not known.
+    takes_all: bool  # It takes as many angles as a head has numbers.
+    # With fewer angles, True means that it rotates only as many numbers, and False that both halves share the
+    # angles. None means that it is not known.
     of_fewer: bool | None
 
     def form_for(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> RotaryForm | None:
@@ -257,7 +257,7 @@ def _rotation_of_one(function: Rotation, known: _Known, fused: Fused, rotate: Ro
 
 
 def _of_both(function: Rotation) -> Rotation:
-    """Return a rotation of both by one of each, of heads before tokens and of tokens before heads."""
+    """Return a rotation of both by one of each, with heads before tokens and with tokens before heads."""
 
     def of_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return function(q, cos, sin), function(k.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2)
@@ -280,7 +280,7 @@ class _Trial:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(device, dtype)
 
-        # As they come of a product: what is between the heads of a token is another's.
+        # They lie as in a product's output, where other columns lie between the heads of two tokens.
         states = random(1, _TOKENS, 2 * (_NUM_HEADS + _NUM_KV_HEADS), _DIM).transpose(1, 2)
         self._query, self._key = states[:, :_NUM_HEADS], states[:, _NUM_HEADS : _NUM_HEADS + _NUM_KV_HEADS]
         self._angles = {count: (random(1, _TOKENS, count), random(1, _TOKENS, count)) for count in (8, 16)}
@@ -289,7 +289,7 @@ class _Trial:
         angles = self._angles[2 * form.half if form.has_own_angles else form.half]
         try:
             expected = self._function(self._query, self._key, *angles)
-        except Exception:  # it may raise any where it takes other angles
+        except Exception:  # It may raise any exception where it takes other angles.
             return False
         given = rotate(self._query, self._key, *angles, form)
         return len(expected) == 2 and all(
@@ -297,7 +297,7 @@ class _Trial:
         )
 
 
-_GATE_WIDTH, _GATE_ROWS = 1040, 5  # wider than what a program of the kernel computes
+_GATE_WIDTH, _GATE_ROWS = 1040, 5  # This is wider than what a program of the kernel computes.
 _FARTHER, _MOST_UNLIKE_FAR = 16, 0.5
 
 
@@ -311,7 +311,7 @@ def _named_and_returned(self: Any, x: Tensor) -> Any:
 
 
 class _Parts(NamedTuple):
-    """The parts stand in the order in which a forward names them."""
+    """The parts are in the order in which a forward names them."""
 
     down: Any
     activation: Any
@@ -331,7 +331,7 @@ def fuse_activations(model: PreTrainedModel, fused: Fused, activate: Activate) -
 
 
 def _parts_of(module: nn.Module) -> _Parts | None:
-    code = getattr(type(module).forward, "__code__", None)  # A decorator's is another.
+    code = getattr(type(module).forward, "__code__", None)  # A decorator's code differs.
     if code is None or "forward" in vars(module):
         return None
     if not any(_is_alike(code, each.__code__) for each in (_returned, _named_and_returned)):
@@ -342,7 +342,7 @@ def _parts_of(module: nn.Module) -> _Parts | None:
 
 
 def _is_alike(code: CodeType, other: CodeType) -> bool:
-    """Return whether the instructions are the same but for names; the other one has no constants."""
+    """Return whether the instructions are equal without names; `other` has no constants."""
     counts = [(len(each.co_names), each.co_argcount, each.co_nlocals) for each in (code, other)]
     return code.co_code == other.co_code and counts[0] == counts[1]
 
@@ -353,7 +353,8 @@ def _activation_of(
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(1, _GATE_ROWS, 2 * _GATE_WIDTH, generator=generator)
     gate, up = numbers.to(model.device, model.dtype).split(_GATE_WIDTH, -1)
-    # Some bound large numbers. GELU's tail is what nearly equal ones leave, so more of it rounds otherwise.
+    # Some activations bound large numbers. GELU's tail is a difference of nearly equal numbers, so more of it
+    # rounds differently.
     far = _FARTHER * gate
     tried = ((gate, function(gate) * up, MOST_UNLIKE), (far, function(far) * up, _MOST_UNLIKE_FAR))
     for activation in get_args(Activation):
@@ -375,7 +376,7 @@ def _replace_mlp(
     def forward(*given: Tensor, **named: Any) -> Any:
         if not fused.is_on or named:
             return original(*given, **named)
-        # Gate and up are held by nobody while `down` is computed.
+        # No variable holds gate and up while `down` is computed.
         return parts.down(activate(parts.gate(given[0]), parts.up(given[0]), activation))
 
     module.forward = forward

@@ -1,6 +1,6 @@
-"""Torch's own operations compute what the kernels do, and round where they round.
+"""Torch's own operations compute what the kernels do, and round at the same places.
 
-They are what a trial compares a definition with, and stand in for the kernels where there is no GPU.
+Trials compare a definition with them, and they replace the kernels where there is no GPU.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -13,15 +13,15 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class NormForm(NamedTuple):
-    """A norm without a weight has the same form for all."""
+    """All norms without a weight have the same form."""
 
     epsilon: float
-    adds_one: bool  # to the weight
-    rounds_first: bool  # before it multiplies by the weight
+    adds_one: bool  # It adds one to the weight.
+    rounds_first: bool  # It rounds before the product with the weight.
 
 
 class RotaryForm(NamedTuple):
-    """Heads of `dim` numbers have the first `2 * half` rotated; each half may have angles of its own."""
+    """The first `2 * half` numbers of a head are rotated; each half may have its own angles."""
 
     half: int
     has_own_angles: bool
@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
 
 
 def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
-    """Divide each of `rows` [.., width] by the root of its mean square, and multiply it by the weight."""
+    """Divide each of `rows` [.., width] by its root mean square, and multiply it by the weight."""
     wide = rows.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + form.epsilon)
     if form.rounds_first:

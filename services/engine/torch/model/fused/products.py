@@ -1,14 +1,15 @@
-"""Linear layers that get the very same tensor are computed by one product.
+"""One product computes all linear layers that get the same tensor.
 
-Which these are is seen in a pass of a few tokens (q, k and v; gate and up; what a mixer projects), whatever
-their names are. Their weights lie one after another in one parameter of the model, and nowhere else: so
-widening or moving the parameters reaches it.
+A pass of a few tokens shows which these are (q, k and v; gate and up; a mixer's projections), whatever their
+names. Their weights lie one after another in one parameter of the model, and nowhere else, so widening or
+moving the model's parameters includes them.
 
-The first layer that is called computes the product, and the others take their columns of it. One that gets
-another tensor, or is called out of order, computes its own part. So each layer gives what it should, unless a
-definition changes the tensor in place between two of them; one that does so in that pass is not merged.
+The first layer that is called computes the product, and the others take their columns of it. A layer that
+gets another tensor, or is called out of order, computes its own part. So each layer's output is right, unless
+a definition changes the tensor in place between two layers; a definition that does so in that pass is not
+merged.
 
-Fused tells how much of a model was fused, and whether that is on.
+Fused counts what was fused in a model, and has the switch.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ from services.engine.torch.model.model_probe import probe
 
 @dataclass
 class Fused:
-    """A model computes what its definition says while this is off."""
+    """A model computes exactly its definition while this is off."""
 
     is_on: bool = True
     num_products: int = 0
@@ -40,7 +41,7 @@ class Fused:
         return self.is_on and any(counts)
 
     def undo(self) -> None:
-        """Turn it off for good. Weights stay where they are, and are read part by part."""
+        """Turn it off for good. The weights stay merged, and are read part by part."""
         self.is_on = False
 
     @contextmanager
@@ -52,28 +53,28 @@ class Fused:
             self.is_on = was_on
 
 
-# Columns of a layer begin at multiples of these, so that the rows of what is taken are aligned as kernels
-# and cuBLAS want them (16 bytes in half precision).
+# The columns of a layer begin at multiples of this, so that the rows of its part are aligned as kernels and
+# cuBLAS want them (16 bytes in half precision).
 _ALIGNMENT = 8
 
 
 def merge_products(model: PreTrainedModel, fused: Fused, kept: Collection[nn.Module] = ()) -> None:
-    """Merge what can be merged, but for the linear layers that are `kept`: others read their weights."""
+    """Merge linear layers where possible, except those in `kept`, whose weights other modules read."""
     for members in shared_inputs(model, kept):
         Product(fused, members)
         fused.num_products += 1
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the memory of the weights that were merged
+        torch.cuda.empty_cache()  # This frees the memory of the original weights.
 
 
 def shared_inputs(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> list[list[nn.Linear]]:
     """Return groups of two or more layers in the order of their calls."""
     calls: dict[nn.Linear, list[Tensor]] = {}
-    firsts: dict[int, Tensor] = {}  # what a tensor held when the first layer got it
+    firsts: dict[int, Tensor] = {}  # These are copies of tensors as the first layer got them.
     changed: set[nn.Module] = set()
 
     def note(module: nn.Module, given: tuple[Any, ...]) -> None:
-        # The tensors are held, or another one could get the same identity.
+        # References to the tensors are kept, since another tensor could get the same id otherwise.
         tensor = given[0] if given else None
         calls.setdefault(module, []).append(tensor)
         if isinstance(tensor, Tensor):
@@ -94,7 +95,7 @@ def shared_inputs(model: PreTrainedModel, kept: Collection[nn.Module] = ()) -> l
 
 
 def _own_linears(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[nn.Linear]:
-    """Yield layers whose weights are their own: others may be tied to an embedding."""
+    """Yield layers that share no weight; some are tied to an embedding."""
     owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     for module in model.modules():
         is_its_own = all(owners[id(each)] == 1 for each in module.parameters(recurse=False))
@@ -103,7 +104,7 @@ def _own_linears(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[nn.L
 
 
 class Product:
-    """It is computed at its first member's call, and dropped when the last one has taken its columns."""
+    """The first member's call computes it, and it is dropped when the last member has taken its columns."""
 
     def __init__(self, fused: Fused, members: Sequence[nn.Linear]) -> None:
         self._fused = fused
@@ -120,7 +121,7 @@ class Product:
         members[0].register_parameter("merged_weight", self._weight)
         members[0].register_parameter("merged_bias", self._bias)
         self._everyone = frozenset(range(1, len(members)))
-        self._waiting: set[int] = set()  # they have not taken their columns
+        self._waiting: set[int] = set()  # These members have not taken their columns.
         self._given: Tensor | None = None
         self._columns: Tensor | None = None
         begin = 0
@@ -133,13 +134,13 @@ class Product:
         return self._bias
 
     def __call__(self, given: Tensor) -> Tensor:
-        """Return the columns of all members, some of which belong to none."""
+        """Return the columns of all members, and the padding between them."""
         return linear(given, self._weight, self._bias) if self._computes is None else self._computes(given)
 
     def compute_by(self, computes: Callable[[Tensor], Tensor]) -> None:
-        """Let `computes` give the columns from now on, and give up the weight.
+        """Compute the columns with `computes` from now on, and free the weight.
 
-        It gives those of all members, who share them whether the model is fused or not.
+        It computes those of all members, whether the model is fused or not.
         """
         self._computes = computes
         self._weight = self._owner.merged_weight = nn.Parameter(
@@ -147,7 +148,7 @@ class Product:
         )
 
     def split(self) -> None:
-        """Let the members be plain layers again, each with a copy of its own weight."""
+        """Make the members plain layers again, each with a copy of its own weight."""
         assert self._computes is None, "the weight was given up"
         for member in self._members:
             _make_plain(member)
@@ -184,8 +185,6 @@ class Product:
 
 
 class ProductPart(nn.Linear):
-    """This layer's weight is a part of a product's."""
-
     product: Product
     index: int
     begin: int
@@ -203,7 +202,7 @@ class ProductPart(nn.Linear):
 
 
 def _make_member(linear: nn.Linear, product: Product, index: int, begin: int) -> None:
-    """Let the same module be of another class: others know it, and have it in their tables."""
+    """Change the module's class in place, since others hold a reference to it."""
     del linear.weight, linear.bias
     linear.__class__ = ProductPart
     linear.product, linear.index, linear.begin = product, index, begin
@@ -218,7 +217,7 @@ def _make_plain(linear: nn.Linear) -> None:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts one after another, each filled up to where the next one may begin."""
+    """Return the parts one after another, each padded so that the next one is aligned."""
     first = parts[0]
     sizes = [_aligned(len(part)) for part in parts]
     whole = first.new_zeros(sum(sizes), *first.shape[1:])
