@@ -1,1 +1,1 @@
-"""This room is the command `isthmus`."""
+"""This package is the command `isthmus`."""

@@ -1,4 +1,4 @@
-"""This is the command `isthmus`."""
+"""This module runs the command `isthmus`."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ from services.cli.commands import COMMANDS, listed, module_of, unknown
 from services.observe import build_info, json_lines, log_lines
 from services.values.errors import ConfigError, IsthmusError
 
-# A shell tells so of a program that SIGPIPE ended, and `head` leaves other programs so.
+# A shell reports this code for a program that SIGPIPE ended, as `| head` ends other programs.
 _PIPE_CLOSED = 141
 
 
 def main() -> None:
-    name, arguments = _asked(sys.argv[1:])
+    name, arguments = _parse_words(sys.argv[1:])
     if name in COMMANDS:
         _set_up_logging(arguments)
     try:
@@ -33,14 +33,15 @@ def main() -> None:
         sys.exit(130)
 
 
-def _asked(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command and its arguments; `help COMMAND` is `COMMAND --help`."""
+def _parse_words(words: Sequence[str]) -> tuple[str, list[str]]:
     name, arguments = (words[0], [*words[1:]]) if words else ("", [])
     return (arguments[0], ["--help"]) if name == "help" and arguments else (name, arguments)
 
 
 def _stop_writing() -> None:
-    """Let nothing fail at exit of what Python still holds of our output: its reader has gone (`| head`)."""
+    """Point our output at /dev/null, so that Python's flush at exit does not fail when the reader has gone
+    (`| head`).
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -50,7 +51,7 @@ def _set_up_logging(arguments: list[str]) -> None:
     log_format = "json" if json_lines.FLAG in arguments else "text"
     log_lines.setup_logging("isthmus", "warning", log_format)
     if log_format == "json":
-        json_lines.lay_pipe("isthmus", descriptors=(2,))  # What a command has to say is on the other one.
+        json_lines.lay_pipe("isthmus", descriptors=(2,))  # The command's own output goes to descriptor 1.
 
 
 def _tell(name: str) -> int:

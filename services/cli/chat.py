@@ -1,9 +1,9 @@
 """`isthmus chat` talks to a model, and shows what the cluster does for each turn.
 
-a turn --Ctrl-C--> Abort to the router, the answer ends as it stands
-       --again---> the call is cancelled, and so is the turn
+ a turn --Ctrl-C--> Abort to the router; the answer ends with the text that it has so far
+        --again---> the call is cancelled, and the turn is dropped
 
-Lines that begin with a slash are for the chat itself.
+Lines that begin with a slash are commands to the chat itself.
 """
 
 import asyncio
@@ -36,8 +36,6 @@ _Metadata = Sequence[tuple[str, str]]
 
 @dataclass(slots=True)
 class Session:
-    """It is a conversation with a router; `timeout_s` bounds a turn."""
-
     channel: grpc.aio.Channel
     conversation: Conversation
     display: Display
@@ -45,7 +43,7 @@ class Session:
     timeout_s: float
     metadata: _Metadata = ()
     clock: Callable[[], float] = time.monotonic
-    _request_id: str = ""  # It belongs to the turn that runs.
+    _request_id: str = ""  # This is the running turn's id.
     _task: "asyncio.Task[None] | None" = None
     _abort: "asyncio.Task[None] | None" = None
     _stub: generation_pb2_grpc.GenerationStub = field(init=False)
@@ -54,7 +52,6 @@ class Session:
         self._stub = generation_pb2_grpc.GenerationStub(self.channel)
 
     async def greeting(self) -> str:
-        """Say what is served. Raises the router's error as one of ours."""
         with naming(self.router):
             request = generation_pb2.ListModelsRequest()
             answer = await self._stub.ListModels(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)
@@ -65,7 +62,10 @@ class Session:
         return "\n".join([*served, *([] if has_ranks else [_NOT_YET])])
 
     async def turn(self, question: str) -> None:
-        """Ask, show the answer, remember both. Raises the router's error as one of ours; then neither is."""
+        """Request an answer, show it, and remember it with the question.
+
+        If the router's error is raised, as one of ours, the conversation stays as it was.
+        """
         answer = StreamedAnswer(self.clock)
         self._request_id, self._task = f"chat-{secrets.token_hex(8)}", asyncio.current_task()
         request = self.conversation.request(question, self._request_id)
@@ -85,7 +85,6 @@ class Session:
         self.conversation.turns.append(ChatTurn(question, answer))
 
     def interrupt(self) -> None:
-        """Stop the turn that runs; at once, if that has been asked for already."""
         if self._task is None:
             return
         if self._abort is None:
@@ -94,15 +93,14 @@ class Session:
             self._task.cancel()
 
     async def _send_abort(self) -> None:
-        """Send it. A router that does not take it any more has ended the turn, or cannot be asked: the next
-        interrupt leaves.
+        """Send the abort, and ignore an error: the router has ended the turn, or cannot be reached, and then
+        the next interrupt cancels the turn.
         """
         request = generation_pb2.AbortRequest(request_id=self._request_id)
         with suppress(grpc.aio.AioRpcError):
             await self._stub.Abort(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)
 
     async def explain(self, question: str) -> generation_pb2.ExplainResponse:
-        """Ask where the next turn would go, if that were asked. Raises the router's error as one of ours."""
         request = generation_pb2.ExplainRequest(request=self.conversation.request(question))
         with naming(self.router):
             answer = await self._stub.Explain(request, timeout=_ANSWER_TIMEOUT_S, metadata=self.metadata)
@@ -180,7 +178,6 @@ _KEYS = (
 
 
 async def obey(session: Session, line: str) -> None:
-    """Obey a `line` that begins with a slash. Raises InvalidRequest where there is no such command."""
     name, _, argument = line[1:].partition(" ")
     if name not in CHAT_COMMANDS:
         meant = nearest(f"/{name}", [f"/{known}" for known in CHAT_COMMANDS])
@@ -189,7 +186,6 @@ async def obey(session: Session, line: str) -> None:
 
 
 def _write(conversation: Conversation, path: Path) -> None:
-    """Write it to a file. Raises OSError; FileExistsError where there is one already."""
     is_json = path.suffix == ".json"
     text = _as_json(conversation) if is_json else "\n".join(_as_lines(conversation))
     with path.open("x", encoding="utf-8") as file:
@@ -273,7 +269,6 @@ async def _open(config: ChatConfig) -> Session:
 
 
 def _sampling(config: ChatConfig) -> common_pb2.SamplingParams:
-    """Leave a value of None unset: the router then takes the model's own."""
     return common_pb2.SamplingParams(
         temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
     )

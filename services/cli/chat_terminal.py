@@ -1,4 +1,6 @@
-"""Somebody types lines and sees answers as they come; or a pipe brings lines, a program reads answers."""
+"""This module is both ends of a chat: a person at a terminal, or a pipe of lines that a program reads the
+answers of.
+"""
 
 import atexit
 import os
@@ -35,7 +37,7 @@ class Display(Protocol):
         pass
 
     def aside(self, text: str) -> None:
-        """Show what is said of the chat, not in it."""
+        pass
 
     def error(self, text: str) -> None:
         pass
@@ -43,7 +45,7 @@ class Display(Protocol):
 
 @dataclass(slots=True)
 class Plain:
-    """It writes the answers alone, one after the other; thinking is left out."""
+    """It writes the answers one after the other, without thinking and remarks."""
 
     width: int | None = None
 
@@ -65,12 +67,14 @@ class Plain:
 
 @dataclass(slots=True)
 class Terminal:
-    """It writes thinking dim before the answer, calls in a line each, and a line of figures behind it."""
+    """It writes thinking dimly before the answer, each tool call on its own line, and a line of figures at
+    the end.
+    """
 
     stream: TextIO
     color: screen.Color
     _console: Console = field(init=False)
-    _section: object = None  # The last piece belonged to it.
+    _section: object = None  # This names the section of the last piece that was written.
 
     def __post_init__(self) -> None:
         self._console = screen.console(self.stream, self.color)
@@ -123,7 +127,7 @@ def shown_call(call: generation_pb2.ToolCall) -> str:
 
 
 def visible(text: str) -> str:
-    """Leave out what would command the terminal: a model may write any character."""
+    """Replace control characters, which would command the terminal: a model may write any character."""
     return text.translate(_CONTROLS)
 
 
@@ -136,7 +140,7 @@ _MOST_REMEMBERED = 1000
 
 
 def piped() -> Iterator[str]:
-    """Yield one turn a line; blank ones say nothing. Raises InvalidRequest where it is no text."""
+    """Yield one turn for each line that is not blank. Raises InvalidRequest if the input is not UTF-8."""
     try:
         yield from (text for line in sys.stdin if (text := line.strip()))
     except UnicodeDecodeError as error:
@@ -144,8 +148,8 @@ def piped() -> Iterator[str]:
 
 
 def typed(commands: Sequence[str], say_leaving: str, is_colored: bool) -> Iterator[str]:
-    """Yield what is typed, until Ctrl-D, or Ctrl-C twice. A line that ends with
-    a backslash goes on in the next.
+    """Yield each text that is typed, until Ctrl-D or a second Ctrl-C. A line that ends with a backslash
+    continues on the next line.
     """
     _set_up(commands)
     warned = False
@@ -175,7 +179,7 @@ def _whole(is_colored: bool) -> str:
 
 
 def _marked(prompt: str) -> str:
-    """Make it bold; between 1 and 2 stands what takes no column, as readline wants to be told."""
+    # Readline wants 1 and 2 around characters that take no column.
     return f"\001\x1b[1m\002{prompt}\001\x1b[0m\002"
 
 
@@ -184,7 +188,7 @@ def _set_up(commands: Sequence[str]) -> None:
     readline.set_completer(completer(commands))
     readline.parse_and_bind("tab: complete")
     file = history_file()
-    with suppress(OSError):  # There is none yet, or none that we may read.
+    with suppress(OSError):  # There is no history yet, or we may not read it.
         readline.read_history_file(file)
     readline.set_history_length(_MOST_REMEMBERED)
     atexit.register(_keep, file)
@@ -204,13 +208,11 @@ class _Completer:
 
 
 def history_file() -> Path:
-    """Return the file as the XDG base directory specification has it."""
     folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(folder) / "isthmus" / "chat_history"
 
 
 def _keep(file: Path) -> None:
-    """Keep it for its owner's eyes alone; a home that cannot be written to keeps none."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""This module lists the commands, and says what stands for one that does not exist."""
+"""This module lists the commands, and writes the text for one that does not exist."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from services.settings.flags import nearest
 @dataclass(frozen=True, slots=True)
 class Command:
     group: str
-    room: str  # It is the room of its module, in services.cli.
+    package: str  # This is where its module is, below services.cli.
     meaning: str
 
 
@@ -39,10 +39,8 @@ _TITLE = "isthmus: LLM serving in which prefill and decode run apart"
 
 
 def module_of(name: str) -> ModuleType:
-    """Load a command's module, with its libraries (torch, for one), only when
-    it is used: help answers at once.
-    """
-    return importlib.import_module(f"services.cli{COMMANDS[name].room}.{name.replace('-', '_')}")
+    """Import the command's module only now: it may import torch, and `isthmus help` must answer at once."""
+    return importlib.import_module(f"services.cli{COMMANDS[name].package}.{name.replace('-', '_')}")
 
 
 def config_of(name: str) -> Any:

@@ -1,6 +1,6 @@
 """`isthmus completion` prints a script that lets a shell complete commands, flags and their choices.
 
-shtab writes it from an argparse parser, which has every command as a subparser.
+shtab generates the script from an argparse parser that has every command as a subparser.
 """
 
 import argparse
@@ -36,7 +36,6 @@ def run(argv: list[str]) -> int:
 def script(
     shell: str, meanings: Mapping[str, str], described: Mapping[str, Iterable[FlagDescription]]
 ) -> str:
-    """Return the script for `shell`; `described` has the settings of each command of `meanings`."""
     parser = argparse.ArgumentParser(prog="isthmus")
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers()

@@ -1,4 +1,4 @@
-"""A conversation knows what was said, makes the request for the next turn, and tells what turns cost."""
+"""A conversation remembers messages, builds the request for the next turn, and shows what turns cost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,6 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """`clock` tells seconds; an answer begins to be asked for when it is made."""
-
     clock: Callable[[], float]
     text: str = ""
     reasoning: str = ""
@@ -19,7 +17,7 @@ class StreamedAnswer:
     finish: generation_pb2.Finish | None = None
     _first_s: float | None = None
     _last_s: float = 0.0
-    _after_first: int = 0  # These tokens came after those of the first response.
+    _after_first: int = 0  # These are tokens after the first response.
 
     def take(self, response: generation_pb2.GenerateResponse) -> None:
         self.text += response.text
@@ -42,7 +40,6 @@ class StreamedAnswer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return the pace after the first tokens; None where none came later."""
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         return self._after_first / (self._last_s - self._first_s)
@@ -52,10 +49,11 @@ class StreamedAnswer:
         return self.finish is not None and self.finish.reason == common_pb2.FINISH_REASON_ABORTED
 
     def message(self) -> generation_pb2.ChatMessage | None:
-        """Return it as it goes back with the next turn; None where it says nothing.
+        """Return the message that the next request contains for this answer, or None if the answer is empty.
 
-        Its ids stand in the prompt as they are, at any router. One that thinks or calls tools goes by its
-        name instead, for the template decides what of that is shown again; the router has the ids.
+        Token ids go into the prompt as they are, at any router. An answer with thinking or tool calls is sent
+        by its id instead: the template decides how much of it is shown again, and the router has its token
+        ids.
         """
         if not self.token_ids:
             return None
@@ -77,8 +75,6 @@ class ChatTurn:
 
 @dataclass(slots=True)
 class Conversation:
-    """`new_id` draws the conversation's id, anew when it begins again."""
-
     new_id: Callable[[], str]
     system: str = ""
     model: str = ""
@@ -91,31 +87,30 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said, but not the system's message."""
         self.id = self.new_id()
         self.turns.clear()
 
     def messages(self) -> list[generation_pb2.ChatMessage]:
-        """Return the messages; an answer that says nothing takes its question with it."""
-        said = [generation_pb2.ChatMessage(role="system", content=self.system)] if self.system else []
+        """Return the messages. The question of an empty answer is left out, too."""
+        messages = [generation_pb2.ChatMessage(role="system", content=self.system)] if self.system else []
         for turn in self.turns:
             if (message := turn.answer.message()) is not None:
-                said += [generation_pb2.ChatMessage(role="user", content=turn.question), message]
-        return said
+                messages += [generation_pb2.ChatMessage(role="user", content=turn.question), message]
+        return messages
 
     def request(self, question: str, request_id: str = "") -> generation_pb2.GenerateRequest:
-        asked = generation_pb2.ChatMessage(role="user", content=question)
+        new = generation_pb2.ChatMessage(role="user", content=question)
         return generation_pb2.GenerateRequest(
             request_id=request_id,
             model=self.model,
-            chat=generation_pb2.Chat(messages=[*self.messages(), asked]),
+            chat=generation_pb2.Chat(messages=[*self.messages(), new]),
             sampling=self.sampling,
             conversation_id=self.id,
             tenant=self.tenant,
         )
 
 
-# A request meets them in this order: the fields of StageTimes in each; the last is their sum.
+# A request goes through the stages in this order; each is a sum of fields of StageTimes. TTFT is the total.
 _STAGES = {
     "tokenize": ("tokenize_s",),
     "route": ("route_s", "router_queue_s"),
@@ -128,7 +123,7 @@ _STAGES = {
     "TTFT": ("first_token_s",),
 }
 _MOVED = ("#", "decode rank", "plan", "prompt", "found", "delta", "KV moved", "answer", "TTFT ms", "tokens/s")
-_LEAST_MS = 0.05  # Less than this is shown as 0.0.
+_LEAST_MS = 0.05  # Anything below this is shown as 0.0.
 _ENDS = {
     common_pb2.FINISH_REASON_ABORTED: "stopped",
     common_pb2.FINISH_REASON_LENGTH: "cut",
@@ -153,7 +148,6 @@ def _end(answer: StreamedAnswer) -> str:
 
 
 def statistics(turns: Sequence[ChatTurn], width: int | None) -> str:
-    """Tell per turn what was found, what moved and how fast; then where the time to the first token went."""
     finished = [(number, turn.answer) for number, turn in enumerate(turns, start=1) if turn.answer.finish]
     if not finished:
         return "nothing has been answered yet"
@@ -192,7 +186,7 @@ def _rank(finish: generation_pb2.Finish) -> str:
 
 
 def placed(answer: StreamedAnswer) -> str:
-    """Say where a turn went and what was thought of it, beside what was true."""
+    """Describe where a turn was placed, and compare the expected prefix with the one that was found."""
     if answer.finish is None:
         return ""
     finish, placement = answer.finish, answer.finish.placement

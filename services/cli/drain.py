@@ -1,11 +1,12 @@
-"""`isthmus drain` takes ranks out of service in peace, and puts them back.
+"""`isthmus drain` takes ranks out of service without breaking requests, and puts them back.
 
-    in service --drain--> takes nothing new, what runs goes on --its last request ends--> empty: exit code 0
+    in service --drain--> draining: nothing new, running requests go on --last one ends--> empty: exit code 0
          ^                                |                                                |
          +--------------- --undo, or a restart of the rank -------------------------------+
 
-A rank is asked to drain once, and then only how many run there: whoever waits does not undo an --undo.
-Whoever stops waiting, by --timeout-s or Ctrl-C, leaves the ranks draining.
+A rank is told to drain once; later calls only ask how many requests run there, so that a command which waits
+does not revert somebody else's --undo. When the command stops waiting (--timeout-s, Ctrl-C), the ranks stay
+in the state draining.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from services.wire import convert
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 _POLL_S = 1.0
-_ANSWER_TIMEOUT_S = 10.0  # This comes on top of what a rank is asked to wait: it tells the routers first.
+_ANSWER_TIMEOUT_S = 10.0  # This is added to the requested wait: the rank informs the routers first.
 _MOST_SHOWN = 20
 
 
@@ -80,8 +81,8 @@ async def _run(config: DrainConfig) -> int:
 
 
 def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[ListedRank]:
-    """Return the ranks in the order of their keys, each once. Raises NotFound
-    for a name of no rank or worker.
+    """Return the ranks that `targets` name, each once, sorted by key. Raises NotFound if a name is no rank or
+    worker.
     """
     named: dict[str, ListedRank] = {}
     for target in targets:
@@ -93,7 +94,7 @@ def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[Li
 
 
 def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[tuple[str, Role]]:
-    """Return models and roles of which nobody is left in service when these leave."""
+    """Return each model and role of which no rank is left in service when the ranks of `leaving` go."""
     left = {(rank.model, rank.role) for rank in listed if not rank.draining and rank not in leaving}
     without = {(rank.model, rank.role) for rank in leaving} - left
     return sorted(without, key=lambda each: (each[0], each[1].value))
@@ -156,7 +157,6 @@ async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) 
 
 
 async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float, only_wait: bool) -> int:
-    """Return how many requests run there."""
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
     request = rank_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
     return int((await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)).running)

@@ -58,7 +58,7 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
     request = generation_pb2.GenerateRequest(sampling=sampling, conversation_id=config.conversation)
     if config.chat:
         request.chat.messages.add(role="user", content=prompt)
-        request.chat.raw_answer = True  # Thinking is shown, too.
+        request.chat.raw_answer = True  # The raw answer includes thinking.
     else:
         request.text = prompt
     return request
@@ -86,7 +86,7 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
         f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}, plan {plan}: "
         f"{usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
-        f"KV moved {format_bytes(usage.kv_bytes_moved)}{_carried(usage)}, "
+        f"KV moved {format_bytes(usage.kv_bytes_moved)}{_fixed_cost(usage)}, "
         f"saved {format_bytes(usage.kv_bytes_saved)}; {usage.completion_tokens} generated{_drafted(usage)}"
     )
 
@@ -96,7 +96,6 @@ def _drafted(usage: generation_pb2.Usage) -> str:
     return f", {usage.accepted_draft_tokens} of {drafted} drafts were right" if drafted else ""
 
 
-def _carried(usage: generation_pb2.Usage) -> str:
-    """Say what of it comes with every transfer, which is nothing with full attention alone."""
-    of_kind = [f"{kind} {format_bytes(size)}" for kind, size in sorted(usage.carried_bytes.items())]
-    return f" (of it {', '.join(of_kind)})" if of_kind else ""
+def _fixed_cost(usage: generation_pb2.Usage) -> str:
+    by_kind = [f"{kind} {format_bytes(size)}" for kind, size in sorted(usage.carried_bytes.items())]
+    return f" (of it {', '.join(by_kind)})" if by_kind else ""

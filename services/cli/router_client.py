@@ -1,4 +1,4 @@
-"""This is a terminal's end of the router's gRPC API; ranks are found there, or etcd is read."""
+"""This module is the commands' client of the router's gRPC API, with its flags and errors."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -27,7 +27,6 @@ class ClientConfig:
     api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
     def open_channel(self) -> grpc.aio.Channel:
-        """Open the channel. Raises ConfigError when the TLS flags cannot work."""
         if self.tls_ca is None:
             if self.tls_cert or self.tls_key or self.tls_server_name:
                 raise ConfigError("the --tls flags need --tls-ca, which turns TLS on")
@@ -38,7 +37,7 @@ class ClientConfig:
 
 
 def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
-    """Return what goes with each call to a router that asks for a key. Raises ConfigError."""
+    """Return the metadata that carries the API key, or nothing without a file. Raises ConfigError."""
     if api_key_file is None:
         return ()
     try:
@@ -51,7 +50,6 @@ def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 def given_prompt(prompt: str) -> str:
-    """Return `prompt`, or else what comes on standard input. Raises InvalidRequest when that is no text."""
     try:
         text = prompt or sys.stdin.read()
         text.encode()
@@ -67,7 +65,7 @@ async def responses(
     metadata: Sequence[tuple[str, str]] = (),
     router: str = "",
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """Yield the answer as it comes. Raises as `naming`."""
+    """Yield the responses as they arrive, and cancel the call at the end. Raises the errors of `naming`."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     bounded_s = None if timeout_s is None else min(timeout_s, MAX_TIMEOUT_S)
     call = stub.Generate(request, timeout=bounded_s, metadata=tuple(metadata))
@@ -79,16 +77,16 @@ async def responses(
         call.cancel()
 
 
-# gRPC's own sentences begin so where nobody was reached, and speak so of somebody who hung up.
+# gRPC's messages begin with _NOBODY if no server is reached, and have _HUNG_UP if one closes the connection.
 _NOBODY = ("failed to connect to all addresses", "errors resolving")
 _HUNG_UP = ("Socket closed", "Connection reset", "handshake failed", "Ssl")
 
 
 @contextmanager
 def naming(router: str) -> Iterator[None]:
-    """Raise the error of a call to the router as one of ours.
+    """Raise an error of a call to the router as one of ours.
 
-    PeerFailed says what to do where nobody answers on that HOST:PORT.
+    If nothing answers at HOST:PORT `router`, the PeerFailed explains what to do.
     """
     try:
         yield
@@ -116,7 +114,6 @@ class RanksConfig(ClusterConfig):
 
 
 async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
-    """Return what the router knows of every rank of its model. Raises its error as one of ours."""
     metadata = key_metadata(config.api_key_file)
     async with channels.open_channel(config.router, config.tls()) as channel:
         list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks

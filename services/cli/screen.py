@@ -1,4 +1,4 @@
-"""This module knows the terminal that a command writes to."""
+"""This module finds out the width and the colours of the terminal that a command writes to."""
 
 import shutil
 import sys
@@ -13,9 +13,7 @@ COLOR_HELP = "whether to use colours; auto: at a terminal, unless NO_COLOR is se
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Return its columns; None where it is no terminal, and lines are as long
-    as they are: programs read them.
-    """
+    """Return the terminal's columns; None if the stream is no terminal, as programs want lines unfolded."""
     stream = sys.stdout if stream is None else stream
     return shutil.get_terminal_size().columns if stream.isatty() else None
 

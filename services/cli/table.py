@@ -1,4 +1,4 @@
-"""This module makes tables for a terminal, and holds other texts to its width."""
+"""This module formats tables and folds texts for the width of a terminal."""
 
 import re
 import textwrap
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 _GAP = "  "
 _INDENT = "     "
-_ALWAYS_SHOWN = 2  # So many columns are shown where the others do not fit beside them.
+_ALWAYS_SHOWN = 2  # These columns stay if not all fit.
 
 
 def format_table(
@@ -15,11 +15,11 @@ def format_table(
     width: int | None = None,
     lead: Sequence[str] = (),
 ) -> str:
-    """Make columns as wide as they need, with numbers to the right and text to the left.
+    """Format rows as columns, with numbers aligned right and text aligned left.
 
-    `width` is the columns of the terminal; with None the table takes as many as it needs. Where that is too
-    few headings are broken, and where that does not do either, only the columns of `lead` (default: the first
-    two) stand side by side: the others follow each row, named, without those that are empty.
+    `width` is the terminal's columns; None means no limit. A table that is too wide gets its headings broken
+    into lines. If it still does not fit, only the columns of `lead` (by default the first two) are shown, and
+    below each row its other values that are not empty, each with its heading.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     numeric = [
@@ -81,7 +81,6 @@ def _filled(texts: Sequence[str], width: int) -> Iterator[str]:
 
 
 def fold(line: str, width: int | None, indent: int = 0) -> str:
-    """Fold a sentence, its later lines `indent` columns in; blanks in its first line stay."""
     if width is None or len(line) <= width:
         return line
     wrapper = textwrap.TextWrapper(

@@ -1,1 +1,1 @@
-"""`isthmus bench` sends a load of prompts, and tells what its clients see."""
+"""`isthmus bench` sends a load of requests, and reports what its clients measure."""

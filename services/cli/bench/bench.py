@@ -82,11 +82,13 @@ class BenchConfig(ClientConfig):
 
     @property
     def is_open(self) -> bool:
-        """Say whether the loop is open: a trace has times of its own, unless a concurrency alone is given."""
+        """Return whether requests are sent at given times; a trace has its own, unless only a concurrency is
+        given.
+        """
         return self.rate is not None or (self.workload == "trace" and self.concurrency is None)
 
 
-_STOPPED = 130  # A shell tells so of Ctrl-C.
+_STOPPED = 130  # A shell reports this code after Ctrl-C.
 _USUAL_CONCURRENCY = 8
 _WARM_UP_OUTPUT = 32
 _BAR_EVERY_S = 0.25
@@ -112,15 +114,15 @@ async def _bench(config: BenchConfig) -> int:
 def _report(config: BenchConfig, side: LoadTarget, meter: Meter) -> None:
     print("\n".join(lines_of(meter, screen.width())))
     if config.json is not None:
-        told = {"settings": _settings(config, side), **figures_of(meter)}
-        config.json.write_text(json.dumps(told, indent=2) + "\n")
+        figures = {"settings": _settings(config, side), **figures_of(meter)}
+        config.json.write_text(json.dumps(figures, indent=2) + "\n")
     if config.plot is not None:
         title = f"isthmus bench {config.workload} over {side.name}: {meter.completed} requests"
         importlib.import_module("services.cli.bench.plots").draw(meter, config.plot, title)
 
 
 async def _measured(config: BenchConfig, side: LoadTarget) -> Meter:
-    """Measure until all is answered, or Ctrl-C: then what was measured so far counts."""
+    """Measure until all requests are answered, or until Ctrl-C, which keeps what was measured before."""
     total = total_of(config)
     chance = Chance(config.seed, config.vocab_size or await vocab_size_of(side))
     await _warm_up(config, chance, side)
@@ -141,7 +143,7 @@ async def _measured(config: BenchConfig, side: LoadTarget) -> Meter:
 
 
 async def _warm_up(config: BenchConfig, chance: Chance, side: LoadTarget) -> None:
-    """Warm up. Raises ConfigError where nothing was answered: nothing would be."""
+    """Send the warm-up requests. Raises ConfigError if none was answered: the load would fail, too."""
     output_len = min(_WARM_UP_OUTPUT, config.output_len)
     sessions = workload.warm_up(chance, config.warm_up, config.input_len, output_len)
     meter = Meter(time.perf_counter)
@@ -162,7 +164,6 @@ async def send(config: BenchConfig, chance: Chance, side: LoadTarget, meter: Met
 
 
 def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
-    """Return the load. Raises ConfigError, when it comes to a line of the trace that is none."""
     lengths = (config.input_len, config.output_len, config.range_ratio)
     match config.workload:
         case "random":
@@ -185,7 +186,6 @@ def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
 
 
 def total_of(config: BenchConfig) -> int:
-    """Count the requests. Raises ConfigError when a trace is not there."""
     match config.workload:
         case "shared-prefix":
             return config.gsp_num_groups * config.gsp_prompts_per_group
@@ -216,7 +216,6 @@ def _settings(config: BenchConfig, side: LoadTarget) -> Mapping[str, object]:
 
 @asynccontextmanager
 async def _bar(meter: Meter, total: int, console: Console | None = None) -> AsyncIterator[None]:
-    """Draw a bar on standard error; nothing where that is no terminal."""
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         yield

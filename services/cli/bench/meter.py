@@ -1,12 +1,12 @@
-"""A meter notes each request while it runs. The definitions are those of sglang.bench_serving:
+"""A meter measures each request while it runs. The definitions are those of sglang.bench_serving:
 
-    TTFT   sent until the first tokens came
-    ITL    between tokens; those that came together share the time since the ones before
-    TPOT   (E2E - TTFT) / (tokens - 1), of a request with more than one
-    E2E    sent until the answer ended
+    TTFT   from sending the request to its first tokens
+    ITL    between tokens; tokens that arrive together share the time since the ones before
+    TPOT   (E2E - TTFT) / (tokens - 1), of a request with more than one token
+    E2E    from sending the request to the end of its answer
 
-Only what has ended counts in them. A run comes to figures by the names that sglang.bench_serving gives them,
-and to a table of 80 columns.
+Only requests that have ended count. A run is reported under the names that sglang.bench_serving uses, and as
+a table of 80 columns.
 """
 
 import random
@@ -24,8 +24,8 @@ _EXACT = 1_000_000
 
 
 class Samples:
-    """All of them are kept up to `exact`, and of more an even draw. Count,
-    mean and maximum are always of all.
+    """Up to `exact` samples are all kept, and of more a uniform random sample. Count, mean and maximum are
+    exact.
     """
 
     def __init__(self, exact: int = _EXACT, seed: int = 0) -> None:
@@ -58,7 +58,6 @@ class Samples:
         return float(np.std(self._kept)) if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Interpolate between neighbours on a straight line, as numpy does; 0 where there are none."""
         return float(np.percentile(self._kept, percent)) if self.count else 0.0
 
     def values(self) -> "array[float]":
@@ -66,8 +65,8 @@ class Samples:
 
     def figures(self, name: str, scale: float = 1e3) -> Mapping[str, float]:
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (90, 95, 99)}
-        told = {"mean": self.mean, "median": self.percentile(50), "std": self.std, **percentiles}
-        return {f"{kind}_{name}_ms": scale * value for kind, value in told.items()}
+        statistics = {"mean": self.mean, "median": self.percentile(50), "std": self.std, **percentiles}
+        return {f"{kind}_{name}_ms": scale * value for kind, value in statistics.items()}
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class Running:
     num_tokens: int = 0
     ttft_s: float = 0.0
     last_s: float = 0.0
-    # Each item has the seconds between tokens, and how many.
+    # Each item is the seconds between tokens, and the number of such gaps.
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
     def came(self, num_tokens: int, now_s: float) -> None:
@@ -93,7 +92,7 @@ class Meter:
         self.ttft, self.itl, self.tpot, self.e2e = (Samples() for _ in range(4))
         self.counts = Counts()
         self.sent = self.completed = self.cut_off = self.running = self.most_running = 0
-        self.stopped = False  # It was stopped before its end.
+        self.stopped = False  # Ctrl-C stopped the run before its end.
         self.errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
         self.tokens_by_second: Counter[int] = Counter()
@@ -153,7 +152,7 @@ def figures_of(meter: Meter) -> dict[str, object]:
     counts, duration_s = meter.counts, meter.duration_s
     prompts = max(1, counts.prompt_tokens)
     samples = (meter.ttft, meter.itl, meter.tpot, meter.e2e)
-    told: dict[str, object] = {
+    statistics: dict[str, object] = {
         "completed": meter.completed,
         "errors": dict(meter.errors),
         "cut": meter.cut_off,
@@ -175,12 +174,11 @@ def figures_of(meter: Meter) -> dict[str, object]:
         "kv_bytes_saved": counts.kv_bytes_saved,
     }
     for name, values in zip(_LATENCIES, samples, strict=True):
-        told |= values.figures(name)
-    return told | {"max_itl_ms": 1e3 * meter.itl.largest}
+        statistics |= values.figures(name)
+    return statistics | {"max_itl_ms": 1e3 * meter.itl.largest}
 
 
 def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
-    """Yield what a person reads; `width` is as in format_table."""
     counts, seconds = meter.counts, meter.duration_s
     per_s = f"{counts.prompt_tokens / seconds:.0f} input and {counts.completion_tokens / seconds:.0f} output"
     yield fold(

@@ -1,5 +1,5 @@
-"""This module draws a run. It imports matplotlib, which only the extra isthmus[plots] installs: nobody else
-imports this.
+"""This module draws a run. Nothing imports it unless --plot is set: it needs matplotlib, which only the extra
+isthmus[plots] installs.
 """
 
 from pathlib import Path

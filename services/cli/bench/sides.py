@@ -1,6 +1,6 @@
-"""A load is sent through one of two sides: our gRPC API, or the OpenAI API over HTTP.
+"""This module sends a load through one of two APIs: our gRPC API, or the OpenAI API over HTTP.
 
-Over HTTP each request has a connection, as with other benchmarks, and its completion is streamed.
+Over HTTP each request has a connection of its own, as in other benchmarks, and streams a completion.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ COUNTED = tuple(each.name for each in fields(Counts))
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """These tokens came together; the last one has what the request counted.
+    """These are tokens that came together; the last one has the request's counts.
 
-    `token_ids` are empty where a server tells its text alone.
+    `token_ids` is empty if a server sends only text.
     """
 
     num_tokens: int = 0
@@ -70,7 +70,7 @@ class LoadTarget(Protocol):
     name: str
 
     def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
-        """Send the request. Raises an IsthmusError, or TimeoutError."""
+        pass
 
     async def is_token(self, token_id: int) -> bool: ...
 
@@ -78,7 +78,7 @@ class LoadTarget(Protocol):
 
 
 async def vocab_size_of(side: LoadTarget) -> int:
-    """Find it by asking which ids are tokens: there is no call that tells it."""
+    """Find the size by bisection, asking which ids are tokens: no call returns the size."""
     low, high = 0, 1
     while await side.is_token(high):
         low, high = high, 2 * high
@@ -148,7 +148,7 @@ class Url:
     host: str
     port: int
     tls: bool
-    path: str  # It stands before the API's own path.
+    path: str  # This prefix comes before the API's own path.
 
     @classmethod
     def parse(cls, text: str) -> "Url":
@@ -212,7 +212,7 @@ class HttpSide:
     async def _posted(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator["_Exchange"]:
-        """Post it. Raises the error that the answer is, and PeerFailed where there is none."""
+        """Post a request. Raises the answer's error, and PeerFailed or Unavailable if none comes."""
         url = self._url
         try:
             reader, writer = await asyncio.open_connection(
@@ -237,7 +237,6 @@ class _Exchange:
         self._http = h11.Connection(h11.CLIENT)
 
     async def send(self, host: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        """Return when the answer has begun. Raises the error that it is."""
         content = json.dumps(body, separators=(",", ":")).encode()
         fields = [("host", host), ("content-type", "application/json"), ("content-length", str(len(content)))]
         fields += [("connection", "close"), *headers.items()]
@@ -268,7 +267,6 @@ class _Exchange:
 
 
 async def _events(answer: _Exchange) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the events. Raises PeerFailed with the sentence of an event that is an error."""
     rest = b""
     async for data in answer.data():
         *lines, rest = (rest + data).split(b"\n")
@@ -283,5 +281,7 @@ async def _events(answer: _Exchange) -> AsyncIterator[Mapping[str, Any]]:
 def _counted(event: Mapping[str, Any], before: Counts) -> Counts:
     usage, ours = event.get("usage") or {}, event.get("isthmus") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    told = {**ours, **usage, "reused_tokens": cached}
-    return Counts(*(told[name] if told.get(name) is not None else getattr(before, name) for name in COUNTED))
+    counted = {**ours, **usage, "reused_tokens": cached}
+    return Counts(
+        *(counted[name] if counted.get(name) is not None else getattr(before, name) for name in COUNTED)
+    )

@@ -1,10 +1,11 @@
-"""A workload is a pure function of its settings and the seed; it is made as it is sent, in one of two loops.
+"""A workload is a pure function of its settings and the seed; it is generated while it is sent, in one of two
+loops.
 
-A session is a conversation, of one turn or more: each turn adds something to what was said, and has an answer
-of some length.
+A session is a conversation of one or more turns; each turn adds tokens to the conversation, and requests an
+answer of a given length.
 
-closed loop   so many sessions at a time, the next one when one has ended
-open loop     each at its time, whatever still runs; with a concurrency, at most so many at a time
+ closed loop   runs a fixed number of sessions at a time, and starts the next one when one ends
+ open loop     starts each session at its time, whatever still runs; `concurrency` limits how many run
 """
 
 import asyncio
@@ -27,15 +28,13 @@ TokenIds = list[int]
 
 @dataclass(frozen=True, slots=True)
 class LoadTurn:
-    """`token_ids` stand behind the prompt and the answer of the turn before."""
-
     token_ids: TokenIds
     output_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """`at_s` is when it comes, from the beginning, where the workload itself says so."""
+    """`at_s` is when it starts, in seconds from the beginning, if the workload has times of its own."""
 
     name: str
     turns: Sequence[LoadTurn]
@@ -44,7 +43,7 @@ class LoadSession:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """Draws depend on the seed and on what they are of, not on their order."""
+    """A draw depends on the seed and on the numbers in `what`, and not on the order of draws."""
 
     seed: int
     vocab_size: int
@@ -70,7 +69,7 @@ class Chance:
         return np.random.default_rng((self.seed, *what))
 
 
-# These say what a draw is of.
+# The first number of `what` is one of these.
 _SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(8)
 
 
@@ -83,7 +82,7 @@ def random_prompts(
 def conversations(
     chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
 ) -> Iterator[LoadSession]:
-    """Make conversations in which each turn adds `input_len` tokens to what was said."""
+    """Generate conversations in which each turn adds up to `input_len` tokens."""
     for number in range(count):
         turns = []
         for turn in range(num_turns):
@@ -103,7 +102,8 @@ def shared_prefixes(
     range_ratio: float = 1.0,
     ordered: bool = False,
 ) -> Iterator[LoadSession]:
-    """Make SGLang's generated-shared-prefix: the prompts of a group begin with the same system prompt.
+    """Generate SGLang's workload generated-shared-prefix: the prompts of a group begin with the same system
+    prompt.
 
     They are shuffled, unless `ordered`.
     """
@@ -119,9 +119,10 @@ def shared_prefixes(
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """This is a line of a trace: ms since its beginning, tokens, and a name for each block of the prompt.
+    """This is a line of a trace: milliseconds from its beginning, lengths in tokens, and an id for each block
+    of the prompt.
 
-    Prompts whose names begin alike begin alike.
+    Equal ids stand for equal blocks.
     """
 
     timestamp: float
@@ -130,11 +131,10 @@ class Traced:
     hash_ids: Sequence[int]
 
 
-_TRACE_BLOCK = 512  # A name stands for so many tokens, as Mooncake's traces have it.
+_TRACE_BLOCK = 512  # An id stands for this many tokens in Mooncake's traces.
 
 
 def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: float) -> Iterator[LoadSession]:
-    """Replay a trace; `slowdown` stretches the time, `scale` the lengths and the blocks."""
     block, first_ms = max(1, round(_TRACE_BLOCK * scale)), None
     for number, line in enumerate(lines):
         first_ms = line.timestamp if first_ms is None else first_ms
@@ -148,7 +148,7 @@ def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: fl
 
 
 def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> Iterator[LoadSession]:
-    """Let them come at times of a Poisson process of so many a second, the first at once."""
+    """Give the sessions times of a Poisson process of `rate` a second; the first starts at once."""
     at_s, pauses_s = 0.0, chance.pauses_s(rate, _ARRIVALS)
     for session in sessions:
         yield LoadSession(session.name, session.turns, at_s)
@@ -156,7 +156,6 @@ def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> It
 
 
 def warm_up(chance: Chance, count: int, input_len: int, output_len: int) -> Iterator[LoadSession]:
-    """Make sessions that share nothing with the load, and are not measured."""
     for number in range(count):
         yield LoadSession(f"warm-up-{number}", [LoadTurn(chance.ids(input_len, WARM_UP, number), output_len)])
 
@@ -165,10 +164,11 @@ _TRACE_FIELDS = ("timestamp", "input_length", "output_length")
 
 
 def read_trace(path: Path, most: int | None) -> Iterator[Traced]:
-    """Yield at most `most` lines of a trace: JSON of timestamp, input_length, output_length and hash_ids, as
-    Mooncake published them.
+    """Yield at most `most` lines of a trace in the format of Mooncake's: JSON objects with timestamp,
+    input_length, output_length and hash_ids.
 
-    Raises ConfigError, naming the line that is none, or is out of order."""
+    Raises ConfigError that names an invalid line, or one that is out of order.
+    """
     last_ms = float("-inf")
     for number, text in enumerate(islice(_trace_lines(path), most), start=1):
         line = _trace_line(text, f"{path}, line {number}")
@@ -226,7 +226,7 @@ async def open_loop(
     clock: Clock,
     sleep: Sleep = asyncio.sleep,
 ) -> None:
-    """Send each session at its `at_s`. One that comes late does not delay those after it."""
+    """Start each session at its `at_s`. A late session does not delay those after it."""
     began_s, room = clock(), asyncio.Semaphore(concurrency) if concurrency else None
 
     async def in_turn(session: LoadSession) -> None:
@@ -246,17 +246,17 @@ async def open_loop(
 
 
 async def converse(side: LoadTarget, session: LoadSession, meter: Meter) -> None:
-    """Send all turns, one after another. A turn that fails ends it, counted by its error."""
-    said: list[int] = []
+    """Send all turns, one after another. A turn that fails is counted, and ends the session."""
+    so_far: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
     for turn, last in zip(session.turns, _is_last(len(session.turns)), strict=True):
-        said += turn.token_ids
-        answer = await _ask(side, LoadRequest(said, turn.output_len, conversation), meter)
+        so_far += turn.token_ids
+        answer = await _ask(side, LoadRequest(so_far, turn.output_len, conversation), meter)
         if answer is None:
             return
         if not answer and not last:
             raise PeerFailed("the server tells no token ids: conversations want return_token_ids there")
-        said += answer
+        so_far += answer
 
 
 def _is_last(count: int) -> Iterator[bool]:
@@ -264,7 +264,6 @@ def _is_last(count: int) -> Iterator[bool]:
 
 
 async def _ask(side: LoadTarget, asked: LoadRequest, meter: Meter) -> list[int] | None:
-    """Return the answer's ids, as far as the server tells them; None where it failed."""
     request, answer, counts = meter.begin(), list[int](), Counts()
     try:
         async with aclosing(side.ask(asked)) as coming:  # type: ignore[type-var]

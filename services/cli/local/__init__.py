@@ -1,1 +1,1 @@
-"""This room runs a cluster of processes on this machine."""
+"""This package runs a cluster of processes on this machine."""

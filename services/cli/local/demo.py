@@ -1,4 +1,4 @@
-"""`isthmus demo` lets a cluster on this machine hold a conversation, and a table shows what moved."""
+"""`isthmus demo` starts a cluster on this machine, sends a conversation, and shows in a table what moved."""
 
 import asyncio
 import sys
@@ -34,8 +34,6 @@ _RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """The texts are said to a model; `warning` is said of its answers."""
-
     system: str
     questions: tuple[str, ...]
     max_tokens: int
@@ -43,7 +41,7 @@ class Talk:
     warning: str = ""
 
 
-# Greedy small talk of a small model soon repeats itself; questions on a text do not.
+# With greedy decoding a small model soon repeats itself in small talk, but not in questions about a text.
 _ON_A_TEXT = Talk(
     "You answer questions about a text, in one short sentence.",
     (
@@ -68,10 +66,10 @@ _SMALL_TALK = Talk(
     kv_pages=1024,
     warning="The model is random: its answers are noise, what moves is real.",
 )
-# Two SGLangs that start on two cores need a minute or two.
+# Two SGLang engines need a minute or two to start on two cores.
 _READY_TIMEOUT_S = {"torch": 300.0, "sglang": 600.0}
 _DEFAULT = KNOWN["smollm2"]
-_SPEAKER, _WIDEST = 11, 110  # These are columns.
+_SPEAKER, _WIDEST = 11, 110  # Both are numbers of columns.
 _HEADINGS = (
     "turn",
     "decode rank",
@@ -115,7 +113,6 @@ def run(argv: list[str]) -> int:
 
 
 def _chosen(config: DemoConfig, folder: Path) -> tuple[Path, Talk]:
-    """Choose the model. Raises ConfigError or Unavailable where the one that was named cannot be had."""
     name = config.model or (_DEFAULT.name if config.engine == "torch" else _RANDOM)
     try:
         if name != _RANDOM:
@@ -144,7 +141,7 @@ async def _demo(config: DemoConfig, model: Path, talk: Talk, folder: Path) -> in
         rank_flags=_rank_flags(config, talk),
         ready_timeout_s=_READY_TIMEOUT_S[config.engine],
         common_flags=("--index-block=16",),
-        # The point is to see KV cross: left to itself the router computes such short tails on decode.
+        # The demo shows transfers of KV; by default the router would let decode compute such short tails.
         router_flags=("--plans=remote",),
     )
     print("starting etcd, 1 router, 1 prefill rank, 2 decode ranks")
@@ -180,7 +177,7 @@ async def _converse(channel: grpc.aio.Channel, config: DemoConfig, talk: Talk) -
         messages.append(generation_pb2.ChatMessage(role="user", content=question))
         print(f"\nuser       {_indented(question)}\nassistant  ", end="")
         answer, ids, finish = await _ask(channel, messages, config.max_tokens or talk.max_tokens)
-        # The answer goes back as the ids that were generated, so that its KV is found again.
+        # The request contains the generated token ids, so that the answer's KV is found again.
         messages.append(generation_pb2.ChatMessage(role="assistant", content=answer, token_ids=ids))
         rows.append(_row(turn, finish))
     print("\n\n" + format_table(_HEADINGS, rows, screen.width()))

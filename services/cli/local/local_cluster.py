@@ -1,12 +1,12 @@
-"""A whole cluster runs on this machine: etcd, routers, prefill and decode workers as processes.
+"""This module runs a whole cluster on this machine: etcd, routers, prefill and decode workers as processes.
 
     start: preflight -> etcd -> workers and routers at once -> our own routers listen -> every rank is
            connected -> READY
-    run:   whatever ends unasked is started again after a moment, as supervisors do with ranks
-    stop:  routers -> workers -> etcd, each with SIGTERM first; nothing is left behind
+    run:   a process that ends by itself is started again after a delay, as supervisors do with ranks
+    stop:  routers -> workers -> etcd, each with SIGTERM first; no process is left behind
     kill:  SIGKILL to all of them at once, then as stop
 
-Should this process be killed, the kernel kills the children (PR_SET_PDEATHSIG).
+If this process is killed, the kernel kills its children (PR_SET_PDEATHSIG).
 """
 
 import asyncio
@@ -41,17 +41,15 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LAST_LINES_S = 5.0  # The last lines of a process that has ended are read within this.
+_LAST_LINES_S = 5.0  # We wait this long for the last lines of a process that has ended.
 
 _GRACE_FLAG = "--grace-s="
-# A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and takes a moment itself.
+# A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and needs some time itself.
 _AFTER_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """It says what to start, and with which flags on top of what the cluster itself sets."""
-
     model: Path
     data_dir: Path
     routers: int = 1
@@ -59,14 +57,14 @@ class Shape:
     prefill_dp_size: int = 1
     decode_workers: int = 1
     decode_dp_size: int = 2
-    etcd: tuple[str, ...] = ()  # An empty one stands for an embedded etcd.
+    etcd: tuple[str, ...] = ()  # Without endpoints an embedded etcd is started.
     host: str = "127.0.0.1"
-    port: int = 0  # It is the first router's; the others follow.
+    port: int = 0  # The first router has this port, the others the following ones; 0 chooses them.
     http_port: int = 0
     common_flags: tuple[str, ...] = ()
     rank_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
-    ready_timeout_s: float | None = 120.0  # None waits for as long as none of them ends.
+    ready_timeout_s: float | None = 120.0  # None waits until a process ends.
 
     @property
     def decode_ranks(self) -> int:
@@ -74,7 +72,7 @@ class Shape:
 
     @property
     def threads_per_rank(self) -> int:
-        """Share this machine's cores among all ranks; with more threads than cores torch crawls."""
+        """Divide the machine's cores among all ranks: torch is very slow with more threads than cores."""
         return max(1, (os.cpu_count() or 1) // (self.decode_ranks + self.prefill_ranks))
 
     @property
@@ -88,12 +86,12 @@ class Child:
     command: list[str]
     process: asyncio.subprocess.Process
     log_task: "asyncio.Task[None]"
-    life: Lifecycle  # It is as the child tells; supervisors tell nothing.
+    life: Lifecycle  # The child reports it; supervisors report nothing.
 
     @property
     def stop_timeout_s(self) -> float:
-        """Return the time in which a service ends by itself, by its own flags; it refuses one that it cannot
-        read.
+        """Return how long a service may take to stop, which its own --grace-s decides. A value that is no
+        number is skipped: the service refuses it.
         """
         grace_s = ClusterConfig().grace_s
         for text in self.command:
@@ -102,7 +100,6 @@ class Child:
         return grace_s + _AFTER_GRACE_S
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Signal it and wait; SIGKILL when it takes too long. Return the exit code."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
         try:
@@ -118,7 +115,9 @@ class Child:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Use it as `async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
+    """Use it as `async with LocalCluster(shape, show_line)`. `show_line(name, line)` is called for every log
+    line.
+    """
 
     shape: Shape
     show_line: Callable[[str, str], None]
@@ -127,12 +126,12 @@ class LocalCluster:
     http_ports: tuple[int, ...] = ()
     etcd_endpoints: tuple[str, ...] = ()
     etcd: EmbeddedEtcd | None = None
-    kv_pages: int | None = None  # Each rank has so many, where we have chosen them.
-    chunk_tokens: int | None = None  # A prefill rank computes so many in a step, and routers are told.
-    # It is the first one's.
+    kv_pages: int | None = None  # This is --kv-pages of each rank, if we chose it.
+    chunk_tokens: int | None = None  # A prefill rank computes this many in a step; routers get it as a flag.
+    # This is the first router's config.
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig(model=""))
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    # Each child tells its lifecycle through one of these.
+    # Each child reports its lifecycle through one of these.
     _lives: dict[str, ExitStack] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -152,16 +151,13 @@ class LocalCluster:
         return host_port(self.shape.host, self.router_ports[index])
 
     def open_channel(self, index: int = 0) -> grpc.aio.Channel:
-        """Open a channel to that router, with TLS where its flags say so."""
         return channels.open_channel(self.router_endpoint(index), self.router_config.tls())
 
     async def is_whole(self, index: int = 0) -> bool:
-        """Say whether that router sees every rank, and could choose each."""
         async with self.open_channel(index) as channel:
             return await self._serves(generation_pb2_grpc.GenerationStub(channel))
 
     async def wait_for_exit(self) -> Child:
-        """Return a child that ended although nobody asked it to."""
         waits = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -169,7 +165,7 @@ class LocalCluster:
         return waits[done.pop()]
 
     async def keep_running(self) -> None:
-        """Start again what ends unasked, under its name and with its flags. Never returns."""
+        """Restart every process that ends, under its name and with its flags. It never returns."""
         async with asyncio.TaskGroup() as group:
             for name in self.children:
                 group.create_task(self._keep_running(name))
@@ -179,17 +175,18 @@ class LocalCluster:
         while True:
             child, began_s = self.children[name], loop.time()
             code = await child.process.wait()
-            await asyncio.wait(
-                [child.log_task], timeout=_LAST_LINES_S
-            )  # What it started may hold its pipe open.
+            # A process that the child started may hold the pipe open.
+            await asyncio.wait([child.log_task], timeout=_LAST_LINES_S)
             failures = await self._start_again(child, code, loop.time() - began_s, failures)
 
     async def _start_again(self, child: Child, code: int, lived_s: float, failures: int) -> int:
-        """Start it, also where the machine has no process to give at first. Return the failures in a row."""
+        """Restart the child, and try again if the machine has no process to give. Returns the failures in a
+        row.
+        """
         how = _ended(child)
         while True:
             decision = supervisor.on_exit(code, lived_s, failures, has_served=True)
-            assert isinstance(decision, supervisor.Restart)  # It is so of everything that has served.
+            assert isinstance(decision, supervisor.Restart)  # With has_served it always is.
             failures, delay_s = decision.failures, decision.delay_s
             log_lines.event(log, "process_ended", logging.WARNING, how=how, starts_again_in_s=delay_s)
             await asyncio.sleep(delay_s)
@@ -200,20 +197,19 @@ class LocalCluster:
                 code, lived_s, how = os.EX_OSERR, 0.0, f"{child.name} cannot be started: {error}"
 
     async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
-        """Start a service; also used to start one again under its old name."""
         command = [sys.executable, "-m", module, *flags]
-        life, told = Lifecycle(name), ExitStack()
-        notified = told.enter_context(listening(life))
+        life, stack = Lifecycle(name), ExitStack()
+        notified = stack.enter_context(listening(life))
         if (earlier := self._lives.get(name)) is not None:
             earlier.close()
-        self._lives[name] = told
+        self._lives[name] = stack
         process = await asyncio.create_subprocess_exec(
             *dying_with_us(command),
             env={**os.environ, **notified},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # Ctrl-C is for us: we stop the children in order.
+            # Ctrl-C must reach only us, since we stop the children in order.
             start_new_session=True,
         )
         child = Child(name, command, process, asyncio.create_task(self._pass_lines(name, process)), life)
@@ -239,12 +235,12 @@ class LocalCluster:
         await self._until_ready()
 
     def check(self) -> None:
-        """Tell what will fail before anything is started.
+        """Find what would fail, before anything is started.
 
         Raises:
             ConfigError: The checkpoint or a port cannot be used, or memory or an etcd is missing.
             Unavailable: There is not enough memory now.
-            SystemExit: A service would refuse its flags; standard error says which, and why.
+            SystemExit: A service would refuse its flags; standard error names the flag and the reason.
         """
         shape = self.shape
         ranks = []
@@ -253,7 +249,9 @@ class LocalCluster:
                 self.router_config = preflight.router_config(name, flags)
             else:
                 ranks.append(preflight.rank_config(name, flags))
-        self.chunk_tokens = ranks[-1].chunk_tokens  # prefill comes first, and the last one is the first
+        self.chunk_tokens = ranks[
+            -1
+        ].chunk_tokens  # The plan is read backwards, so this is the first prefill worker.
         for engine in {rank.engine for rank in ranks}:
             preflight.check_checkpoint(shape.model, engine)
         free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
@@ -301,9 +299,8 @@ class LocalCluster:
         """Return when every router sees every rank and can place a request.
 
         Raises:
-            ConfigError: A process has refused its settings, or they do not find each other in time, if there
-                is a limit.
-            Unavailable: A process ended otherwise: another start may do.
+            ConfigError: A process refused its settings, or the shape's ready_timeout_s is over.
+            Unavailable: A process ended for another reason; another start may succeed.
         """
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
@@ -348,17 +345,16 @@ class LocalCluster:
         return complete and not any(c.excluded for c in explanation.candidates)
 
     def _forget_lives(self) -> None:
-        for told in self._lives.values():
-            told.close()
+        for stack in self._lives.values():
+            stack.close()
 
     def kill(self) -> None:
-        """Kill them at once, without any grace. Leaving the context reaps them."""
         for child in self.children.values():
             with suppress(ProcessLookupError):
                 child.process.kill()
 
     async def _stop_children(self) -> None:
-        """Stop routers first, so that nobody asks the ranks for more."""
+        # Routers go first, so that they send no more requests to the ranks.
         for role in ("router", "decode", "prefill"):
             children = [c for name, c in self.children.items() if name.startswith(role)]
             await asyncio.gather(*(child.stop() for child in children))

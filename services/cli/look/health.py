@@ -1,4 +1,4 @@
-"""`isthmus health` asks a service on this machine how it is; an image's HEALTHCHECK runs it."""
+"""`isthmus health` asks a service on this machine for its health; an image's HEALTHCHECK runs it."""
 
 import http.client
 import sys
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
             return 0
     except urllib.error.HTTPError as error:
         print(error.read().decode(errors="replace").strip(), file=sys.stderr)
-    # There is no such URL, or no HTTP there.
+    # The URL is invalid, or no HTTP server answers there.
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"{url}: {error}", file=sys.stderr)
     return 1

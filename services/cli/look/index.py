@@ -1,4 +1,4 @@
-"""`isthmus index` tells what every rank holds, as a router knows it, or as etcd tells it."""
+"""`isthmus index` lists what every rank holds, as a router or etcd reports it."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from services.wire.isthmus.v1 import generation_pb2
 
 _LISTING_TIMEOUT_S = 10.0
 _BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
-# They are shown where a rank tells where it can go on computing.
+# These are shown if a rank reports where it can continue computing.
 _OF_RESUMING = {"resumable", "resume trust"}
 _WHEREVER_IT_HOLDS = "all"
 
@@ -59,11 +59,12 @@ async def _read_etcd(config: IndexConfig) -> str:
 
 
 def format_answer(answer: generation_pb2.ListRanksResponse, width: int | None = None) -> str:
-    """Make the table of ranks.
+    """Format the table of ranks.
 
-    `resumable` are blocks at whose end the rank can go on computing: all of them, where it can wherever it
-    holds. `behind` says what is known of the rank. Pages are in use (and, of these, evictable) / all;
-    `pending` are prompt tokens; `KV by` is what a prefill rank's KV has crossed by, once some has.
+    `resumable` counts blocks at whose end the rank can continue computing ("all" if it can do so anywhere).
+    `behind` is the age of our knowledge of the rank. `pages` are those in use + those that are cached and can
+    be evicted / all. `pending` counts prompt tokens. `KV by` names the paths by which a prefill rank has sent
+    KV.
     """
     headings = (
         *_BASE,
@@ -129,12 +130,11 @@ def _note(rank: generation_pb2.RankStatus) -> str:
 
 
 def format_ranks(mirror: Mirror, width: int | None = None) -> str:
-    """Make the table from etcd alone, which tells nothing of trust and load."""
     rows, resuming = [], False
     for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
         registration, progress = view.registration, mirror.progress(key)
-        tells = registration.tells_resume_points
-        resuming = resuming or tells
+        reports = registration.tells_resume_points
+        resuming = resuming or reports
         rows.append(
             (
                 str(key),
@@ -142,7 +142,7 @@ def format_ranks(mirror: Mirror, width: int | None = None) -> str:
                 view.condition,
                 f"{registration.id.generation:016x}",
                 mirror.index.num_blocks(key),
-                mirror.index.resume_points.num_blocks(key) if tells else _WHEREVER_IT_HOLDS,
+                mirror.index.resume_points.num_blocks(key) if reports else _WHEREVER_IT_HOLDS,
                 progress.epoch,
                 progress.next_seq,
                 _age(progress.age_s, progress.current),

@@ -1,6 +1,7 @@
-"""`isthmus size` tells how much KV, and how many states, so many conversations need.
+"""`isthmus size` computes how much KV, and how many states, a number of conversations need.
 
-It reads a config.json, and reckons the most bytes that a sequence needs beside full attention's pages.
+It reads a config.json, and counts the most bytes that a sequence can need besides the pages of full
+attention.
 """
 
 import json
@@ -22,7 +23,9 @@ from services.values.errors import ConfigError
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return it, with how weights are quantized where that is in a file beside it. Raises ConfigError."""
+    """Read a config.json, given its path or its directory, and add ModelOpt's quantization from the file
+    beside it. Raises ConfigError.
+    """
     file = path / "config.json" if path.is_dir() else path
     beside = file.with_name(MODELOPT_FILE)
     config = _read(file)
@@ -43,15 +46,14 @@ _CHUNK_SIZE = PoolSizes().chunk_size
 
 
 def most_tail_pages(window: AttentionGroup, page_size: int) -> int:
-    """Count the pages of a windowed group that a sequence needs to go on, at whatever position."""
+    """Return the most pages of a windowed group that a sequence needs to continue, over all positions."""
     group = window.in_layout("float32", page_size)
-    # From `window` on tails are full, and they are alike every `window` and every `page_size` tokens.
+    # From `window` on tails are full; they repeat every `window` and every `page_size` tokens.
     positions = range(window.window, window.window + max(window.window, page_size))
     return max(units_at(group, position, page_size) for position in positions)
 
 
 def running_pages(window: AttentionGroup, page_size: int, running: int) -> int:
-    """Count the pages of a windowed group that so many sequences take, with the default --chunk-size."""
     return units_for(window.in_layout("float32", page_size), page_size, _CHUNK_SIZE, running)
 
 
@@ -60,8 +62,8 @@ def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int 
 
 
 def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int = 1) -> int:
-    """Reckon what crosses with each request beside its delta, and what a
-    checkpoint holds: tails and a state.
+    """Return the bytes of tails and state: each transfer sends them besides its delta, and each checkpoint
+    holds them.
     """
     tails = sum(tail_bytes(window, dtype, page_size, tp_size) for window in groups.windows)
     return tails + (groups.recurrent.state_bytes(dtype, tp_size) if groups.recurrent else 0)
@@ -69,7 +71,9 @@ def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPools:
-    """`running` sequences and `resume_points` take so much of one decode rank, on each of its GPUs."""
+    """These pools hold `running` sequences and `resume_points` checkpoints; sizes are per GPU of a decode
+    rank.
+    """
 
     groups: LayerGroups
     dtype: str
@@ -87,7 +91,7 @@ class CarriedPools:
 
     @property
     def slots(self) -> int:
-        """Count one slot a sequence: what it leaves at the last border is one of the checkpoints."""
+        # One slot a sequence is enough: its state at the last border is one of the checkpoints.
         return self.running + self.resume_points if self.groups.recurrent else 0
 
     @property
@@ -101,7 +105,7 @@ class CarriedPools:
 
 
 _GIB = 2**30
-_LABEL = 19  # Each line's value stands behind so many columns.
+_LABEL = 19  # Each line's value begins at this column.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +191,10 @@ class Fit:
     weights_bytes: float
     kv_pages: int
     page_bytes: int
-    carried_bytes: int  # The pools beside the pages take so much.
+    carried_bytes: int  # This is the size of the pools of windows and states.
     reserve_bytes: float
     memory_bytes: float
-    start_bytes: float = 0.0  # A rank holds so much of weights while it starts, where that is more.
+    start_bytes: float = 0.0  # These are weights while a rank starts, if that is more.
 
     @property
     def fits(self) -> bool:
@@ -239,7 +243,7 @@ class Fit:
 
 
 def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fit:
-    """Reckon it on each GPU of a rank. Raises ConfigError as weights, layer_groups and kv_dtype."""
+    """Return what each GPU of a rank holds. Raises ConfigError as weights, layer_groups and kv_dtype do."""
     pool = _pool(config, checkpoint)
     return Fit(
         _weights_bytes(config, checkpoint),
@@ -253,7 +257,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
 
 
 def _start_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:
-    """Return what engine torch, which has a GPU a rank, holds before weights become what is stored."""
+    """Return the bytes of dequantized weights that engine torch holds at start; it has one GPU a rank."""
     is_torch = config.engine == "torch" and config.tp_size == config.dp_attention_size == 1
     if not is_torch or config.weights_gib is not None or not is_quantized(checkpoint):
         return 0.0
@@ -294,7 +298,7 @@ def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
 
 
 def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
-    """Return lines for people. Raises ConfigError as layer_groups and kv_dtype."""
+    """Return lines for people. Raises ConfigError as layer_groups and kv_dtype do."""
     pool, carried = _pool(config, checkpoint), _carried(config, checkpoint)
     full = carried.groups.full
     per_gpu = f" on each of {config.tp_size} GPUs" if config.tp_size > 1 else ""
@@ -315,7 +319,6 @@ def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _carried_lines(carried: CarriedPools) -> Iterator[str]:
-    """Tell what is beside the pages, which is nothing where all layers see all."""
     dtype, page_size, tp_size = carried.dtype, carried.page_size, carried.tp_size
     for window in carried.groups.windows:
         tail = format_bytes(tail_bytes(window, dtype, page_size, tp_size))
@@ -337,7 +340,6 @@ def _kept(carried: CarriedPools, size_bytes: int) -> str:
 
 
 def _per_gpu(tp_size: int) -> str:
-    """Say so where a rank has several; one that has one, or computes on a CPU, is named itself."""
     return " per GPU" if tp_size > 1 else ""
 
 

@@ -1,6 +1,6 @@
-"""`isthmus top` shows ranks, requests and what was found of their prompts, live.
+"""`isthmus top` shows ranks, requests and how much of their prompts was found, live.
 
-A router's news come as long as they are wanted: one that goes away is asked again.
+It reads a router's stream of reports, and opens it again after it breaks off.
 """
 
 import asyncio
@@ -38,17 +38,15 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest, WatchClusterResponse
 
 _AGAIN_S = 1.0
-# A router may start again, or a proxy before it. What else it may say will not change by itself.
+# A router, or a proxy in front of it, may restart. Other errors will not go away by themselves.
 _PASSING = (Unavailable, PeerFailed, NoCapacity, DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """`is_first` says that it is a stream's first."""
-
     response: WatchClusterResponse
-    is_first: bool
-    of_all: bool  # They are of all tenants.
+    is_first: bool  # It is the first report of its stream.
+    of_all: bool  # The report covers all tenants.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,10 @@ async def follow(
     with_candidates: bool = False,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncGenerator[News | Away, None]:
-    """Follow a tenant; without one all tenants, where the router lets us, else those that it shows.
+    """Yield the reports on `tenant`; if it is empty, those on all tenants, or on the ones that the router
+    lets us see.
 
-    Raises what keeps it from beginning, and later what does not pass.
+    Raises any error before the first report, and later those that a retry cannot mend.
     """
     request = WatchClusterRequest(
         interval_s=interval_s, tenant=tenant, all_tenants=not tenant, no_candidates=not with_candidates
@@ -92,18 +91,20 @@ async def follow(
         except IsthmusError as error:
             if not has_begun or not isinstance(error, _PASSING):
                 raise
-            reason = str(error).partition(": `")[0]  # We do what is to be done about it.
+            reason = str(error).partition(": `")[
+                0
+            ]  # The advice behind this is cut off, since we retry ourselves.
         finally:
             call.cancel()
         yield Away(f"{reason}; trying again")
         await sleep(_AGAIN_S)
 
 
-_REDRAW_S = 0.2  # It redraws no sooner than that, however fast requests end.
+_REDRAW_S = 0.2  # It waits this long between redraws, however fast requests end.
 _AGES_GROW_S = 1.0
 _PLAIN_WIDTH, _PLAIN_FINISHED = 80, 10
 _HINT = "q leaves"
-_LEAVE = frozenset(b"qQ\x03\x04")  # Ctrl-C and Ctrl-D leave, too, where they come as characters.
+_LEAVE = frozenset(b"qQ\x03\x04")  # Ctrl-C and Ctrl-D also leave if they arrive as characters.
 
 _Feed = AsyncGenerator[News | Away, None]
 
@@ -171,7 +172,7 @@ async def _news(config: TopConfig) -> AsyncIterator[_Feed]:
             config.router,
             config.interval_s,
             config.tenant,
-            with_candidates=config.json,  # A picture has no place for them.
+            with_candidates=config.json,  # The pictures do not show them.
         )
         async with aclosing(news):
             yield news
@@ -182,8 +183,8 @@ async def _print_json(news: _Feed, once: bool) -> None:
         if isinstance(each, Away):
             print(f"isthmus top: {each.reason}", file=sys.stderr, flush=True)
             continue
-        told = json_format.MessageToDict(each.response, preserving_proto_field_name=True)
-        print(json.dumps(told, separators=(",", ":")), flush=True)
+        report = json_format.MessageToDict(each.response, preserving_proto_field_name=True)
+        print(json.dumps(report, separators=(",", ":")), flush=True)
         if once:
             return
 
@@ -212,7 +213,7 @@ async def _print_plain(news: _Feed, config: TopConfig) -> None:
 async def _draw_live(news: _Feed, config: TopConfig) -> None:
     view = _View(config)
     following = asyncio.create_task(_follow(news, view))
-    following.add_done_callback(lambda task: view.heard.set())
+    following.add_done_callback(lambda task: view.received.set())
     try:
         with Live(console=view.console, screen=True, auto_refresh=False) as live:
             while not following.done():
@@ -237,7 +238,7 @@ class _View:
         self._of_all = not config.tenant
         self.console: Console = screen.console(sys.stdout, config.color)
         self._glyphs = BLOCKS if self.console.encoding.startswith("utf") else ASCII
-        self.heard = asyncio.Event()
+        self.received = asyncio.Event()
 
     def hear(self, news: News | Away) -> None:
         if isinstance(news, Away):
@@ -245,13 +246,12 @@ class _View:
         else:
             self._of_all = news.of_all
             self._picture.hear(news.response, time.monotonic(), news.is_first)
-        self.heard.set()
+        self.received.set()
 
     async def news_or(self, timeout_s: float) -> None:
-        """Return when there are some, or the time is over."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.heard.wait(), timeout_s)
-        self.heard.clear()
+            await asyncio.wait_for(self.received.wait(), timeout_s)
+        self.received.clear()
 
     def drawn(self) -> Text:
         width, height = self.console.size
@@ -284,9 +284,7 @@ class _View:
 
 @contextmanager
 def _leaving(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` at q within this context, where what is typed is not shown;
-    do nothing without a terminal.
-    """
+    """Call `leave` when q is typed, and do not echo what is typed. Without a terminal it does nothing."""
     if not sys.stdin.isatty():
         yield
         return
@@ -294,7 +292,7 @@ def _leaving(leave: Callable[[], None]) -> Iterator[None]:
 
     def read() -> None:
         typed = os.read(descriptor, 64)
-        if not typed:  # It has hung up.
+        if not typed:  # The terminal is closed.
             loop.remove_reader(descriptor)
         if not typed or _LEAVE.intersection(typed):
             leave()

@@ -1,6 +1,6 @@
 """These pure functions draw the cluster as lines of a terminal.
 
-Columns are fitted to it: bars take what is left, names give way.
+Columns fit the terminal: bars take the space that is left, and names are shortened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _HEADING = "dim"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """These draw a bar's parts, in their order, and stand for what was left out."""
+    """These draw a bar's parts, in this order; `more` stands for what was cut."""
 
     full: str
     half: str
@@ -38,9 +38,9 @@ class Bar:
     styles: tuple[str, str, str] = ("green", "yellow", "dim")
 
     def drawn(self, width: int, glyphs: Glyphs) -> Text:
-        """Draw it so that what is there is seen, however little it is."""
         if not self.whole:
             return Text(" " * width)
+        # A part that is not 0 gets at least one cell.
         full = _cells(self.full, self.whole, width)
         half = min(_cells(self.half, self.whole, width), width - full)
         if self.half and not half:
@@ -57,25 +57,26 @@ Cell = str | Text | Bar
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A `spare` one is left out where the others do not fit beside it; of several the highest goes first.
+    """A column with `spare` above 0 is left out if the others do not fit beside it; the highest `spare` goes
+    first.
 
-    It may get as narrow as `least`, cut in the middle; with None it stays as it is.
+    It may shrink to `least` columns, cut in the middle; None keeps its width.
     """
 
     heading: str
     right: bool = False
     spare: int = 0
     least: int | None = None
-    most: int = 40  # A bar is as wide at most.
+    most: int = 40  # A bar is at most this wide.
 
 
-_Table = list[tuple[Column, list[Cell]]]  # It goes by columns.
+_Table = list[tuple[Column, list[Cell]]]  # Each item is a column with its cells.
 
 
 def grid(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the headings' line and one for each row, none longer than `width`.
+    """Return a line of headings and one line for each row, none longer than `width`.
 
-    A spare column is shown where something stands in it.
+    A spare column is shown only if one of its cells is filled.
     """
     table = [(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
     table = [(column, cells) for column, cells in table if not column.spare or any(map(_is_filled, cells))]
@@ -114,7 +115,6 @@ def _natural(column: Column, cells: Sequence[Cell]) -> int:
 
 
 def _line(table: _Table, number: int, widths: Sequence[int], glyphs: Glyphs, width: int) -> Text:
-    """Return the row of that number; -1 stands for the headings."""
     line = Text(no_wrap=True)
     for i, ((column, cells), cell_width) in enumerate(zip(table, widths, strict=True)):
         cell = Text(column.heading, _HEADING) if number < 0 else cells[number]
@@ -130,7 +130,7 @@ def _line(table: _Table, number: int, widths: Sequence[int], glyphs: Glyphs, wid
 
 
 def _cut(cell: str | Text, width: int, more: str) -> Text:
-    """Cut it in the middle: names of pods are alike at the front, and a rank's number stands at the end."""
+    """Cut the text in the middle: the names of pods begin alike, and a rank's number is at the end."""
     text = Text(cell) if isinstance(cell, str) else cell.copy()
     if len(text) <= width:
         return text
@@ -188,8 +188,8 @@ _FAILURES = {
     "INVALID_ARGUMENT": "refused",
     "INTERNAL": "error",
 }
-_LEAST_LINES = 3  # A table has so many, where there is little room.
-_BEHIND_S = 1.0  # An index is not usually behind by that much.
+_LEAST_LINES = 3  # A table keeps this many if there is little room.
+_BEHIND_S = 1.0  # A healthy index is less far behind than this.
 
 
 def draw(
@@ -203,8 +203,8 @@ def draw(
     most_finished: int | None = None,
     glyphs: Glyphs = BLOCKS,
 ) -> Text:
-    """Draw the picture in `height` lines, or in as many as it takes (None). `title` says who is watched, of
-    whom.
+    """Draw the picture in `height` lines, or in as many as it needs (None). `title` names the router and the
+    tenant.
     """
     finished = picture.finished(now)[:most_finished]
     head = [*_head(picture, now, title, width), Text()]
@@ -225,7 +225,7 @@ def draw(
 
 
 def _fitted(tables: list[list[Text]], height: int) -> list[list[Text]]:
-    """Show something of all three tables, and of ranks the most; where some are left out it says how many."""
+    """Fit the tables: each shows something, ranks the most; a line counts the ranks or requests left out."""
     ranks, running, finished = tables
     ranks = _first(ranks, height - _reserved(running) - _reserved(finished), "ranks")
     left = height - len(ranks)
@@ -274,7 +274,6 @@ def _head(picture: Picture, now: float, title: str, width: int) -> Iterator[Text
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:
-    """Join the parts in a line, without the last of those that it does not hold."""
     line = Text()
     for part in parts:
         if line and len(line) + 2 + len(part) > width:
@@ -314,9 +313,7 @@ def _rank_row(rank: RankStatus, rates: dict[RankName, float]) -> list[Cell]:
 
 
 def _tokens_per_s(rank: RankStatus) -> str:
-    """Return the rate at which a prefill rank computes prompts, or that a
-    decode rank's sequences get in all.
-    """
+    """Return a prefill rank's rate of prompt tokens, or the rate of a decode rank's sequences together."""
     load = rank.load
     if rank.role == common_pb2.ROLE_PREFILL:
         rate = load.prefill_tokens_per_s

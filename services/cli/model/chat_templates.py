@@ -1,8 +1,9 @@
-"""Made models have these chat templates, their markers, and texts that they like to write.
+"""This module has the chat templates of made models, their markers, and the texts that such models like to
+write.
 
-plain     roles and contents
-tools     tools, calls and results too, in Hermes' words
-thinking  likewise, and each answer begins within thinking, unless enable_thinking is false
+ plain     roles and contents
+ tools     also tools, calls and results, in the words of Hermes' template
+ thinking  like tools, and each answer begins within thinking, unless enable_thinking is false
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ EOS, OPEN, CLOSE = "␄", "⟦", "⟧"
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`likings` are logits by token: strings, lists, thinking and answers end soon."""
+    """`likings` are logits by token, which make strings, lists, thinking and answers end soon."""
 
     text: str
     markers: tuple[str, ...] = ()

