@@ -1,1 +1,1 @@
-"""This is a client of etcd: keys, leases, watches. It knows no index."""
+"""This package is a client of etcd: keys, leases and watches. It does not know the index."""

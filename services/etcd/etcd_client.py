@@ -1,5 +1,6 @@
 """This is a thin client of etcd's v3 API: keys, transactions and leases. Streams are in lease.py and
-watch.py."""
+watch.py.
+"""
 
 import logging
 import random
@@ -22,9 +23,9 @@ _GRANT = Method("/etcdserverpb.Lease/LeaseGrant", etcd_pb2.LeaseGrantRequest, et
 _REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", etcd_pb2.LeaseRevokeRequest, etcd_pb2.LeaseRevokeResponse)
 _STATUS = Method("/etcdserverpb.Maintenance/Status", etcd_pb2.StatusRequest, etcd_pb2.StatusResponse)
 
-# Our largest values are 1 MiB, so a page of this many keys stays below the response limit.
+# Our largest values have 1 MiB, so a page of this many keys stays below the response limit.
 _FIRST_PAGE_KEYS = 120
-# A page is unpacked in one go, so it is small enough not to hold up the loop.
+# A page is decoded at once, so it must be small enough not to block the loop.
 _MAX_PAGE_KEYS = 1_000
 _PAGE_BYTES = 1 << 20
 _LIST_ATTEMPTS = 5
@@ -42,31 +43,28 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded` says that every comparison held; `revision` is the store's after the transaction."""
-
-    succeeded: bool
+    succeeded: bool  # Every comparison held.
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class ListingPage:
-    """A page holds some of a prefix's keys at `revision`, in key order."""
-
     revision: int
     kvs: list["KeyValue"]
-    next_key: bytes | None  # It is None on the last page.
+    next_key: bytes | None  # The last page has None.
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    r"""Return the least key greater than every key with this prefix, or b"\0" (etcd: no end) where there is
-    none."""
+    r"""Return the least key greater than every key with this prefix, or b"\0" (etcd's "no end") if there is
+    none.
+    """
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
 
 def put_op(key: bytes, value: bytes, lease_id: int = 0) -> etcd_pb2.RequestOp:
     operation = etcd_pb2.RequestOp()
-    put = operation.request_put  # It is filled in place: a message handed over is written out and parsed.
+    put = operation.request_put  # We fill it in place: passing a message would serialize and parse it.
     put.key, put.value, put.lease = key, value, lease_id
     return operation
 
@@ -76,16 +74,17 @@ def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
 
 
 def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
-    """Return a comparison that holds while the key was last written at `mod_revision`; 0: while it does not
-    exist."""
+    """Return a comparison that holds while the key's last write is `mod_revision`, or while it is
+    absent (0).
+    """
     compare = etcd_pb2.Compare
     return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=mod_revision)
 
 
 class Etcd:
-    """Every method raises Unavailable when no member answers in time, else as `rename` says.
+    """Every method raises Unavailable if no member answers in time, and otherwise the errors of `rename`.
 
-    What is idempotent is retried within the deadline. After Unavailable a write may or may not have happened.
+    Idempotent calls are retried within the deadline. After Unavailable a write may or may not have happened.
     """
 
     def __init__(
@@ -111,14 +110,13 @@ class Etcd:
         await self.connection.close()
 
     async def get(self, key: bytes, revision: int = 0) -> KeyValue | None:
-        """Return the key as it was at `revision` (0: now), or None where it did not exist. Raises
-        EtcdCompacted."""
         response = await self.connection.unary(_RANGE, etcd_pb2.RangeRequest(key=key, revision=revision))
         return key_value(response.kvs[0]) if response.kvs else None
 
     async def current_revision(self, key: bytes = b"\0") -> int:
-        """Return the store's revision, agreed on by a majority: a linearizable read of a key that we may
-        read."""
+        """Return the store's revision, agreed on by a majority: this is a linearizable read of a readable
+        key.
+        """
         request = etcd_pb2.RangeRequest(key=key, count_only=True)
         return (await self.connection.unary(_RANGE, request)).header.revision
 
@@ -132,7 +130,7 @@ class Etcd:
                         kvs.extend(page.kvs)
                 return page.revision, kvs
             except EtcdCompacted:
-                # It was compacted between two pages, so we begin again at a newer revision.
+                # The revision was compacted between two pages, so we begin again at a newer one.
                 if attempt == _LIST_ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -140,9 +138,10 @@ class Etcd:
     async def pages(
         self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
     ) -> AsyncGenerator[ListingPage, None]:
-        """Yield the keys in [start, end) at `revision` (0: now), in pages of about 1 MiB; one page at least.
+        """Yield the keys in [start, end) at `revision` (0 means now), in at least one page, of about 1 MiB
+        each.
 
-        Raises EtcdCompacted when the revision is compacted meanwhile.
+        Raises EtcdCompacted if the revision is compacted in the meantime.
         """
         next_key: bytes | None = start
         while next_key is not None:
@@ -163,14 +162,12 @@ class Etcd:
         return ListingPage(revision or response.header.revision, kvs, next_key)
 
     async def count(self, prefix: bytes) -> int:
-        """Return how many keys have the prefix, as one member knows it."""
         request = etcd_pb2.RangeRequest(
             key=prefix, range_end=prefix_end(prefix), count_only=True, serializable=True
         )
         return (await self.connection.unary(_RANGE, request)).count
 
     async def put(self, key: bytes, value: bytes, lease_id: int = 0) -> int:
-        """Put, and return the revision of the write. Raises LeaseNotFound, EtcdNoSpace."""
         request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id)
         return (await self.connection.unary(_PUT, request)).header.revision
 
@@ -182,42 +179,36 @@ class Etcd:
         *,
         idempotent: bool = False,
     ) -> TxnResult:
-        """Make a transaction of at most 128 operations and 1.5 MiB, retried where it is `idempotent`: twice
-        is as once."""
+        """Run a transaction of at most 128 operations and 1.5 MiB. It is retried if it is `idempotent`."""
         request = etcd_pb2.TxnRequest(compare=compares, success=success, failure=failure)
         response = await self.connection.unary(_TXN, request, idempotent=idempotent)
         return TxnResult(response.succeeded, response.header.revision)
 
     async def create(self, key: bytes, value: bytes, lease_id: int = 0) -> bool:
-        """Put unless the key exists; return False where it does."""
         return await self.compare_and_swap(key, value, 0, lease_id)
 
     async def compare_and_swap(self, key: bytes, value: bytes, mod_revision: int, lease_id: int = 0) -> bool:
-        """Put if the key was last written at `mod_revision` (0: never); return False where it was not."""
+        """Put if the key's last write is `mod_revision` (0: the key is absent); return False if it is not."""
         result = await self.txn([unchanged(key, mod_revision)], [put_op(key, value, lease_id)])
         return result.succeeded
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int]:
-        """Return a lease's id and the seconds it was given. Nobody keeps it alive; see lease.py."""
-        # This is retried although each try may leave a lease behind, which has no keys and soon lapses.
+        """Return a lease's id and its granted seconds. Nothing keeps it alive; EtcdLease does."""
+        # We retry although each attempt may leave a lease behind: it has no keys and lapses soon.
         response = await self.connection.unary(_GRANT, etcd_pb2.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
 
     async def revoke_lease(self, lease_id: int) -> None:
-        """Delete the lease and every key under it. Raises LeaseNotFound."""
         await self.connection.unary(_REVOKE, etcd_pb2.LeaseRevokeRequest(ID=lease_id))
 
     async def compact(self, revision: int) -> None:
         await self.connection.unary(_COMPACT, etcd_pb2.CompactionRequest(revision=revision, physical=True))
 
     async def status(self) -> etcd_pb2.StatusResponse:
-        """Return the status of the member that we talk to."""
         return await self.connection.unary(_STATUS, etcd_pb2.StatusRequest())
 
 
 def _next_page_keys(page: ListingPage, page_keys: int) -> int:
-    """Return how many keys fill a page if they are like the last; at most four times as many, lest they are
-    not."""
     size_bytes = sum(len(kv.value) for kv in page.kvs)
     fitting = _PAGE_BYTES * len(page.kvs) // max(1, size_bytes)
     return max(_FIRST_PAGE_KEYS, min(fitting, 4 * page_keys, _MAX_PAGE_KEYS))
@@ -228,10 +219,10 @@ def key_value(pb: etcd_pb2.KeyValue) -> KeyValue:
 
 
 def known_fault(version: str) -> str | None:
-    """Return what is wrong with an etcd of that version ("3.5.1") that has several members, or None.
+    """Return the fault of an etcd of that version ("3.5.1") in a cluster of several members, or None.
 
-    A member of 3.5.0 to 3.5.2 that is killed while it writes can lose entries that it says it has applied.
-    From then on it serves other data than the rest, and nobody notices (etcd issue 13766).
+    A member of 3.5.0 to 3.5.2 that is killed while it writes can lose entries that it reports as applied.
+    From then on it serves other data than the other members, and nothing reports that (etcd issue 13766).
     """
     numbers = re.match(r"3\.5\.(\d+)(?!\d)", version)
     if numbers is None or (3, 5, int(numbers[1])) >= _DIVERGES_BEFORE:
@@ -240,7 +231,6 @@ def known_fault(version: str) -> str | None:
 
 
 async def warn_of_version(etcd: Etcd) -> None:
-    """Log what is wrong with the members' version, if anything is. Raises as Etcd.status."""
     if etcd.connection.num_endpoints == 1:
         return
     version = (await etcd.status()).version

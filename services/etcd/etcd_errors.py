@@ -1,7 +1,7 @@
-"""etcd's errors are renamed at the door, and a backoff says how long to wait before it is asked again.
+"""This module renames etcd's errors, and has the delays before etcd is called again.
 
-The texts are those of etcd's api/v3rpc/rpctypes/error.go: a status code alone does not tell a full database
-from too many requests, or an expired token from a wrong password.
+The texts are from etcd's api/v3rpc/rpctypes/error.go: a status code alone does not distinguish a full
+database from too many requests, or an expired token from a wrong password.
 """
 
 import asyncio
@@ -22,25 +22,26 @@ _TRANSIENT = frozenset(
         _Code.INTERNAL,
     }
 )
-_NO_USER_TEXT = "user name is empty"  # INVALID_ARGUMENT says it, where we came without a token.
+_NO_USER_TEXT = "user name is empty"  # etcd sends this with INVALID_ARGUMENT if a call has no token.
 _TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old", _NO_USER_TEXT)
 
 
 class EtcdCompacted(IsthmusError):
-    """The requested revision has been compacted away; list again."""
+    """The requested revision has been compacted; list again."""
 
 
 class EtcdTooLarge(IsthmusError):
-    """The answer is larger than we take; ask for less at a time."""
+    """The answer is larger than our limit; request less at a time."""
 
 
 class EtcdNoSpace(NoCapacity):
     """etcd's database has reached its quota: it refuses writes until an operator compacts, defragments and
-    disarms the alarm."""
+    disarms the alarm.
+    """
 
 
 class LeaseNotFound(NotFound):
-    """The lease has lapsed or was revoked; take a new one and write again what was under it."""
+    """The lease has lapsed or was revoked; grant a new one and write its keys again."""
 
 
 def details(error: grpc.aio.AioRpcError) -> str:
@@ -49,7 +50,7 @@ def details(error: grpc.aio.AioRpcError) -> str:
 
 
 def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
-    """Return our error for etcd's: Unavailable for all that may pass."""
+    """Return our error for etcd's status: Unavailable for everything that may pass."""
     text, code = details(error), error.code()
     if "database space exceeded" in text:
         return EtcdNoSpace(f"etcd is full: {text}")
@@ -57,7 +58,7 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
         return EtcdCompacted(text)
     if "requested lease not found" in text:
         return LeaseNotFound(text)
-    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # These are gRPC's own words.
+    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in text:  # This is gRPC's own text.
         return EtcdTooLarge(text)
     if code is _Code.NOT_FOUND:
         return NotFound(f"etcd: {text}")
@@ -70,22 +71,21 @@ def rename(error: grpc.aio.AioRpcError) -> IsthmusError:
 
 
 def is_transient(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the same call may succeed later or elsewhere. It may also have been carried out."""
+    """Return whether the same call may succeed later or elsewhere. It may also have been executed."""
     return error.code() in _TRANSIENT or "too many requests" in details(error)
 
 
 def is_token_refused(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether nothing was done because of the token, so that a new one helps."""
+    """Return whether the token was refused, so that nothing was done and a new token helps."""
     return error.code() is _Code.UNAUTHENTICATED or any(text in details(error) for text in _TOKEN_TEXTS)
 
 
 def is_auth_off(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether this etcd knows no users, so that no token is needed."""
     return "authentication is not enabled" in details(error)
 
 
 class Backoff:
-    """Give waits that double from `first_s` to `max_s`; chance cuts each to between half and all of it."""
+    """Delays double from `first_s` to `max_s`; each is multiplied by a random factor between 0.5 and 1."""
 
     def __init__(self, rng: random.Random, *, first_s: float = 0.05, max_s: float = 2.0) -> None:
         self._rng = rng

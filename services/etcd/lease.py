@@ -1,9 +1,9 @@
-"""There are two leases: one kept alive for as long as we live, and one shared by many short-lived keys.
+"""There are two kinds of lease: one that we keep alive, and one that many short-lived keys share.
 
 grant --> HELD --answer, TTL > 0--> HELD (deadline = time of sending + TTL)
             |--stream breaks--> HELD, new stream, until the deadline
-            |--answer, TTL <= 0--> HELD, asked again; said three times in a row: LOST, it is gone
-            |--deadline passes---> LOST        nobody told us, but it may be gone
+            |--answer, TTL <= 0--> HELD, requested again; three such answers in a row: LOST
+            |--deadline passes---> LOST        we have no answer, but the lease may be gone
             +--revoke------------> LOST
 """
 
@@ -25,15 +25,15 @@ _KEEP_ALIVE = Method(
 _KeepAliveStream = EtcdStream[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeepAliveResponse]
 
 
-# A member that has just started, or lags behind, says that a lease is gone of which it has yet to read
+# A member that has just started, or lags behind, may report a lease as gone because it has not read it yet
 # (etcd before 3.5.3: https://github.com/etcd-io/etcd/pull/13690).
 _SAID_GONE = 3
 
 
 class EtcdLease:
-    """Keys live under a lease; `lost` is set once it is gone or may be. `grant` makes it.
+    """Keys live under a lease, which `grant` makes; `lost` is set once the lease is gone or may be.
 
-    `reopened` is set each time it has been kept alive on a new stream; clear it.
+    `reopened` is set each time a new stream has kept the lease alive; the user clears it.
     """
 
     def __init__(self, etcd: Etcd, lease_id: int, ttl_s: int, deadline: float) -> None:
@@ -42,20 +42,19 @@ class EtcdLease:
         self.lost = asyncio.Event()
         self.reopened = asyncio.Event()
         self._etcd = etcd
-        self._deadline = deadline  # It is a time of etcd.clock.
-        self._streams = 0  # These have kept it alive.
-        self._said_gone = 0  # It counts times in a row.
+        self._deadline = deadline  # This is a time of etcd.clock.
+        self._streams = 0  # This many streams have kept it alive.
+        self._said_gone = 0  # This counts such answers in a row.
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
     async def grant(cls, etcd: Etcd, ttl_s: int) -> "EtcdLease":
-        """Take a lease and keep it alive. Raises Unavailable, EtcdNoSpace."""
         sent = etcd.clock()
         lease_id, granted_s = await etcd.grant_lease(ttl_s)
         return cls(etcd, lease_id, granted_s, sent + granted_s)
 
     async def revoke(self) -> None:
-        """Give it up: its keys are gone when this returns. Raises Unavailable where they lapse later."""
+        """Revoke the lease, which deletes its keys. Raises Unavailable if they will only lapse later."""
         await self.abandon()
         with contextlib.suppress(LeaseNotFound):
             await self._etcd.revoke_lease(self.id)
@@ -67,7 +66,7 @@ class EtcdLease:
 
     @property
     def deadline(self) -> float:
-        """Return when, on etcd.clock, its keys may be gone, unless it is kept alive."""
+        """Return the time of etcd.clock from which its keys may be gone, unless it is kept alive before."""
         return self._deadline
 
     def _left_s(self) -> float:
@@ -96,7 +95,9 @@ class EtcdLease:
             self.lost.set()
 
     async def _keep_alive_on_one_stream(self, backoff: Backoff) -> None:
-        """Never return; raise LeaseNotFound when the lease is said to be gone, or what broke the stream."""
+        """Raise LeaseNotFound if the lease is reported gone, or the error that broke the stream. This never
+        returns.
+        """
         try:
             async with asyncio.timeout(self._left_s()):
                 stream = await self._etcd.connection.open_stream(_KEEP_ALIVE)

@@ -1,9 +1,9 @@
-"""A prefix of etcd is watched as a stream of changes that always adds up to what etcd holds.
+"""A watch turns a prefix of etcd into a stream of changes that always adds up to what etcd holds.
 
     LIST at revision R, page by page --> WATCH from R+1 --events--> WATCH
       ^                      |--stream breaks, or is silent--> WATCH from the last delivered revision + 1
-      |                      |--compacted: that revision is gone--+
-      |                      |--etcd's past is another (restored)--+
+      |                      |--that revision is compacted---------+
+      |                      |--etcd was restored from a backup-----+
       +------ the difference to what was delivered is emitted -----+
 
 All events of one revision are in one batch; fragments are joined before they are delivered. A listing is
@@ -25,16 +25,14 @@ logger = logging.getLogger(__name__)
 
 _WATCH = Method("/etcdserverpb.Watch/Watch", etcd_pb2.WatchRequest, etcd_pb2.WatchResponse)
 _WatchStream = EtcdStream[etcd_pb2.WatchRequest, etcd_pb2.WatchResponse]
-_OLD_HISTORY = -1  # It stands in place of a revision.
-_OUR_WATCH_ID = 0  # Its stream has no other watch; answers to progress requests carry -1.
+_OLD_HISTORY = -1  # This replaces the revision of a key from before a restore.
+_OUR_WATCH_ID = 0  # A stream has only this watch; answers to progress requests have the id -1.
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """`value` is None where the key was deleted."""
-
     key: bytes
-    value: bytes | None
+    value: bytes | None  # None means that the key was deleted.
     mod_revision: int
 
 
@@ -42,9 +40,9 @@ class KeyChange:
 class WatchBatch:
     """A batch has changes in etcd's order; after them the prefix is what etcd held at `revision`.
 
-    A `listed` one is a page of a listing, not from the watch; only after its last page, `complete`, is the
-    prefix as etcd held it. A `first` one belongs to what is listed before the rest. `rewound`, on a first
-    page, says that etcd has gone back to a backup, so that revisions seen before mean nothing any more.
+    `listed` marks a page of a listing; only after its last page, `complete`, is the prefix as etcd held it.
+    `first` marks a page of the prefix that is listed before the rest. `rewound`, on a first page, means that
+    etcd was restored from a backup, so that earlier revisions mean nothing any more.
     """
 
     revision: int
@@ -56,20 +54,19 @@ class WatchBatch:
 
 
 class NotListed(IsthmusError):
-    """The prefix must be listed, and has not been."""
+    pass
 
 
 class _Silent(IsthmusError):
-    """Nothing has come for long, so the stream may be dead."""
+    pass
 
 
 class PrefixWatch:
-    """A watch lists and follows one prefix for ever. `trouble` says why it is behind, and is None while it is
-    not.
+    """A watch lists and follows one prefix for ever. `trouble` says why it is behind, or is None.
 
-    `first` is a prefix within the prefix that is listed before the rest. `unremembered` is one whose keys may
-    be very many. No trace is kept of them: a later listing brings all of them, not only what has changed, and
-    nothing of those that went meanwhile.
+    `first` is a prefix within the prefix, and is listed before the rest. `unremembered` is another, which may
+    have very many keys. The watch keeps no trace of these: a later listing contains all of them, changed or
+    not, and does not report deletions in the meantime.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class PrefixWatch:
         idle_timeout_s: float = 10.0,
     ) -> None:
         self.trouble: IsthmusError | None = NotListed("not listed yet")
-        self.revision = 0  # It was the last one delivered.
+        self.revision = 0  # This revision was delivered last.
         self.listings = 0
         self._etcd = etcd
         self._prefix = prefix
@@ -90,14 +87,14 @@ class PrefixWatch:
         self._ranges = _ranges(prefix, first)
         self._unremembered = () if unremembered is None else (unremembered,)
         self._idle_timeout_s = idle_timeout_s
-        self._delivered: dict[bytes, int] = {}  # It maps remembered keys to mod_revision.
-        self._newest: KeyValue | None = None  # The watch showed it last.
+        self._delivered: dict[bytes, int] = {}  # This maps remembered keys to their mod_revision.
+        self._newest: KeyValue | None = None  # The watch delivered this last.
         self._must_list = True
         self._rewound = False
-        self._interrupted = False  # A stream has been opened since the listing.
+        self._interrupted = False  # A stream has been opened since the last listing.
 
     async def batches(self) -> AsyncGenerator[WatchBatch, None]:
-        """Yield batches without end. Raises ConfigError when etcd refuses us from the start."""
+        """Yield batches without end. Raises ConfigError if etcd refuses us from the start."""
         backoff = Backoff(self._etcd.rng)
         while True:
             try:
@@ -111,7 +108,7 @@ class PrefixWatch:
             except ConfigError as error:
                 if self.listings == 0:
                     raise
-                self.trouble = error  # What has worked may work again.
+                self.trouble = error  # The watch has worked before, so it may work again.
                 logger.error("watch_refused revision=%d error=%s", self.revision, error)
             except EtcdCompacted as error:
                 self._must_list, self.trouble = True, NotListed(str(error))
@@ -124,7 +121,7 @@ class PrefixWatch:
             await backoff.sleep()
 
     async def _list(self) -> AsyncGenerator[WatchBatch, None]:
-        """Yield what differs from what was delivered; broken off, the next listing does the rest."""
+        """Yield the difference to what was delivered; if it breaks off, the next listing does the rest."""
         revision, rewound = 0, False
         present: set[bytes] = set()
         for number, (start, end) in enumerate(self._ranges):
@@ -141,14 +138,14 @@ class PrefixWatch:
         for change in gone:
             del self._delivered[change.key]
         self._must_list = self._interrupted = False
-        self._newest = None  # Compaction can take it before another write; then it shows nothing.
+        self._newest = None  # Compaction can remove it before another write; then it proves nothing.
         self.listings += 1
         yield WatchBatch(revision, gone, listed=True)
 
     def _begin_listing(self, revision: int) -> bool:
         rewound = self._rewound or revision < self.revision
         if rewound:
-            # No revision of the new history is one of the old, whatever its number.
+            # Revisions of the new history differ from those of the old one, even with equal numbers.
             self._delivered = dict.fromkeys(self._delivered, _OLD_HISTORY)
             self._newest = None
         self.revision, self._rewound = revision, False
@@ -202,12 +199,12 @@ class PrefixWatch:
         )
 
     async def _read(self, stream: _WatchStream, created: bool) -> etcd_pb2.WatchResponse:
-        """Return the next response. Ask for a sign of life when idle; raise _Silent when none comes.
+        """Return the next response. When idle, request progress; raise _Silent if no answer comes.
 
-        The answer is a sign of life only: its revision may be ahead of events that are still to come (etcd
-        issue 15220), so it never moves `revision`. Newer members give none to a watch that waits for its
-        first event (etcd pull request 20229), so silence costs a new stream and is no trouble. Only a member
-        that does not even say that the watch is `created` is left for another.
+        The answer only shows that the stream works: its revision may be ahead of events that are still to
+        come (etcd issue 15220), so it never changes `revision`. Newer members do not answer a watch that
+        waits for its first event (etcd pull request 20229), so silence costs a new stream and counts as no
+        trouble. Only if a member does not even confirm that the watch is `created`, we go to another one.
         """
         response = await stream.read(self._idle_timeout_s / 2)
         if response is None:
@@ -226,21 +223,21 @@ class PrefixWatch:
             raise Unavailable(f"etcd cancelled the watch: {response.cancel_reason or 'no reason given'}")
 
     async def _check_not_rewound(self) -> None:
-        """Raise EtcdCompacted when etcd was restored, and has not the past that was reported to us."""
-        # A member that lags is behind us, too; only an agreed read tells it from a restored cluster.
+        """Raise EtcdCompacted if etcd was restored and lacks the history that it reported to us."""
+        # A lagging member is behind us, too; only an agreed read distinguishes it from a restored cluster.
         now = await self._etcd.current_revision(self._prefix)
         if now < self.revision:
             self._rewound = True
             raise EtcdCompacted(f"etcd is at revision {now}, before our {self.revision}")
         if self._newest is None:
             return
-        # It may have overtaken us since. But then something else was written at the revision of our newest:
-        # perhaps the same key and value, as a rank's first words are, but not under the same lease.
+        # The restored etcd may have overtaken us since. Then its revision of our newest write is another one:
+        # perhaps with the same key and value, as a rank's first record has, but under another lease.
         newest = self._newest
         try:
             found = await self._etcd.get(newest.key, newest.mod_revision)
         except EtcdCompacted:
-            self._rewound = True  # That is as much as can be known.
+            self._rewound = True  # More cannot be known.
             raise
         if found != newest:
             self._rewound = True
