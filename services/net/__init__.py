@@ -1,1 +1,1 @@
-"""This room has gRPC and TLS: errors, servers and channels. It knows no service."""
+"""This package has gRPC and TLS: errors, servers and channels. It knows no service."""

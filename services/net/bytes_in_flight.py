@@ -1,20 +1,20 @@
-"""This module bounds the bytes of clients' messages that a process holds, for all of its fronts together.
+"""This module limits the bytes of clients' messages that a process holds, for all of its servers together.
 
-    nothing has come        what will come is not known, and nothing is counted
-    still not there after   it is taken for a large message on its way, of which only so many are read at a
-      EARLY_S                 time: one more ends the one that has been read for longest, where that is
-                              OLD_S at least, and is refused else
-    it is there             its length is counted until its call has ended; above the bound it is refused
+    nothing has come        the size is unknown, and nothing is counted
+    still incomplete after  it counts as a large message on its way, of which only a number are read at a
+      EARLY_S                 time: one more ends the one that has been read for longest, if that is
+                              OLD_S at least, and is refused otherwise
+    it is complete          its length is counted until its call ends; above the limit it is refused
 
-Where calls have owners, and more than half of what may be held is held, only those are refused that would
-hold more than an equal share. One share is kept for whoever comes next, so nobody alone can fill the bound.
+If calls have owners, and more than half of the limit is in use, a message is refused only if its owner would
+hold more than an equal share. One share is kept for the next owner, so that nobody alone can fill the limit.
 Each owner may have one message.
 
-A client may leave a stream of messages idle: what is on its way there has no time limit, and takes one of
-STREAMS places of its own, which are not within the bound.
+A client may leave a stream of messages idle: a message on its way there has no time limit, and uses one of
+STREAMS separate places, which are not within the limit.
 
-gRPC tells the length of a message only once it has all of it, so that what is on its way has to be counted as
-the largest one. Over HTTP a body is counted as its pieces come, and nothing else is.
+gRPC reports the length of a message only when it is complete, so a message on its way counts as the largest
+one. Over HTTP a body is counted piece by piece as it arrives, and nothing else is.
 """
 
 import asyncio
@@ -25,17 +25,15 @@ from typing import Any
 
 from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
 
-EARLY_S = 0.02  # A message that was sent with its call's head is there by then.
-OLD_S = 1.0  # A message that is on its way may be read that long, whoever else comes.
-SLOW_S = 60.0  # A message must have come by then, as an HTTP body must.
-STREAMS = 16  # So many streams of messages may be idle at a time.
+EARLY_S = 0.02  # A message that was sent together with its call's head arrives within this time.
+OLD_S = 1.0  # A message on its way may be read for this long, whatever else comes.
+SLOW_S = 60.0  # A message must be complete within this time, as an HTTP body must.
+STREAMS = 16  # At most this many streams of messages may be idle.
 _RETRY_AFTER_S = 1.0
-_SHARE_ON_THE_WAY = 2  # Half of the bound is for large messages that are on their way.
+_SHARE_ON_THE_WAY = 2  # Half of the limit is for large messages on their way.
 
 
 class BytesInFlight:
-    """This bound is shared by all calls of one process."""
-
     def __init__(
         self,
         most: int,
@@ -43,10 +41,10 @@ class BytesInFlight:
         refused: Callable[[], None] = lambda: None,
         owner: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Bound what is held to `most` bytes, of messages that have `largest` bytes at most.
+        """Limit all calls of a process to `most` bytes, in messages of at most `largest` bytes.
 
-        `refused` is called for each message for which there was no room. `owner` returns the owner of the
-        call that begins, or None for a call that no share bounds.
+        `refused` is called for each message that is refused. `owner` returns the owner of the call that
+        begins, or None for a call without a share.
 
         Raises:
             ConfigError: `most` cannot hold two of the largest messages.
@@ -63,12 +61,12 @@ class BytesInFlight:
         self._largest = largest
         self._refused = refused
         self._owner = owner
-        self._held_by = Counter[str]()  # Each owner's count is above 0.
+        self._held_by = Counter[str]()  # Every owner here holds more than 0 bytes.
         self.held = 0
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:
-        """Let everything that is held within this context go at its end."""
+        """Release everything that the call holds when the context ends."""
         held = HeldBytes(self, self._owner())
         try:
             yield held
@@ -76,7 +74,6 @@ class BytesInFlight:
             held.let_go()
 
     def take(self, num_bytes: int, owner: str | None = None) -> None:
-        """Count `num_bytes`. Raises NoCapacity, and counts nothing then."""
         if num_bytes > 0 and not self._has_room(num_bytes, owner):
             raise self.no_room()
         self.held += num_bytes
@@ -100,17 +97,15 @@ class BytesInFlight:
 
 
 class Places:
-    """Each message that is on its way takes one of these places."""
-
     def __init__(self, most: int) -> None:
         self._most = most
-        self._taken: dict[object, tuple[float, Callable[[], None]]] = {}  # The oldest comes first.
+        self._taken: dict[object, tuple[float, Callable[[], None]]] = {}  # The oldest is first.
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def begin(self, place: object, end: Callable[[], None], now_s: float) -> None:
-        """Take a place; `end` is called once where there is none, or none any more."""
+        """Use a place; `end` is called once if there is none, or if the place is lost later."""
         ended = None
         if len(self._taken) >= self._most:
             oldest, (since_s, ended) = next(iter(self._taken.items()))
@@ -127,15 +122,12 @@ class Places:
 
 
 class HeldBytes:
-    """This counts the bytes that one call holds."""
-
     def __init__(self, in_flight: BytesInFlight, owner: str | None) -> None:
         self._in_flight = in_flight
         self._owner = owner
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count further bytes of the call. Raises NoCapacity."""
         self._in_flight.take(num_bytes, self._owner)
         self._num_bytes += num_bytes
 
@@ -144,16 +136,16 @@ class HeldBytes:
         self._num_bytes = 0
 
     async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what `read` returns, a message or what stands for the end of all.
+        """Return what `read` returns, a message or the mark of the stream's end.
 
         Raises:
-            NoCapacity: There is no room for it, or there was none to go on reading it.
-            DeadlineExceeded: It did not come in SLOW_S.
+            NoCapacity: There is no room for the message, or none to go on reading it.
+            DeadlineExceeded: It was not complete in SLOW_S.
         """
         return self._counted(await self._read_at_a_place(read, self._in_flight.places, SLOW_S))
 
     async def read_next(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """Do the same for a stream of messages, where each is held in place of the one before."""
+        """Do the same for a stream of messages, each of which replaces the one before."""
         self.let_go()
         return self._counted(await self._read_at_a_place(read, self._in_flight.streams, None))
 
@@ -170,7 +162,7 @@ class HeldBytes:
 
         def end() -> None:
             nonlocal is_ended
-            if limit.expired():  # It ends by itself already, and has not heard of it yet.
+            if limit.expired():  # The timeout has ended it already, but its task has not run since.
                 return
             is_ended = True
             limit.reschedule(loop.time())

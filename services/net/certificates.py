@@ -1,15 +1,16 @@
 """The TLS files of a process are read again when they have changed.
 
-    look: as they were --> what was read last        (a stat of each file)
+    look: unchanged --> what was read last           (a stat of each file)
           changed, and they fit --> the new ones, a log line
-          changed, and cannot be read, or the key is not the certificate's --> what was read last, a warning;
-          looked at again each time: somebody may be writing them
+          changed, and unreadable, or the key is not the certificate's --> what was read last, a warning;
+          they are read again at each look: they may be half written
 
-Nothing watches the files: whoever needs them looks. That is a server at each new connection, a channel before
-it connects again, a probe and a scrape. Connections that stand go on under what they began with.
+Nothing watches the files; their users look: a server at each new connection, a channel before it connects
+again, a probe and a scrape. Open connections go on with what they began with.
 
-Kubernetes swaps a symlink under all files of a Secret at once (not those mounted by subPath: these never
-change). Whoever writes one file after the other is met in between: hence the check that a pair fits.
+Kubernetes swaps a symlink under all files of a Secret at once (not under those mounted by subPath, which
+never change). Other writers may replace one file after another, and a look may come in between: therefore we
+check that certificate and key fit.
 """
 
 import os
@@ -39,33 +40,28 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """This is what the files held at one time. A pair is there whole, and fits; None stands for a file that
-    is not used.
+    """This is the content of the files at one time. A pair is complete and fits; None means a file that is
+    not used.
     """
 
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
-    client_ca: bytes | None = None  # This is an authority of further clients.
+    client_ca: bytes | None = None  # This authority vouches for further clients.
 
     @property
     def client_authorities(self) -> bytes | None:
-        """These authorities vouch for a server's clients."""
         known = [pem for pem in (self.ca, self.client_ca) if pem is not None]
         return b"\n".join(known) if known else None
 
     def server_context(self, mutual: bool) -> ssl.SSLContext:
-        """Make the context of a server that shows the certificate. Raises
-        ConfigError if it cannot be used.
-        """
         if self.cert is None or self.key is None:
             raise ConfigError("a TLS server needs a certificate and its key")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             with _as_file(self.cert) as cert, _as_file(self.key) as key:
-                context.load_cert_chain(
-                    cert, key, password=""
-                )  # An encrypted key is refused, not asked about.
+                # With a password OpenSSL refuses an encrypted key, and does not ask.
+                context.load_cert_chain(cert, key, password="")
             if mutual and (authorities := self.client_authorities) is not None:
                 with _as_file(authorities) as ca:
                     context.load_verify_locations(ca)
@@ -77,8 +73,8 @@ class Pem:
     def validities(self) -> dict[str, Validity]:
         """Return when the certificates of each file ("cert", "ca" and "client_ca") begin and end.
 
-        Of a chain the first certificate counts, which is the service's own; of authorities the one that ends
-        last, for while they are being replaced both are there. Raises ConfigError.
+        Of a chain the first certificate counts, which is the service's own. Of authorities the one that ends
+        last counts, for during a replacement the file has both. Raises ConfigError.
         """
         found = {}
         if self.cert is not None:
@@ -106,8 +102,7 @@ def _validities(what: str, pem: bytes) -> list[Validity]:
 
 @contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """Give a path to what stays in memory, for OpenSSL takes a pair from files only."""
-    descriptor = os.memfd_create("pem")
+    descriptor = os.memfd_create("pem")  # OpenSSL loads a pair only from files.
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(content)
@@ -117,19 +112,13 @@ def _as_file(content: bytes) -> Iterator[str]:
 
 
 class Certificates:
-    """These are the files at some paths, which any thread may look at.
-
-    Raises:
-        ConfigError: The files cannot be used now.
-    """
-
     def __init__(
         self, ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
     ) -> None:
         self._paths = (ca, cert, key, client_ca)
         self._lock = threading.Lock()
         self._stamp = self._stat()
-        self._refused = ""  # This says what is the matter with the files, where an older pair goes on.
+        self._refused = ""  # This is the problem with the files while an older pair is in use.
         self._take(self._read())
 
     def __repr__(self) -> str:
@@ -141,12 +130,12 @@ class Certificates:
 
     @property
     def ends(self) -> float:
-        """Return when our own certificate ends, or the authority without one, in Unix time."""
+        """Return when our own certificate (or without one, the authority) ends, in Unix time."""
         validity = self.validities.get("cert") or self.validities.get("ca")
         return float("inf") if validity is None else validity.not_after
 
     def look(self) -> Pem:
-        """Return the files as they are now, or as they were when they could last be used."""
+        """Return the files as they are now, or as they were when they were last usable."""
         with self._lock:
             stamp = self._stat()
             if stamp != self._stamp or self._refused:
@@ -162,7 +151,7 @@ class Certificates:
                 event(log, "tls_files_reloaded", file=self._name(), ends=_day(self.ends))
             self._refused = ""
         except ConfigError as error:
-            if str(error) != self._refused:  # It is told once, however often it is looked at.
+            if str(error) != self._refused:  # A problem is logged once, however often we look.
                 event(log, "tls_files_kept", WARNING, file=self._name(), ends=_day(self.ends), error=error)
             self._refused = str(error)
 
@@ -214,14 +203,14 @@ def _day(time_s: float) -> str:
 def certificates_of(
     ca: Path | None, cert: Path | None, key: Path | None, client_ca: Path | None = None
 ) -> Certificates:
-    """Return one object for all of a process that use these files: a change is read once, and told once."""
+    """Return one object for all users of these files in a process: a change is read and logged once."""
     return Certificates(ca, cert, key, client_ca)
 
 
 def certificate_health(certificates: Certificates, clock: Callable[[], float] = time.time) -> Health:
-    """Tell that we are not ready once our own certificate has ended: whoever connects anew is turned away.
+    """Report not ready after our own certificate has ended, since new connections are then refused.
 
-    Files that cannot be used do not matter while what was read before is good.
+    Unusable files do not matter while the ones that were read before are valid.
     """
     if certificates.cert is None:
         return Health()
@@ -232,7 +221,7 @@ def certificate_health(certificates: Certificates, clock: Callable[[], float] = 
 
 
 class CertificateCollector(Collector):
-    """This collector names what the files are for in `uses`: "services", "etcd"."""
+    """This collector labels each of `uses` with the purpose of its files: "services", "etcd"."""
 
     def __init__(self, uses: dict[str, Certificates]) -> None:
         self._uses = uses

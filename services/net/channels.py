@@ -1,11 +1,11 @@
 """This module opens channels to our servers, with TLS or without, and has the options of both ends.
 
-TLS files may change while we run. gRPC's own channels keep the credentials that they were made with, also to
-connect again. So ours is made of them:
+TLS files may change while we run. gRPC's own channels keep the credentials that they were made with, even
+when they connect again. So our channel is made of several of them:
 
-    connected -----------------------------------> the same one, whatever the files hold by now
-    not connected, files as they were -----------> the same one
-    not connected, files have changed -----------> a new one; the old one goes on for the calls that it still
+    connected -----------------------------------> the same one, whatever the files hold now
+    not connected, files unchanged --------------> the same one
+    not connected, files have changed -----------> a new one; the old one remains for the calls that it still
                                                    has, and is closed with the last of them
 """
 
@@ -28,7 +28,7 @@ _READY = grpc.ChannelConnectivity.READY
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """One event loop owns this channel. `connect` makes gRPC's channel for what the files hold."""
+    """One event loop owns this channel. `connect` makes gRPC's channel for the content of the files."""
 
     def __init__(self, certificates: Certificates, connect: Callable[[Pem], grpc.aio.Channel]) -> None:
         self._certificates = certificates
@@ -99,7 +99,6 @@ class ReloadingChannel(grpc.aio.Channel):
             self._release(used)
 
     def _renewed(self) -> bool:
-        """Say whether there is a new channel now, since the files have changed."""
         pem = self._certificates.look()
         if pem is self._pem or self._closed:
             return False
@@ -128,9 +127,9 @@ class _Used:
 class TlsConfig:
     """These are PEM files. With `mutual` each side shows its certificate and checks the other's against `ca`.
 
-    `server_name` is what a server's certificate must carry; "" stands for the host in the endpoint. Ranks
-    that are reached at addresses which no certificate can foresee (a pod's) share a name. `peer_name` is what
-    a client's certificate must carry, where a server asks for one; with "" any of the CA's will do.
+    `server_name` is the name that a server's certificate must carry; "" means the host in the endpoint. Ranks
+    share a name if they have addresses that no certificate can foresee (a pod's). `peer_name` is the name
+    that a client's certificate must carry, if a server wants one; with "" any certificate of the CA will do.
     `client_ca` vouches for further clients of a server, and for no server.
     """
 
@@ -155,16 +154,14 @@ class TlsConfig:
         return certificates_of(self.ca, self.cert, self.key, self.client_ca)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Make credentials by which each new connection is under the files as they are then. Raises
-        ConfigError.
-        """
+        """Make credentials that read the files for each new connection. Raises ConfigError."""
         if self.cert is None:
             raise ConfigError("a TLS server needs a certificate and its key")
         certificates = self.certificates
         shown = certificates.look()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Return None to go on with what it has; a thread of gRPC's calls this at each handshake."""
+            """Return None to keep the current files; a thread of gRPC calls this at each handshake."""
             nonlocal shown
             if (pem := certificates.look()) is shown:
                 return None
@@ -181,12 +178,11 @@ class TlsConfig:
         )
 
     def for_channel(self, pem: Pem) -> grpc.ChannelCredentials:
-        """Make credentials that trust the system's own authorities where there is no CA."""
         key, cert = (pem.key, pem.cert) if self.mutual else (None, None)
         return grpc.ssl_channel_credentials(pem.ca, key, cert)
 
     def open_channel(self, endpoint: str, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
-        """Open a channel that connects under the files as they are whenever it does. Raises ConfigError."""
+        """Open a channel that reads the files each time it connects. Raises ConfigError."""
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
 
@@ -206,14 +202,14 @@ def message_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[s
     ]
 
 
-# A peer whose host died sends no FIN: pings find out within keepalive time + timeout. A process that was
-# killed is known at once without them. So the timeout is what a living peer may be kept from answering:
-# on a crowded host an ordinary process waits for its turn for more than 5 s.
+# A peer whose host died sends no FIN: pings detect this within keepalive time + timeout. A killed process is
+# detected at once without them. So the timeout must cover the time in which a living peer may be unable to
+# answer: on a crowded host an ordinary process may wait for a CPU for more than 5 s.
 _PING_TIMEOUT_MS = 20_000
 KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-    # It never comes into effect; this is what ends the wait for a ping's answer (grpc/grpc#39239).
+    # The option above has no effect; this one limits the wait for a ping's answer (grpc/grpc#39239).
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -221,21 +217,18 @@ KEEPALIVE_OPTIONS = [
 _CHANNEL_OPTIONS = [
     *message_options(),
     *KEEPALIVE_OPTIONS,
-    # A restarted rank is found again within this, not within gRPC's two minutes.
+    # A restarted rank is found again within this time, not within gRPC's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A channel opened anew tries anew: it must not wait out the backoff of one that failed before.
+    # A new channel must not wait for the backoff of one that failed before.
     ("grpc.use_local_subchannel_pool", 1),
-    # Retries are the router's business: it knows what was already yielded.
+    # The router retries itself, since it knows what it has already yielded.
     ("grpc.enable_retries", 0),
 ]
 
 
 def open_channel(endpoint: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
-    """Open a channel to HOST:PORT, which connects at the first call. Raises ConfigError when TLS files are
-    bad.
-    """
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
     return tls.open_channel(endpoint, _CHANNEL_OPTIONS)

@@ -2,7 +2,7 @@
 
 handler raises NoCapacity --> guard.py: RESOURCE_EXHAUSTED, the sentence, isthmus-error: NoCapacity
                                 ~~~ the wire ~~~
-caller inside `renaming()` <-- NoCapacity again; a failure of gRPC's own is named by its code
+caller inside `renaming()` <-- NoCapacity again; a failure of gRPC itself is named by its code
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from services.values.errors import (
 )
 from services.wire.isthmus.v1 import decode_pb2
 
-ERROR_KEY = "isthmus-error"  # The trailing metadata names the class that was raised.
+ERROR_KEY = "isthmus-error"  # This trailing metadata has the name of the class that was raised.
 
 _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,7 +52,7 @@ _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 _BY_NAME: dict[str, type[IsthmusError]] = {error.__name__: error for error in _STATUS}
-# These name a status that came without the name: the peer's gRPC library made it, or it is no peer of ours.
+# These classes are for a status without that name: the peer's gRPC library sent it, or another program.
 _BY_STATUS: dict[grpc.StatusCode, type[IsthmusError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -69,7 +69,6 @@ _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Statu
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """Return the status an error travels as: INTERNAL for one that we did not raise on purpose."""
     for cls in type(error).__mro__:
         if cls in _STATUS:
             return _STATUS[cls]
@@ -77,12 +76,11 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 
 def status_named(name: str) -> grpc.StatusCode:
-    """Return the status of the error class of that name."""
     return _STATUS[_BY_NAME[name]] if name in _BY_NAME else grpc.StatusCode.INTERNAL
 
 
 def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
-    """Return the error that the peer raised, or the one that says what to do about a failure of gRPC's."""
+    """Return the error that the peer raised, or the class of ours that fits a failure of gRPC itself."""
     details = error.details() or error.code().name
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     if name in _BY_NAME:
@@ -97,10 +95,10 @@ def _received(kind: type[IsthmusError], details: str) -> IsthmusError:
 
 
 def heed_cancellation() -> None:
-    """Raise CancelledError if this task was cancelled meanwhile; callers do so when a call has failed.
+    """Raise CancelledError if this task was cancelled in the meantime; call it after a call has failed.
 
-    A cancellation that meets the failure of a call is lost in grpc.aio, which waits for tasks of its own that
-    swallow it; whoever then tries again would never end.
+    grpc.aio loses a cancellation that coincides with the failure of a call, because it waits for its own
+    tasks, which swallow it. A caller that then retries would never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -109,7 +107,6 @@ def heed_cancellation() -> None:
 
 @contextlib.contextmanager
 def renaming() -> Iterator[None]:
-    """Turn the AioRpcError of a call to a peer into our error."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -120,7 +117,7 @@ def renaming() -> Iterator[None]:
 def error_from_request(pb: decode_pb2.RequestError) -> IsthmusError:
     """Return the error that a RequestError on the Attach stream stands for.
 
-    PeerFailed means that another prefill rank may do, Unavailable that this decode rank failed: use another.
+    PeerFailed means that another prefill rank may work, Unavailable that this decode rank failed.
     """
     if pb.peer_failed:
         return PeerFailed(pb.message)

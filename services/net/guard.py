@@ -1,13 +1,13 @@
-"""A guard stands around every handler of a server, and answers what it raises (grpc_errors.py).
+"""A guard wraps every handler of a server, and answers with what the handler raises (grpc_errors.py).
 
-Around the guard of a server with mutual TLS stands a door, which lets in those clients whose certificate
-carries a name that it asks for:
+On a server with mutual TLS a door is placed before the guard. It admits only clients whose certificate
+carries a given name:
 
-    any certificate of the CA --> TLS --> carries the name   -> the call is taken
+    any certificate of the CA --> TLS --> carries the name   -> the call is admitted
                                           does not           -> PERMISSION_DENIED, before a message is read
 
-A CA vouches for whoever it has signed for, tenants of the routers too. Those who are to command ranks are
-told apart by a name that services alone are given.
+A CA vouches for everyone whose certificate it has signed, also for tenants of the routers. Clients that may
+command ranks are recognised by a name that only services get.
 """
 
 import asyncio
@@ -39,23 +39,23 @@ from services.values.errors import (
 
 logger = logging.getLogger(__name__)
 
-# The name is gRPC's own: its clients that retry by themselves heed it.
+# The name is gRPC's own: its clients that retry by themselves follow it.
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
-# gRPC drops a status whose metadata passes 8 KiB; a character may take three bytes there.
+# gRPC drops a status with more than 8 KiB of metadata; a character may have three bytes there.
 _MAX_DETAILS_BYTES = 2000
 _INTERNAL = "internal error; the server's log has it"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """This interceptor answers what a handler raises: our errors by the table, anything else as INTERNAL,
-    logged.
+    """This interceptor answers with what a handler raises: our errors by the table, all others as INTERNAL
+    and logged.
     """
 
     def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
-        """Make what stands around a handler once, if it `keeps` it.
+        """If it `keeps` handlers, it wraps each handler once.
 
-        That will not do where a call's own handlers come from within: they would be kept with what they know
-        of their calls, keys among it. `in_flight` bounds the messages that calls hold.
+        It must not if an inner interceptor makes handlers for each call: they would be kept with what they
+        know of their calls, such as API keys. `in_flight` limits the messages that calls hold.
         """
         guarded = partial(_guarded, in_flight)
         self._around: Callable[[grpc.RpcMethodHandler, str], grpc.RpcMethodHandler] = (
@@ -69,21 +69,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None  # gRPC answers UNIMPLEMENTED.
+            return None  # gRPC then answers UNIMPLEMENTED.
         return self._around(handler, handler_call_details.method)
 
 
-# A receiver gets a behavior's first argument from a call's messages, and counts their bytes.
+# A receiver makes a behavior's first argument of a call's messages, and counts their bytes.
 _Receive = Callable[[Any, grpc.aio.ServicerContext, HeldBytes | None], Awaitable[Any]]
 
 
 def _guarded(
     in_flight: BytesInFlight | None, handler: grpc.RpcMethodHandler, method: str
 ) -> grpc.RpcMethodHandler:
-    """Always make a handler of many messages: the one of others is read within the guard.
+    """Return a handler for a stream of messages, even if the inner one takes one: that is read within the
+    guard.
 
-    grpc.aio's own reading waits for ever when a client ends its call without it, and answers UNKNOWN to bytes
-    that are no message. On the wire there is no difference.
+    grpc.aio's own reading waits for ever if a client ends its call without a message, and answers UNKNOWN to
+    bytes that are no message. On the wire there is no difference.
     """
     answers = "stream" if handler.response_streaming else "unary"
     asks = "stream" if handler.request_streaming else "unary"
@@ -114,7 +115,7 @@ def _only_message(parse: Callable[[bytes], Any]) -> _Receive:
 
 
 def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
-    """Return a receiver that holds a message until the next one is asked for."""
+    """Return a receiver that holds a message until the next one is requested."""
 
     async def each(context: grpc.aio.ServicerContext, held: HeldBytes) -> AsyncGenerator[Any, None]:
         while (raw := await held.read_next(context.read)) is not grpc.aio.EOF:
@@ -130,7 +131,7 @@ def _counted_messages(parse: Callable[[bytes], Any]) -> _Receive:
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         return parse(raw)
-    except DecodeError as error:  # It may be text that is no UTF-8.
+    except DecodeError as error:  # A string of the message may not be UTF-8.
         raise InvalidRequest(f"the message cannot be read: {error}") from error
 
 
@@ -138,8 +139,8 @@ def _holding(in_flight: BytesInFlight | None) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if in_flight is None else in_flight.call()
 
 
-# What a call was sent has no name in the frames below: grpc.aio keeps the error that `abort` raised, and
-# these frames with it, in a circle until the garbage collector comes by.
+# The frames below give a call's messages no name: grpc.aio keeps the error that `abort` raised, and these
+# frames with it, in a reference cycle until the garbage collector runs.
 
 
 def _guarded_coroutine(
@@ -176,9 +177,9 @@ def _guarded_generator(
 
 async def _answer(context: grpc.aio.ServicerContext, method: str, error: Exception) -> NoReturn:
     cause = root_cause(error)  # A handler may run a TaskGroup.
-    if isinstance(cause, grpc.aio.BaseError):  # The handler aborted by itself, or the call is gone.
+    if isinstance(cause, grpc.aio.BaseError):  # The handler aborted the call itself, or the call is over.
         raise cause
-    if isinstance(cause, TimeoutError):  # It comes from asyncio.timeout(remaining_s(context)).
+    if isinstance(cause, TimeoutError):  # asyncio.timeout(remaining_s(context)) raises this.
         cause = DeadlineExceeded("the deadline has passed")
     if not isinstance(cause, IsthmusError):
         logger.error("handler_failed method=%s", method, exc_info=error)
@@ -201,14 +202,14 @@ async def _abort(
     try:
         await context.abort(code, details, metadata)
     except grpc.aio.InternalError as error:
-        # The call has ended, by its deadline for one: nobody hears this. grpc.aio would log it as our bug.
+        # The call has ended, perhaps by its deadline: grpc.aio cannot send this, and would log it as our bug.
         raise asyncio.CancelledError from error
-    raise AssertionError("abort raises")  # grpc.aio has no types that would say so
+    raise AssertionError("abort raises")  # grpc.aio's types do not express this.
 
 
 def _is_of_a_living_call(record: logging.LogRecord) -> bool:
-    """Return False for what grpc.aio logs as a servicer's bug: the last word of a call that ended meanwhile,
-    by its deadline or its client, which the core could not send.
+    """Return False for a record that grpc.aio logs as a servicer's bug, though only the call had ended before
+    its status could be sent.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
 
@@ -216,24 +217,24 @@ def _is_of_a_living_call(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_a_living_call)
 
 
-_ALTERNATIVE_NAMES = "x509_subject_alternative_name"  # gRPC calls the peer's property so.
+_ALTERNATIVE_NAMES = "x509_subject_alternative_name"  # This is gRPC's name of the peer's property.
 _MOST_TOLD = 3
 
 
-def carries(names: Iterable[str], asked: str) -> bool:
-    """Say whether a certificate's alternative names have this one, whole or by a wildcard for its first
-    label.
-
-    RFC 6125, section 6.4.3, has the rule. Letters of either size are the same.
+def carries(names: Iterable[str], wanted: str) -> bool:
+    """Return whether a certificate's alternative names contain `wanted`, exactly or by a wildcard for its
+    first label, as RFC 6125, section 6.4.3, defines it. Case does not matter.
     """
-    asked = asked.lower()
-    label, _, domain = asked.partition(".")
-    wildcard = f"*.{domain}" if label and domain else asked
-    return any(name.lower() in (asked, wildcard) for name in names)
+    wanted = wanted.lower()
+    label, _, domain = wanted.partition(".")
+    wildcard = f"*.{domain}" if label and domain else wanted
+    return any(name.lower() in (wanted, wildcard) for name in names)
 
 
 class PeerDoor(grpc.aio.ServerInterceptor):
-    """This door stands around the guard, whose handlers all take streams: nothing of a stranger's is read."""
+    """This door is placed before the guard, whose handlers all take streams: no message of an unknown client
+    is read.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

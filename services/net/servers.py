@@ -1,19 +1,19 @@
-"""This module opens gRPC servers, takes up a method's calls several at a time, and ends the servers.
+"""This module opens gRPC servers, accepts a method's calls several at a time, and ends the servers.
 
 A server's life is: open_server (bound, SERVING) --> set_serving as often as needed --> serve_until_stopped
 (NOT_SERVING, drained, then stopped with what is left of the grace).
 
-grpc.aio's server asks its core for one call of a method, and for the next one some iterations of the loop
-after that has come. A loop that is busy has long iterations: of a thousand clients that ask at once it serves
-a few, and the others wait where neither metrics nor admission see them. Takers ask for calls beside it, and
-each call then goes the way that grpc.aio's own go:
+grpc.aio's server requests one call of a method from its core, and the next one only some iterations of the
+loop after that call has come. A busy loop has long iterations: of a thousand clients that call at once it
+serves a few, and the others wait where neither metrics nor admission see them. Takers request further calls,
+and each call is then handled as grpc.aio handles its own:
 
     core --> grpc.aio's loop: one call ---+
          --> taker: one call -------------+--> _handle_rpc: interceptors, handler, status
          --> taker: one call -------------+
 
-That way is not public. `inner_server` says whether the grpcio that is installed has it; without it everything
-works, and calls are taken up one by one.
+These functions are not public. `inner_server` finds out whether the installed grpcio has them; without them
+everything works, but calls are accepted one by one.
 """
 
 import asyncio
@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 
 class CallTakers:
-    """These takers serve one method of a server that has started; they end when it stops."""
-
     def __init__(
         self,
         server: Any,
@@ -63,7 +61,7 @@ class CallTakers:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         count: int,
     ) -> None:
-        """Start `count` takers of `method` (/package.Service/Method), which is registered at a `server` from
+        """Start `count` takers of `method` (/package.Service/Method), registered at a `server` from
         `inner_server`.
         """
         self._server = server
@@ -71,24 +69,23 @@ class CallTakers:
         self._resolver = cygrpc._MethodResolver([], {method: handler})
         self._interceptors = tuple(interceptors)
         self._loop = asyncio.get_running_loop()
-        self._calls = set[asyncio.Task[None]]()  # The loop itself does not keep them.
+        self._calls = set[asyncio.Task[None]]()  # The loop itself keeps only weak references.
         self._takers = [self._loop.create_task(self._take()) for _ in range(count)]
 
     async def ended(self) -> None:
-        """Return when the server, which has stopped, has told all of them."""
         await asyncio.gather(*self._takers)
 
     async def _take(self) -> None:
         name = self._method.encode()
         while True:
             try:
-                # The call gets no name here: a taker that waits keeps no call that is over, nor what came
-                # with it.
+                # The call gets no name here: otherwise a waiting taker would keep the last call and its
+                # messages.
                 self._handle(await self._server._request_registered_call(name))
             except cygrpc._RequestCallError:
                 if not self._server.is_running():
                     return
-            except Exception:  # Calls still come to the others, and to grpc.aio's own loop.
+            except Exception:  # The other takers and grpc.aio's own loop still accept calls.
                 logger.exception("call_taker_failed method=%s", self._method)
                 return
 
@@ -100,7 +97,7 @@ class CallTakers:
 
 
 def inner_server(server: grpc.aio.Server) -> Any:
-    """Return the inner server that takers ask, or None where this grpcio has another one."""
+    """Return the inner server from which takers request calls, or None if this grpcio has a different one."""
     within = getattr(server, "_server", None)
     known = all(hasattr(cygrpc, name) for name in _NAMES)
     known = known and all(_arguments(name) == arguments for name, arguments in _ARGUMENTS.items())
@@ -111,37 +108,37 @@ def inner_server(server: grpc.aio.Server) -> Any:
 
 
 def _arguments(name: str) -> tuple[str, ...]:
-    """Return the names of a grpcio function's arguments, or () where there is no such function."""
     code = getattr(getattr(cygrpc, name, None), "__code__", None)
     return () if code is None else tuple(code.co_varnames[: code.co_argcount])
 
 
 _MAX_PENDING_CALLS = 100_000
-_TAKERS = 16  # Each method has so many; 8 and 64 do as well.
+_TAKERS = 16  # Each method has this many takers; 8 and 64 work as well.
 _SERVER_OPTIONS = [
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Past 1,000 calls that the event loop has not taken up yet gRPC turns new ones away as CANCELLED.
-    # Calls have deadlines, and whoever is refused for load is to be told so by us.
+    # Beyond 1,000 calls that the event loop has not accepted yet, gRPC would refuse new ones as CANCELLED.
+    # Calls have deadlines, and under load it is we who should refuse them, with our own error.
     ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
-    # A port that another process still holds is an error, not a port shared with it.
+    # If another process still uses a port, that is an error, and we do not share the port.
     ("grpc.so_reuseport", 0),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBounds:
-    """These bounds are for clients; peers, who are known, are left without most of them.
+    """These limits are for clients; most of them do not apply to peers, which are known.
 
-    gRPC's core closes a connection above `max_connections` as soon as it has accepted it: a client sees
-    UNAVAILABLE and tries again. One on which no call has run for `idle_s` is told to go (GOAWAY) and makes
-    another with its next call. One with a call on it lives as long as that does: calls have deadlines.
+    gRPC's core closes a connection above `max_connections` as soon as it is accepted: the client gets
+    UNAVAILABLE and retries. A connection without a call for `idle_s` gets GOAWAY, and its client opens
+    another one at its next call. A connection with a call stays open as long as the call, which has a
+    deadline.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     in_flight: BytesInFlight | None = None
-    max_connections: int = 0  # With 0 there are as many as descriptors allow.
+    max_connections: int = 0  # 0 means as many as the file descriptors allow.
     idle_s: float = math.inf
 
     def options(self) -> list[tuple[str, int]]:
@@ -157,11 +154,11 @@ _NO_BOUNDS = ClientBounds()
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
-    """Return the seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None when the caller
-    set none.
+    """Return the seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None without a
+    deadline.
 
     Raises:
-        DeadlineExceeded: Nothing is left.
+        DeadlineExceeded: The deadline has passed.
     """
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
@@ -170,8 +167,6 @@ def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
 
 
 class RpcServer:
-    """This is a running server with its health service; `open_server` makes it."""
-
     def __init__(self, server: grpc.aio.Server, port: int, checks: health.aio.HealthServicer) -> None:
         self.port = port
         self._server = server
@@ -182,16 +177,14 @@ class RpcServer:
         return f"RpcServer(port={self.port})"
 
     async def set_serving(self, serving: bool) -> None:
-        """Set what health checks of the whole server (service "") answer from now on."""
         status = health_pb2.HealthCheckResponse
         await self._checks.set("", status.SERVING if serving else status.NOT_SERVING)
 
     async def begin_shutdown(self) -> None:
-        """Be NOT_SERVING for good, while calls are still taken."""
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take no new call; cancel those that still run after `grace_s`; return when all have ended."""
+        """Accept no new call, cancel calls that still run after `grace_s`, and return when all have ended."""
         await self.begin_shutdown()
         await self._server.stop(grace_s)
         for takers in self._takers:
@@ -202,7 +195,6 @@ class RpcServer:
         handlers: Mapping[str, grpc.RpcMethodHandler],
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
-        """Take calls of these methods up several at a time."""
         if handlers and (within := inner_server(self._server)) is not None:
             self._takers += [
                 CallTakers(within, method, handler, interceptors, _TAKERS)
@@ -220,12 +212,12 @@ async def open_server(
     busy: Mapping[str, grpc.RpcMethodHandler] = MappingProxyType({}),
     bounds: ClientBounds = _NO_BOUNDS,
 ) -> RpcServer:
-    """Bind HOST:PORT (port 0 stands for a free one), add health and reflection, and start.
+    """Bind HOST:PORT (port 0 chooses a free one), add health and reflection, and start.
 
-    `register` adds the servicers; `service_names` are their full names, for reflection. What `interceptors`
-    or their handlers raise is answered as what a servicer raises. With `tls.peer_name` every call is asked
-    for a certificate of that name. `busy` names the methods (/package.Service/Method) that many call at once,
-    each with the handler that is registered for it.
+    `register` adds the servicers; `service_names` are their full names, for reflection. Errors raised by
+    `interceptors` or their handlers are answered like a servicer's. With `tls.peer_name` every call needs a
+    certificate of that name. `busy` has the methods (/package.Service/Method) that many clients call at once,
+    each with its registered handler.
 
     Raises:
         ConfigError: The address cannot be bound, or the TLS files cannot be used.
@@ -255,7 +247,7 @@ def _bind(server: grpc.aio.Server, listen: str, tls: TlsConfig | None) -> int:
             return int(server.add_insecure_port(listen))
         return int(server.add_secure_port(listen, credentials))
     except RuntimeError as error:
-        # gRPC has one sentence for an address in use and for a pair that it, unlike OpenSSL, cannot use.
+        # gRPC has one message for an address in use and for a key pair that it, unlike OpenSSL, cannot use.
         unless = "" if credentials is None else ", or cannot use the TLS certificate and key"
         raise ConfigError(f"cannot listen on {listen}{unless}: {error}") from error
 
@@ -269,11 +261,11 @@ async def serve_until_stopped(
     grace_s: float,
     drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until `stopping` is set, then end in order, within about `grace_s`.
+    """Serve until `stopping` is set, then end within about `grace_s`.
 
-    Health says NOT_SERVING; `drain` (stop taking requests, return when none runs) gets the grace. What is
-    still open then are streams that peers hold as long as we live: they get a moment to take the last words.
-    Calls that still run when the time is over are cancelled.
+    Health becomes NOT_SERVING, and `drain` (accept no requests, return when none runs) gets the grace. After
+    that only streams are open that peers hold as long as we live: they get a moment to receive the last
+    messages. Calls that still run when the time is over are cancelled.
     """
     await stopping.wait()
     loop = asyncio.get_running_loop()

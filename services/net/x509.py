@@ -8,20 +8,18 @@ from datetime import UTC, datetime
 
 _BEGIN, _END = rb"-----BEGIN (?:X509 )?CERTIFICATE-----", rb"-----END (?:X509 )?CERTIFICATE-----"
 _PEM = re.compile(_BEGIN + rb"(.*?)" + _END, re.DOTALL)
-_VERSION = 0xA0  # It is the first field, explicit and optional.
-_UTC_TIME = 0x17  # It has two digits of the year: 50 to 99 are of the last century.
+_VERSION = 0xA0  # This is the tag of the first field, explicit and optional.
+_UTC_TIME = 0x17  # Its year has two digits: 50 to 99 mean 1950 to 1999.
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """These are Unix times, in seconds; both are still within."""
-
-    not_before: float
+    not_before: float  # Both are Unix times in seconds, and belong to the validity themselves.
     not_after: float
 
 
 def validities(pem: bytes) -> list[Validity]:
-    """Return the validity of each certificate of the file, in its order. Raises ValueError when one cannot be
+    """Return the validity of each certificate of the file, in order. Raises ValueError if one cannot be
     read.
     """
     return [_validity(_der(body)) for body in _PEM.findall(pem)]
@@ -47,13 +45,10 @@ def _validity(der: bytes) -> Validity:
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """Yield the tags and contents that stand in a row. Raises IndexError,
-    ValueError if they are cut short.
-    """
     elements = []
     while der:
         tag, length, start = der[0], der[1], 2
-        if length & 0x80:  # These bits are the length's own length.
+        if length & 0x80:  # The other bits then are the number of bytes of the length.
             start += length & 0x7F
             length = int.from_bytes(der[2:start], "big")
         if start + length > len(der):
