@@ -1,1 +1,1 @@
-"""This room has what a process says about itself: log lines, metrics and traces."""
+"""This package has what a process reports about itself: log lines, metrics and traces."""

@@ -1,5 +1,5 @@
-"""isthmus_build_info tells what a process is made of; Prometheus joins it to
-all else that the process says.
+"""isthmus_build_info reports the versions in a process; Prometheus can join it to the process's other
+metrics.
 """
 
 import platform
@@ -9,8 +9,7 @@ from importlib import metadata
 
 from prometheus_client import CollectorRegistry, Info
 
-# Each label has its distributions, of which the first that is installed counts: NIXL's comes by the version
-# of CUDA.
+# Each label has distributions, of which the first installed one counts: NIXL has one per version of CUDA.
 _DISTRIBUTIONS = {
     "version": ("isthmus",),
     "torch": ("torch",),
@@ -28,7 +27,7 @@ def register(registry: CollectorRegistry, engine: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Read versions from what is installed beside us; nothing is imported, for torch takes seconds."""
+    """Read the versions of installed distributions without importing them, since torch takes seconds."""
     return {label: next(_installed(names), "none") for label, names in _DISTRIBUTIONS.items()}
 
 

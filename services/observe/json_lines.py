@@ -1,12 +1,12 @@
-"""Log lines become JSON objects, one a line, whoever writes them, with `--log-format=json`.
+"""With `--log-format=json` all log lines become JSON objects, one a line, whoever writes them.
 
     our own logging --JSON--+
     gRPC's C++ core, NIXL --+--> descriptors 1 and 2 --> pipe --> this file, a process of its own --> stderr
     child processes --------+
 
-What is no JSON object becomes the `message` of one. The process outlives us: what we write in our last
-moment, in a crash too, comes through. It ends when nobody has the pipe open any more. This file is run by its
-path, without our packages: it is there within milliseconds.
+A line that is no JSON object becomes the `message` of one. The process outlives us, so that our last lines
+arrive even after a crash. It ends when nobody has the pipe open any more. This file is run by its path,
+without our packages, so that it starts within milliseconds.
 """
 
 import atexit
@@ -23,10 +23,10 @@ from contextlib import suppress
 from typing import BinaryIO
 
 FLAG = "--log-format=json"
-_PIPED = "ISTHMUS_JSON_LINES"  # This is in the environment where whoever started us has laid a pipe.
-_DRAIN_S = 2.0  # A child of ours may hold the pipe open for longer than we wait.
+_PIPED = "ISTHMUS_JSON_LINES"  # The environment has this if the process that started us has laid a pipe.
+_DRAIN_S = 2.0  # We wait no longer, since a child of ours may hold the pipe open.
 _CHUNK_BYTES = 1 << 16
-_LONGEST_BYTES = 1 << 20  # Whatever is longer comes in pieces.
+_LONGEST_BYTES = 1 << 20  # A longer line is split into pieces.
 _STDOUT, _STDERR = 1, 2
 # absl/log writes severity, date and time, thread, file and line.
 _ABSL = re.compile(r"([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ([\w.+-]+:\d+)\] (.*)", re.DOTALL)
@@ -39,14 +39,13 @@ def timestamp(seconds: float) -> str:
 
 
 def json_line(line: str, service: str, now: float, level: str = "INFO") -> str:
-    """Return `line` itself if it is a JSON object, else one that has it as its message."""
     if _is_object(line):
         return line
     logger = "output"
     if (found := _ABSL.fullmatch(line)) is not None:
         level, logger, line = _SEVERITIES[found[1]], found[2], found[3]
-    said = {"time": timestamp(now), "level": level, "service": service, "logger": logger, "message": line}
-    return json.dumps(said)
+    entry = {"time": timestamp(now), "level": level, "service": service, "logger": logger, "message": line}
+    return json.dumps(entry)
 
 
 def _is_object(line: str) -> bool:
@@ -63,18 +62,18 @@ def _refuse(constant: str) -> None:
 
 
 def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> None:
-    """Make what is written to `descriptors` from now on, by us or by a child, come out of stderr as JSON
-    objects.
+    """Redirect what we and our children write to `descriptors` through a process that writes it to stderr as
+    JSON.
 
-    This does nothing where whoever started us has done so. Should the process at the other end be killed,
-    what follows goes to where it went before.
+    This does nothing if the process that started us has done so. If the other process is killed, later output
+    goes where it went before.
     """
     if os.environ.get(_PIPED):
         return
     reading, writing = os.pipe()
     before = [(number, os.dup(number)) for number in descriptors]
-    # The process has a session of its own: neither Ctrl-C nor a supervisor that kills a process group takes
-    # our last words.
+    # The process has a session of its own, so that neither Ctrl-C nor a supervisor that kills a process group
+    # ends it before our last lines.
     reader = subprocess.Popen(
         [sys.executable, "-P", "-S", "-E", __file__, service],
         stdin=reading,
@@ -92,9 +91,11 @@ def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> N
             os.dup2(saved, number)
 
     def drain() -> None:
-        """Wait for the last lines: in a container everything is killed once its first process has gone."""
+        """Wait for the last lines: a container's processes are all killed once its first process has
+        ended.
+        """
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # It is closed, or nobody reads it.
+            with suppress(OSError, ValueError):  # The stream may be closed, or have no reader.
                 stream.flush()
         restore()
         with suppress(subprocess.TimeoutExpired):
@@ -133,7 +134,7 @@ def _write(line: str) -> None:
     try:
         sys.stdout.write(line)
         sys.stdout.flush()
-    except BrokenPipeError:  # Nobody reads any more, and nobody would read that.
+    except BrokenPipeError:  # Nobody would read a report of this error, either.
         os._exit(0)
 
 

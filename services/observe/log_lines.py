@@ -1,8 +1,7 @@
-"""Log lines are `time level service logger event key=value ...`, or objects of these with --log-format=json.
+"""Log lines are `time level service logger event key=value ...`, or JSON objects with --log-format=json.
 
-At a terminal they are `time level event key=value ...`, in colours, as in
-`02:24:01 INFO  rank_ready rank=decode/1`. Inside `request_context(id)` every line of the same task also
-carries `request_id=...`.
+On a terminal they are `time level event key=value ...`, in colours, as in `02:24:01 INFO  rank_ready
+rank=decode/1`. Inside `request_context(id)` every line of the same task also has `request_id=...`.
 """
 
 import contextlib
@@ -25,16 +24,16 @@ _LEVELS = {"WARNING": "WARN", "CRITICAL": "CRIT"}
 _COLORS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31;1"}
 _DIM, _BOLD = "2", "1"
 _EVENT = re.compile(r"[a-z0-9_]+")
-# Elsewhere lines are written so.
+# This is the format of lines that do not go to a terminal.
 _LONG = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d{3}Z ([A-Z]+) (\S+) \S+ (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    clock: str  # It is UTC, as HH:MM:SS.
+    clock: str  # This is UTC as HH:MM:SS.
     level: str
     service: str
-    message: str  # It is an event and its fields.
+    message: str  # This is an event with its fields.
 
     @property
     def event(self) -> str:
@@ -52,20 +51,19 @@ class LogLine:
             return f"{self.clock} {level} {who}{self.message}"
         level = _colored(level, _COLORS.get(self.level, ""))
         head = f"{_colored(self.clock, _DIM)} {level} {_colored(who, _DIM)}"
-        # It is a sentence of some library's.
+        # The message is a sentence of some library.
         if _EVENT.fullmatch(event) is None or (rest and "=" not in rest):
             return f"{head}{self.message}"
         return f"{head}{_colored(event, _BOLD)}{blank}{_colored(rest, _DIM)}"
 
 
 def read_line(line: str) -> LogLine | None:
-    """Return the line, or None for one that our logging did not write."""
     found = _LONG.fullmatch(line)
     return None if found is None else LogLine(*found.groups())
 
 
 def is_colored(stream: TextIO) -> bool:
-    """Say whether the stream is a terminal that may be coloured, as https://no-color.org asks."""
+    """Return whether the stream is a terminal that may be coloured, as https://no-color.org requests."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -78,7 +76,7 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 @contextlib.contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Let log lines of this task, and of tasks started in it, carry the id."""
+    """Add the request id to log lines of this task, and of tasks started in it."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -101,9 +99,8 @@ def _text(value: object) -> str:
     return text if text and is_plain else json.dumps(text)
 
 
+# A filter runs in the task that logs, and so it sees the task's request id.
 class _RequestIdFilter(logging.Filter):
-    """This filter runs in the task that logs, so that it sees the task's request id."""
-
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = _request_id.get()
         return True
@@ -122,8 +119,6 @@ class _LineFormatter(logging.Formatter):
 
 
 class _ShortFormatter(logging.Formatter):
-    """This formatter is for whoever sits at the terminal, and knows what it started there."""
-
     def __init__(self, color: bool) -> None:
         super().__init__()
         self._color = color
@@ -140,36 +135,36 @@ def _of_request(record: logging.LogRecord) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """This formatter writes one object a line; an event's fields are its own, by their names."""
+    """This formatter writes one object a line; an event's fields become the object's own."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, object] = {
+        entry: dict[str, object] = {
             "time": json_lines.timestamp(record.created),
             "level": record.levelname,
             "service": self._service,
             "logger": record.name,
         }
         if (name := getattr(record, "event", None)) is not None:
-            said["event"] = name
+            entry["event"] = name
             fields: Mapping[str, object] = getattr(record, "fields", {})
-            said |= {f"{key}_" if key in said else key: _plain(value) for key, value in fields.items()}
+            entry |= {f"{key}_" if key in entry else key: _plain(value) for key, value in fields.items()}
         else:
-            said["message"] = record.getMessage()
+            entry["message"] = record.getMessage()
         if request_id := getattr(record, "request_id", ""):
-            said.setdefault("request_id", request_id)
+            entry.setdefault("request_id", request_id)
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
-            said["stack"] = record.stack_info
-        return json.dumps(said)
+            entry["stack"] = record.stack_info
+        return json.dumps(entry)
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """Return the value as JSON has it, which knows neither infinity nor our types."""
+    """Return a value that JSON can represent: it has neither infinity nor our types."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value if value is None or type(value) in (str, int, bool) else str(value)  # type: ignore[return-value]
@@ -178,11 +173,11 @@ def _plain(value: object) -> str | int | float | bool | None:
 def setup_logging(
     service: str, level: str = "INFO", log_format: str = "text", color: bool | None = None
 ) -> None:
-    """Send every log line to stderr; this replaces what was set up before.
+    """Send every log line to stderr, instead of what was set up before.
 
     `service` names the process in each line ("decode-0/1"); `log_format` is text or json. On a terminal lines
-    are short, and coloured unless NO_COLOR is set; `color` says so whatever it is, or that it is none.
-    json_lines.lay_pipe makes JSON of what others write there.
+    are short, and coloured unless NO_COLOR is set; `color` overrides both checks. Output of other code
+    becomes JSON by json_lines.lay_pipe.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
@@ -197,7 +192,6 @@ def _text_formatter(service: str, color: bool | None) -> logging.Formatter:
 
 
 def log_service(service: str, level: str, log_format: str) -> None:
-    """Set logging up for the whole of a service's process, its libraries and its children."""
     setup_logging(service, level, log_format)
     if log_format == "json":
         json_lines.lay_pipe(service)
@@ -205,5 +199,4 @@ def log_service(service: str, level: str, log_format: str) -> None:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log a traceback as one object, too."""
     logging.getLogger("uncaught").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))

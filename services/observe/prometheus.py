@@ -1,7 +1,8 @@
-"""Prometheus reads the page of metrics: /metrics on a port of its own, or wherever somebody shows it.
+"""This module serves the page of metrics that Prometheus reads: /metrics, on its own port or another
+server's.
 
-For what is counted with every request or every token, children of a metric are kept by their labels, and a
-histogram takes in one value many times at the cost of one.
+For values that are counted at every request or token, the children of a metric are cached by their labels,
+and a histogram adds a repeated value at the cost of one.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 
 class Children(dict[tuple[str, ...], _Metric]):
-    """This does as `metric.labels`, which checks and locks each time: a child is found in a tenth of that."""
+    """This caches `metric.labels`, which checks and locks each time: finding a child here takes a tenth of
+    the time.
+    """
 
     def __init__(self, metric: _Metric) -> None:
         super().__init__()
@@ -40,12 +43,11 @@ class Children(dict[tuple[str, ...], _Metric]):
 
 
 class RepeatedHistogram(Collector):
-    """It has neither labels nor exemplars. One thread writes it; it is read when scraped."""
+    """This histogram has neither labels nor exemplars. One thread writes it; a scrape reads it."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """Make one with these `buckets`: upper bounds, which belong to them, rising.
-
-        Another bucket is for what is above.
+        """`buckets` are inclusive upper bounds in rising order; one more bucket holds values above the
+        last.
         """
         self._name, self._text = name, text
         self._bounds = tuple(buckets)
@@ -63,17 +65,16 @@ class RepeatedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-# There is no `cluster` here: by that many a Prometheus tells Kubernetes clusters apart (external_labels,
-# relabelings), and with honor_labels a label of ours would take its place.
+# The label is not called `cluster`: many a Prometheus names Kubernetes clusters by that (external_labels,
+# relabelings), and with honor_labels our label would replace it.
 CLUSTER_LABEL = "isthmus_cluster"
-_SCRAPE_TIMEOUT_S = 10.0  # It is Prometheus's own.
+_SCRAPE_TIMEOUT_S = 10.0  # This is Prometheus's default.
 
 
 class OnLoop(Collector):
-    """This collects what another collector has on the event loop that makes it.
+    """This collector runs another collector on the event loop on which OnLoop was made.
 
-    /metrics is served by a thread, and what the loop owns must not change while it is read, nor by being
-    read.
+    A thread serves /metrics, and data that the loop owns must not change while it is read, nor by being read.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -82,7 +83,7 @@ class OnLoop(Collector):
         self._thread = threading.get_ident()
 
     def collect(self) -> Iterable[Metric]:
-        """Collect on the loop. Raises TimeoutError where it does not answer."""
+        """Collect on the loop. Raises TimeoutError if the loop does not answer."""
         if threading.get_ident() == self._thread:
             return list(self._collector.collect())
         return asyncio.run_coroutine_threadsafe(self._collect(), self._loop).result(_SCRAPE_TIMEOUT_S)
@@ -92,15 +93,13 @@ class OnLoop(Collector):
 
 
 class _Labelled(Collector):
-    """This collector puts the process's labels on every sample of another registry."""
-
     def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry = registry
         self._labels = dict(labels)
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            # When a counter began helps nobody, and would be a third of all series.
+            # Creation times of counters are useless, and would be a third of all series.
             metric.samples = [
                 sample._replace(labels={**self._labels, **sample.labels})
                 for sample in metric.samples
@@ -110,16 +109,16 @@ class _Labelled(Collector):
 
 
 class MetricsPage:
-    """`labels` tell whose metrics they are: every sample has them, unless it has one of that name itself."""
+    """Every sample gets these `labels`, which name the process, unless it has a label of that name itself."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         self.registry.register(_Labelled(registry, labels))
 
     def rendered(self, accept: str) -> tuple[bytes, str]:
-        """Return the page in the format that this header of HTTP asks for, and that format's name.
+        """Return the page in the format that the HTTP header Accept requests, and the format's name.
 
-        It must not be called on the event loop, for which it waits, at most as long as `OnLoop`.
+        Do not call it on the event loop: it waits for that loop, at most as long as `OnLoop` does.
         """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
@@ -128,10 +127,9 @@ class MetricsPage:
 def serve_metrics(
     host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
 ) -> tuple[int, Callable[[], None]]:
-    """Serve their MetricsPage on http://host:port/metrics from a thread of its own; port 0 stands for a free
-    one.
+    """Serve a MetricsPage on http://host:port/metrics from a thread of its own; port 0 chooses a free port.
 
-    Return the port, and a function that stops the server and returns when it has. Raises ConfigError when the
+    Returns the port, and a function that stops the server and waits for its end. Raises ConfigError if the
     address cannot be bound.
     """
     page = MetricsPage(registry, labels)
@@ -145,7 +143,7 @@ def serve_metrics(
     def stop() -> None:
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
-        # The server looks for that twice a second, and whenever somebody calls.
+        # The server checks twice a second whether to stop, and at each connection.
         with contextlib.suppress(OSError), socket.create_connection(here, 1.0):
             stopping.join()
         stopping.join()

@@ -1,4 +1,4 @@
-"""Traces are for OpenTelemetry; they cost nothing until an OTLP endpoint is set.
+"""This module sends traces to OpenTelemetry; it costs nothing until an OTLP endpoint is set.
 
 One request is one trace; each service's span is the parent of the next one's, by the traceparent in its call:
 
@@ -32,18 +32,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from services.values.errors import Aborted
 
 TRACEPARENT = "traceparent"  # This is also the metadata key: https://www.w3.org/TR/trace-context/.
-_LAST_SPANS_S = 2.0  # A collector that cannot be reached is tried again for longer than a process may take.
+_LAST_SPANS_S = (
+    2.0  # The exporter would retry an unreachable collector for longer than a process may take to end.
+)
 _propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """OpenTelemetry calls what tells spans' processes apart service.name, service.instance.id,
-    service.namespace.
-    """
+    """OpenTelemetry's names of these fields are service.name, service.instance.id and service.namespace."""
 
-    service: str  # It is router, prefill or decode.
-    instance: str  # It is the router's name, or the rank's as worker/rank.
+    service: str  # This is router, prefill or decode.
+    instance: str  # This is the router's name, or the rank's as worker/rank.
     cluster: str
 
     def resource(self) -> Resource:
@@ -55,11 +55,11 @@ class Process:
 def setup_tracing(
     process: Process, otlp_endpoint: str | None, sample_ratio: float = 1.0
 ) -> Callable[[], None]:
-    """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); with None spans are not recorded.
+    """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); with None no spans are recorded.
 
-    Of the traces that begin here `sample_ratio` are recorded; of others their beginning has decided. This is
-    called once in a process: OpenTelemetry keeps its first provider. Return a function that sends what is
-    left and stops, within a few seconds also where nobody takes it.
+    Of the traces that begin here the share `sample_ratio` is recorded; for other traces their first span
+    decides. Call it once in a process: OpenTelemetry keeps its first provider. Returns a function that sends
+    the remaining spans and stops, within a few seconds even if the collector does not answer.
     """
     if otlp_endpoint is None:
         return lambda: None
@@ -83,12 +83,12 @@ def tracer() -> trace.Tracer:
 
 @contextlib.contextmanager
 def span(name: str, parent: str) -> Iterator[trace.Span]:
-    """Yield a server's span under the traceparent `parent`, ended with the block, whichever way that ends.
+    """Yield a server's span with the parent `parent`, a traceparent; it ends with the block.
 
     An empty or malformed parent begins a new trace. The attribute `outcome` is finished, cancelled or the
-    error's class; an error is the span's status and its `error.type` as well, a call that its client gave up
-    is none. The span is never the current one: an async generator may hold it over a yield and be closed from
-    another task.
+    error's class; an error also is the span's status and its `error.type`, but a call that its client
+    cancelled is no error. The span is never the current one: an async generator may hold it over a yield and
+    be closed from another task.
     """
     held = tracer().start_span(name, _context_from(parent), SpanKind.SERVER)
     outcome = "finished"
@@ -108,7 +108,6 @@ def span(name: str, parent: str) -> Iterator[trace.Span]:
 
 
 def traceparent(span: trace.Span) -> str:
-    """Return the W3C traceparent for calls made under the span; "" outside any trace."""
     if not span.get_span_context().is_valid:
         return ""
     carrier: dict[str, str] = {}
@@ -117,7 +116,7 @@ def traceparent(span: trace.Span) -> str:
 
 
 def exemplar(span: trace.Span) -> dict[str, str] | None:
-    """Return what leads from a metric to the request's trace; None where no trace is recorded."""
+    """Return labels that link a metric to the request's trace; None if no trace is recorded."""
     context = span.get_span_context()
     return {"trace_id": f"{context.trace_id:032x}"} if context.trace_flags.sampled else None
 
@@ -127,7 +126,6 @@ def _context_from(traceparent: str) -> Context:
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Return the traceparent in a call's metadata; "" when it has none."""
     for key, value in metadata or ():
         if key == TRACEPARENT and isinstance(value, str):
             return value
