@@ -1,1 +1,1 @@
-"""This room reads settings from flags once, and writes them back as flags."""
+"""This package reads settings from flags, and writes them back as flags."""

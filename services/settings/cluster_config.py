@@ -1,4 +1,4 @@
-"""Every service of a cluster has these settings."""
+"""This module has the settings that every service of a cluster shares."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,6 @@ class ClusterConfig:
         check_port("--health-port", self.health_port)
 
     def etcd_settings(self) -> EtcdSettings:
-        """Return etcd's settings. Raises ConfigError when its flags cannot work."""
         if self.etcd_ca is None and (self.etcd_cert or self.etcd_key):
             raise ConfigError("--etcd-cert and --etcd-key need --etcd-ca, which turns TLS to etcd on")
         tls = None
@@ -85,17 +84,17 @@ class ClusterConfig:
         return EtcdSettings(self.etcd, tls, self.etcd_user, password)
 
     def tls(self) -> TlsConfig | None:
-        """Return the TLS files, or None without any flag. Raises ConfigError if they cannot work together."""
         if not (self.tls_ca or self.tls_cert or self.tls_key or self.tls_mutual or self.tls_server_name):
             return None
         return TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual, self.tls_server_name)
 
     def certificates(self) -> dict[str, Certificates]:
-        """Return what is used, and for what. Raises ConfigError when files cannot be used."""
+        """Return the TLS files in use by purpose, "services" and "etcd". Raises ConfigError if they are
+        unusable.
+        """
         uses = {"services": self.tls(), "etcd": self.etcd_settings().tls}
         return {use: tls.certificates for use, tls in uses.items() if tls is not None}
 
     def tls_health(self) -> Health:
-        """Say whether certificates hold. Raises ConfigError when files cannot be used, and could not yet."""
         tls = self.tls()
         return Health() if tls is None else certificate_health(tls.certificates)

