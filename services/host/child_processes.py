@@ -1,7 +1,8 @@
-"""This module starts a child process that does not outlive its parent, even a killed one, and reads lines.
+"""This module starts a child process that does not outlive its parent, even a killed one, and reads its
+lines.
 
-The first is for Linux. Whoever reads must go on as long as the child does, or the child waits for ever in a
-write to a full pipe.
+The former needs Linux. A reader must go on until the child ends, or the child waits for ever to write to a
+full pipe.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 async def child_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield lines without their ends, until the stream's; one that is very long comes in pieces."""
+    """Yield the stream's lines without their ends; a very long line comes in pieces."""
     pending = b""
     while chunk := await stream.read(_CHUNK_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")
@@ -31,11 +32,11 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip()
 
 
-# linux/prctl.h defines it.
+# linux/prctl.h defines this number.
 _PR_SET_PDEATHSIG = 1
 
-# This is a program of its own instead of preexec_fn: between fork and exec no code of a process with threads,
-# gRPC's or numpy's, may run. A child has ended with SIGABRT there.
+# We use a separate program instead of preexec_fn: between fork and exec a process with threads, gRPC's or
+# numpy's, must run no code. We saw a child end with SIGABRT there.
 _LAUNCHER = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv[2]), 0, 0, 0)
@@ -48,6 +49,6 @@ def dying_with_us(command: Sequence[str], how: signal.Signals = signal.SIGKILL) 
     """Return a command that becomes `command`, which gets the signal `how` when the thread that started it
     ends.
 
-    Should that have ended already, nothing is started. `command` begins with the path of a program.
+    If that thread has ended already, nothing is started. `command` begins with the path of a program.
     """
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(how.value), *command]

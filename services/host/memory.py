@@ -1,4 +1,4 @@
-"""This module tells how much memory this machine, or the container we are in, has to give."""
+"""This module measures the memory of this machine, or of the container we are in."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,37 +8,34 @@ _PROC, _CGROUP, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/pro
 
 
 def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
-    """Return what is free without swapping, by proc(5), and within our cgroups' limits (v2); None if nobody
-    tells.
+    """Return what is free without swapping, by proc(5), and within our cgroups' limits (v2); None if
+    unknown.
     """
-    amounts = _told(meminfo, "MemAvailable")
+    amounts = _meminfo_bytes(meminfo, "MemAvailable")
     for group in _groups(cgroup, own):
-        with suppress(OSError, ValueError):  # No limit is written as "max".
+        with suppress(OSError, ValueError):  # "max" means that there is no limit.
             limit = int((group / "memory.max").read_text())
             amounts.append(limit - int((group / "memory.current").read_text()) + _cached_bytes(group))
     return min(amounts, default=None)
 
 
 def total_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
-    """Return all memory, whoever has it now; None if nobody tells."""
-    amounts = _told(meminfo, "MemTotal")
+    amounts = _meminfo_bytes(meminfo, "MemTotal")
     for group in _groups(cgroup, own):
         with suppress(OSError, ValueError):
             amounts.append(int((group / "memory.max").read_text()))
     return min(amounts, default=None)
 
 
-def _told(meminfo: Path, name: str) -> list[int]:
+def _meminfo_bytes(meminfo: Path, name: str) -> list[int]:
     with suppress(OSError):
-        told = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        return [int(told[name].split()[0]) << 10] if name in told else []
+        found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        return [int(found[name].split()[0]) << 10] if name in found else []
     return []
 
 
 def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
-    """Yield the root that we see, which in a container is the container's own, and what lies on the way to
-    ours.
-    """
+    """Yield the visible root cgroup, which in a container is the container's own, and those down to ours."""
     yield cgroup
     with suppress(OSError):
         path = next((x[3:] for x in own.read_text().splitlines() if x.startswith("0::/")), "/")

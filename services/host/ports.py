@@ -1,6 +1,4 @@
-"""This module finds where our servers listen: addresses of either family, and ports for those that are told
-none.
-"""
+"""This module finds addresses of either IP family, and free ports, for our servers to listen on."""
 
 import errno
 import ipaddress
@@ -18,7 +16,6 @@ _ATTEMPTS = 100
 
 
 def check_port(flag: str, port: int | None, count: int = 1) -> None:
-    """Check `count` ports from `port` on. Raises ConfigError naming the flag where there is no such port."""
     last = _LAST_PORT - (count - 1)
     if port is not None and not 0 <= port <= last:
         of = f" with {count} of them" if count > 1 else ""
@@ -26,7 +23,9 @@ def check_port(flag: str, port: int | None, count: int = 1) -> None:
 
 
 def is_wildcard(host: str) -> bool:
-    """Say whether servers can listen there, on every address of this machine, but nobody can call it."""
+    """Return whether the host means every address of this machine: servers listen on it, clients cannot
+    connect to it.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -34,7 +33,6 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether nobody beyond this machine reaches what listens there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -42,9 +40,9 @@ def is_loopback(host: str) -> bool:
 
 
 def bindable(host: str) -> str:
-    """Return the host as sockets take it, without brackets.
+    """Return the host as sockets need it, without brackets.
 
-    `::` is every address, IPv4's too, and these alone on a machine without IPv6.
+    `::` means every address, also IPv4's, and only IPv4's on a machine without IPv6.
     """
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in bare and is_wildcard(bare) and not socket.has_dualstack_ipv6():
@@ -58,26 +56,26 @@ def host_port(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen so that what is written to connections goes out at once. Raises OSError."""
+    """Listen with TCP_NODELAY, so that writes are sent at once. Raises OSError."""
     host = bindable(host)
     if ":" in host:
         wildcard = is_wildcard(host)
         listener = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=wildcard)
     else:
         listener = socket.create_server((host, port))
-    # Connections inherit it (tcp(7)). asyncio sets it on those alone whose socket was made with a protocol's
-    # number: all others' second write would wait for the peer's delayed acknowledgement of the first, 40 ms.
+    # Connections inherit this (tcp(7)). asyncio sets it only on sockets made with a protocol number; on
+    # others the second write would wait for the peer's delayed acknowledgement of the first, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 @contextmanager
 def held_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield ports that are free on `host`, for servers that start later, in other processes too.
+    """Yield ports that are free on `host`, for servers that start later, even in other processes.
 
-    While the context lasts nobody else is given them here, and the kernel gives them to no outgoing
-    connection. From the kernel's own range (ip(7), ip_local_port_range) a port could be taken by anybody's
-    connection before its server binds it, and again whenever that server is down for a moment.
+    During the context no other caller gets them here, and the kernel gives them to no outgoing connection. A
+    port of the kernel's own range (ip(7), ip_local_port_range) could be used by any connection before its
+    server binds it, and whenever that server is down for a moment.
 
     Raises:
         ConfigError: Nothing can listen on `host`.
@@ -116,16 +114,16 @@ def _hold_any(host: str, candidates: Sequence[int]) -> socket.socket:
 
 
 def _hold(host: str, port: int) -> socket.socket:
-    """Bind a socket that stands in the way of everybody else who holds a port but not of those who listen.
+    """Bind a socket that blocks others who hold ports, but not servers that listen.
 
-    Theirs are bound with SO_REUSEADDR, and this one does not listen. Raises OSError.
+    Those bind with SO_REUSEADDR, and this socket does not listen. Raises OSError.
     """
     host = bindable(host)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if sock.family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_wildcard(host))
-        sock.bind((host, port))  # This is refused while anybody is bound to it.
+        sock.bind((host, port))  # This fails while any socket is bound to the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError:
         sock.close()
