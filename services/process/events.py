@@ -1,10 +1,10 @@
-"""These functions wait for what another task says."""
+"""These functions wait for events of other tasks."""
 
 import asyncio
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Return when one is set, or the time is over."""
+    """Return when one event is set, or the time is over."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -14,6 +14,5 @@ async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> No
 
 
 async def pass_on(source: asyncio.Event, target: asyncio.Event) -> None:
-    """Set the one once the other is."""
     await source.wait()
     target.set()

@@ -1,24 +1,24 @@
-"""A process says whether it has started, takes requests and lives, and answers those who probe it.
+"""A process reports whether it has started, accepts requests and lives, and answers probes.
 
     starting --> waiting --> serving --> stopping     a child's phases, as notify.py reports them
                  |---------------------|
-                    not heard of for a minute: it hangs, and its parent ends it
-                    nor for another half: not even that helped
+                    no report for a minute: it hangs, and its parent kills it
+                    none for another half minute: even that did not help
 
-A parent starts a child again that ended: then it starts anew, which may hang as well, or end each time. One
-that has not come to wait or serve again within --restart-timeout-s lives no more: the kubelet, which asks
-/startup until it passes and never again in that container, has to start the whole of it.
+A parent restarts a child that ended; the new one may hang as well, or end each time. If it does not wait or
+serve again within --restart-timeout-s, it counts as dead: the kubelet, which calls /startup only until it
+passes once in a container, must restart the whole container.
 
-It waits when nothing but etcd is missing, however long that takes.
+A process waits when only etcd is missing, however long that takes.
 
-On --health-port, for a kubelet's probes:
+On --health-port it answers a kubelet's probes:
 
-    GET /startup   200 once it has waited: until then a model may be loading for minutes
-    GET /ready     200 while it takes requests
-    GET /live      200 unless nothing but a restart would help
+    GET /startup   200 once it has waited or served: before that a model may be loading for minutes
+    GET /ready     200 while it accepts requests
+    GET /live      200 unless only a restart would help
 
-Otherwise the answer is 503 and the reason. It is always plain HTTP: a kubelet has neither our authority nor a
-certificate.
+Otherwise the answer is 503 with the reason. It is always plain HTTP: a kubelet has neither our authority nor
+a certificate.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from enum import Enum
 from services.host.ports import host_port, listen
 from services.values.errors import ConfigError
 
-SILENT_S = 60.0  # A loop that has not run for so long will not run again.
-DEAF_S = 90.0  # By then its parent should have ended it.
+SILENT_S = 60.0  # A loop that has not run for this long will not run again.
+DEAF_S = 90.0  # By then its parent should have killed it.
 _PROBE_TIMEOUT_S = 5.0
 
 
@@ -46,7 +46,7 @@ class ProcessPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Each probe has what is wrong; "" when it passes."""
+    """Each probe has the reason for its failure, or "" if it passes."""
 
     startup: str = ""
     ready: str = ""
@@ -55,19 +55,17 @@ class Health:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """This is the lifecycle of one process, as it or its parent knows it."""
-
     name: str
     clock: Callable[[], float] = time.monotonic
-    restart_timeout_s: float = math.inf  # It may neither wait nor serve for so long once it did.
+    restart_timeout_s: float = math.inf  # Once it has waited or served, it must do so again within this time.
     phase: ProcessPhase = ProcessPhase.STARTING
-    has_started: bool = False  # It has in this incarnation or in an earlier one.
-    has_served: bool = False  # It has in this incarnation or in an earlier one, too.
-    last_words: str = ""  # It says in its own words why this incarnation ends, or the last one ended.
-    last_end: str = ""  # This is how its last incarnation ended, until it stands again.
-    # None means that it is we ourselves, or that it was not heard of in this incarnation.
+    has_started: bool = False  # This is about any incarnation, also an earlier one.
+    has_served: bool = False  # This is about any incarnation, too.
+    last_words: str = ""  # This is its own reason why this incarnation ends, or the last one ended.
+    last_end: str = ""  # This is how its last incarnation ended, until it waits or serves again.
+    # None means that the process is our own, or that this incarnation has not reported yet.
     last_beat: float | None = None
-    # If it has started and does not stand, this is when it last did, in whatever incarnation.
+    # If it has started but neither waits nor serves now, this is when any incarnation last did.
     _stood: float = 0.0
 
     def enter(self, phase: ProcessPhase) -> None:
@@ -80,13 +78,12 @@ class Lifecycle:
             self.last_end = ""
 
     def begin(self) -> None:
-        """Begin another incarnation."""
         self.enter(ProcessPhase.STARTING)
         self.last_beat = None
 
     @property
     def beats(self) -> bool:
-        """Say whether it is to be heard of every few seconds."""
+        """Return whether it must report every few seconds."""
         return self.phase in (ProcessPhase.WAITING, ProcessPhase.SERVING)
 
     def health(self) -> Health:
@@ -112,9 +109,9 @@ class Lifecycle:
 
 @dataclass(slots=True)
 class SilentLooks:
-    """This counts for how long a process has not been heard of, in looks at it.
+    """This counts for how many looks a process has not reported.
 
-    It does not count seconds: whoever looks may have stood still together with it, and has not listened then.
+    It does not count seconds: the process that looks may have been stopped itself, and received nothing then.
     """
 
     looks: int = 0
@@ -127,8 +124,6 @@ class SilentLooks:
 
 
 def joint_health(parts: Sequence[Health]) -> Health:
-    """Join the parts: a probe passes when it passes for each."""
-
     def reasons(name: str) -> str:
         return "; ".join(filter(None, (getattr(part, name) for part in parts)))
 
@@ -137,7 +132,8 @@ def joint_health(parts: Sequence[Health]) -> Health:
 
 @contextlib.asynccontextmanager
 async def answering(host: str, port: int | None, check: Callable[[], Health]) -> AsyncIterator[int | None]:
-    """Answer probes with what `check` says; yield the port. Port 0 stands for a free one, None for no probes.
+    """Answer probes with the result of `check`; yield the port. Port 0 chooses a free one, None answers no
+    probes.
 
     Raises:
         ConfigError: The address cannot be bound.

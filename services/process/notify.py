@@ -1,10 +1,10 @@
-"""A child process tells its parent how it is by sd_notify(3), which systemd understands too.
+"""A child process reports its state to its parent by sd_notify(3), which systemd understands too.
 
     X_WAITING=1 --> READY=1 --> STOPPING=1        and WATCHDOG=1 every few seconds
     STATUS=why it cannot start, or go on
 
-X_WAITING is ours: only etcd is missing. Whoever does not know it passes over it. They are datagrams to the
-socket that NOTIFY_SOCKET names: that takes no port, and no thread.
+X_WAITING is our own and means that only etcd is missing; other receivers ignore it. These are datagrams to
+the socket that NOTIFY_SOCKET names, which need no port and no thread.
 """
 
 import asyncio
@@ -30,27 +30,26 @@ _PHASES = {_WAITING: ProcessPhase.WAITING, _READY: ProcessPhase.SERVING, _STOPPI
 
 @contextlib.contextmanager
 def listening(child: Lifecycle) -> Iterator[dict[str, str]]:
-    """Follow one incarnation of a child process on the running loop; yield what its environment needs.
+    """Follow one incarnation of a child process on the running loop; yield the environment that it needs.
 
-    The socket is the incarnation's own: what an earlier one still had to say is not heard.
+    Each incarnation has a socket of its own, so that late messages of an earlier one are not received.
     """
     loop = asyncio.get_running_loop()
     child.begin()
     child.last_words = ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as receiver:
-        receiver.bind("")  # The kernel chooses an abstract name: unix(7), autobind.
-        loop.add_reader(receiver, _hear, receiver, child)
+        receiver.bind("")  # The kernel chooses an abstract name (unix(7), autobind).
+        loop.add_reader(receiver, _receive, receiver, child)
         try:
             yield {NOTIFY_SOCKET: "@" + receiver.getsockname()[1:].decode()}
         finally:
             loop.remove_reader(receiver)
-            while _hear(receiver, child):  # It said this last, before its end was seen.
+            while _receive(receiver, child):  # These are its last messages, sent before we saw its end.
                 pass
             child.begin()
 
 
-def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
-    """Return False where it has said nothing more."""
+def _receive(receiver: socket.socket, child: Lifecycle) -> bool:
     try:
         message = receiver.recv(_MAX_MESSAGE_BYTES).decode(errors="replace")
     except BlockingIOError:
@@ -66,9 +65,9 @@ def _hear(receiver: socket.socket, child: Lifecycle) -> bool:
 
 @dataclass(slots=True)
 class Notifier:
-    """This tells whoever started us. Without NOTIFY_SOCKET nobody asked, and nothing is sent."""
+    """This sends to the process that started us. Without NOTIFY_SOCKET it sends nothing."""
 
-    # It is not our children's.
+    # The variable is removed, so that our children do not get it.
     address: str = field(default_factory=lambda: os.environ.pop(NOTIFY_SOCKET, ""))
 
     def send(self, message: str) -> None:
@@ -88,11 +87,10 @@ class Notifier:
         self.send(_READY)
 
     def ends(self, why: str) -> None:
-        """Tell why, for whoever probes our parent."""
         self.send(_STATUS + " ".join(why.split())[:_MAX_STATUS_CHARS])
 
     async def beat_until(self, stopping: asyncio.Event) -> None:
-        """Send WATCHDOG=1 as long as this loop runs, and STOPPING=1 once `stopping` is set."""
+        """Send WATCHDOG=1 while this loop runs, and STOPPING=1 once `stopping` is set."""
         while not stopping.is_set():
             self.send("WATCHDOG=1")
             with contextlib.suppress(TimeoutError):

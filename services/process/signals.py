@@ -1,4 +1,4 @@
-"""A process is told to end, and ends."""
+"""This module ends a process on a signal."""
 
 import asyncio
 import atexit
@@ -21,14 +21,14 @@ def stop_on_signals() -> asyncio.Event:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Stand around all that a service's process does, imports of large libraries included.
+    """Wrap everything that a service's process does, including imports of large libraries.
 
-    Until a loop asks for it (`stop_on_signals`) SIGINT ends the process as SIGTERM does. Python would raise
-    KeyboardInterrupt wherever it is, and libraries that are being imported were seen to swallow that.
+    Until a loop calls `stop_on_signals`, SIGINT ends the process as SIGTERM does. Python would raise
+    KeyboardInterrupt anywhere, and we saw libraries swallow that during their import.
 
-    A thread that still computes at the end, as one that loads a model, is left behind: at its own end Python
-    has such a thread end when it comes back for the interpreter, which unwinds its stack through C++ code
-    that forbids it, and std::terminate aborts the process. What is registered with atexit is done before.
+    A thread that still computes at the end, such as one that loads a model, is left behind. When Python ends,
+    it would end such a thread as soon as it asks for the interpreter, which unwinds its stack through C++
+    code that forbids it, and std::terminate aborts the process. Functions registered with atexit run before.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -48,17 +48,16 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _others_run() -> bool:
-    """Say whether there are threads that Python does not wait for."""
     return any(thread.daemon for thread in threading.enumerate())
 
 
 def _leave(code: object) -> None:
-    """End as sys.exit(code) does, but for Python's own end."""
+    """Exit as sys.exit(code) does, but without Python's finalization."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # Nobody reads it, or it is closed.
+        with suppress(OSError, ValueError):  # The stream may have no reader, or be closed.
             stream.flush()
     os._exit(code or 0)

@@ -1,20 +1,20 @@
-"""Keep the rank processes of one worker running.
+"""A supervisor keeps the rank processes of one worker running.
 
     start --> running --exits--> reaped --after a delay--> start        (same flags, same ports)
                  |                 |
                  |                 +--refuses to start and has never served--> stop all ranks, exit 78
-                 +--not heard of for a minute, or it stops
+                 +--no report for a minute, or it stops
                  |  and does not end: it hangs--> SIGKILL, reaped
                  +--SIGTERM or SIGINT to us--> SIGTERM to all, grace, SIGKILL, reaped --> exit 0
 
 A rank that refuses its settings (ConfigError) and has never served would refuse them again. Once it has
-served, a refusal is a fault like any other, of which its siblings hear nothing: somebody else had its port
-for a moment, or a file was being replaced.
+served, a refusal is a failure like any other, and does not affect its siblings: another process may have used
+its port for a moment, or a file was being replaced.
 
-A rank is a process group of its own: engines start processes too. A rank counts as gone only when every
-process of its group has been killed and reaped, so a restart is proof that nothing of the old incarnation can
-still write. Should the supervisor itself be killed, the kernel kills the ranks (PR_SET_PDEATHSIG). What the
-ranks say of themselves (services/process/notify.py) is what probes are answered.
+A rank is a process group of its own, because engines start processes too. A rank counts as gone only when
+every process of its group has been killed and reaped, so that after a restart nothing of the old incarnation
+can still write. If the supervisor itself is killed, the kernel kills the ranks (PR_SET_PDEATHSIG). Probes are
+answered with what the ranks report (services/process/notify.py).
 """
 
 import asyncio
@@ -46,20 +46,20 @@ from services.process.notify import listening
 
 logger = logging.getLogger(__name__)
 
-# It is a ConfigError (config.refusing), or a flag that config.load refused.
+# A rank exits so on ConfigError (flags.refusing), or if flags.load refuses a flag.
 REFUSALS = (os.EX_CONFIG, 2)
 
 _REAP_INTERVAL_S = 0.01
 _SILENCE_CHECK_S = 1.0
 
-# linux/prctl.h defines it.
+# linux/prctl.h defines this number.
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the rank again after `delay_s`; `failures` is what to pass in at its next exit."""
+    """Start the rank again after `delay_s`; pass `failures` in at its next exit."""
 
     delay_s: float
     failures: int
@@ -67,39 +67,35 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class StopAll:
-    """End every rank and exit with `exit_code`."""
-
     exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
 class RestartDelays:
-    """A restart waits for first_s, doubled at each failure in a row, and for max_s at most."""
-
-    first_s: float = 0.5
+    first_s: float = 0.5  # Each failure in a row doubles the delay, up to max_s.
     max_s: float = 10.0
-    healthy_s: float = 60.0  # A rank that lived this long starts counting its failures anew.
+    healthy_s: float = 60.0  # The failures of a rank that lived this long are counted from 0 again.
 
 
 def on_exit(
     exit_code: int, lived_s: float, failures: int, has_served: bool, delays: RestartDelays = RestartDelays()
 ) -> Restart | StopAll:
-    """Decide what follows when a rank ends unasked.
+    """Decide what follows when a rank ends by itself.
 
-    `failures` exits in a row came before this one; `has_served` is true if it has in any of its incarnations.
+    There were `failures` exits in a row before this one; `has_served` is about all incarnations.
     """
     if exit_code in REFUSALS and not has_served:
         return StopAll(os.EX_CONFIG)
     failures = 1 if lived_s >= delays.healthy_s else failures + 1
-    # The exponent is bounded: after a day of failures the power would overflow.
+    # The exponent is limited, because after a day of failures the power would overflow.
     delay_s = min(delays.first_s * 2.0 ** min(failures - 1, 32), delays.max_s)
     return Restart(delay_s, failures)
 
 
 def why_killed(exit_code: int) -> str:
-    """Return why a process that ended unasked was killed; "" where it was not.
+    """Return why a process that ended by itself was killed, or "" if it was not.
 
-    A process that is killed for the memory it takes is told nothing.
+    A process that is killed for its use of memory gets no message.
     """
     return "killed, probably out of memory" if exit_code == -signal.SIGKILL else ""
 
@@ -119,7 +115,7 @@ def rank_commands(
 ) -> list[list[str]]:
     """Return the command of each rank: `python -m module *flags --rank-index=K --NAME=VALUE...`.
 
-    `flags_by_rank` names a setting and gives its value for each rank: {"port": (7000, 7001)}.
+    `flags_by_rank` has for each setting's name a value for each rank: {"port": (7000, 7001)}.
     """
     flags_of_name = [[f"--{name}={value}" for value in values] for name, values in flags_by_rank.items()]
     return [
@@ -136,11 +132,11 @@ def run(
     restart_timeout_s: float = math.inf,
     own_health: Callable[[], Health] = Health,
 ) -> int:
-    """Supervise until told to stop; return the exit code. It is called in the main thread, on Linux only.
+    """Supervise until a signal stops us; return the exit code. It must run in the main thread, on Linux.
 
-    A command begins with the path of a program. Probes are answered on host:health_port, or nowhere with
-    None. /live fails once a rank that stood has been away for `restart_timeout_s`. `own_health` is of what
-    they all share.
+    A command begins with the path of a program. Probes are answered on host:health_port, or not at all
+    (None). /live fails once a rank that has waited or served has not done so again for `restart_timeout_s`.
+    `own_health` checks what all ranks share.
     """
     ranks = [
         Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
@@ -178,8 +174,8 @@ async def supervise(
 ) -> int:
     """Keep one process per command running until `stopping` is set; return the exit code.
 
-    `ranks` are kept up to date, one for each command. A rank that refuses its settings and has never served
-    sets `stopping` itself. When this returns, every process that it started has been reaped.
+    It updates `ranks`, one for each command. A rank that refuses its settings and has never served sets
+    `stopping`. When this returns, every process that it started has been reaped.
     """
     _become_subreaper()
     async with asyncio.TaskGroup() as group:
@@ -200,7 +196,6 @@ class _RankProcess:
     lifecycle: Lifecycle
 
     async def keep_running(self) -> int:
-        """Start the rank again and again until `stopping`; return the exit code for the supervisor."""
         loop = asyncio.get_running_loop()
         failures = 0
         while not self.stopping.is_set():
@@ -210,9 +205,9 @@ class _RankProcess:
             lived_s = loop.time() - started
             killed = why_killed(exit_code) if by_itself else ""
             why = killed or self.lifecycle.last_words
-            told: dict[str, Any] = {"why": why} if why else {}
+            reason: dict[str, Any] = {"why": why} if why else {}
             level = logging.WARNING if killed else logging.INFO
-            event(logger, "rank_exited", level, rank=self.index, code=exit_code, lived_s=lived_s, **told)
+            event(logger, "rank_exited", level, rank=self.index, code=exit_code, lived_s=lived_s, **reason)
             if self.stopping.is_set():
                 break
             self.lifecycle.last_end = f"exit code {exit_code}" + (f", {why}" if why else "")
@@ -226,14 +221,14 @@ class _RankProcess:
         return os.EX_OK
 
     async def _live_once(self, environment: Mapping[str, str]) -> tuple[int, bool]:
-        """Run one incarnation, with `environment` on top of ours.
+        """Run one incarnation, with `environment` added to ours.
 
-        Return its exit code, or minus the signal that killed it, and whether it ended before we asked it to.
+        Returns its exit code, or minus the signal that killed it, and whether it ended before we stopped it.
         When this returns, the rank's whole process group has been reaped.
         """
         try:
             process = _start(self.command, environment)
-        except OSError as error:  # No process is to be had at present.
+        except OSError as error:  # The machine has no process to give at present.
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
             return os.EX_OSERR, True
         event(logger, "rank_started", rank=self.index, pid=process.pid)
@@ -251,9 +246,8 @@ class _RankProcess:
         return process.returncode, by_itself
 
     async def _hangs(self) -> None:
-        """Return when the rank has stood and then fallen silent, or stops for longer than the grace.
-
-        No signal that asks would be heard then.
+        """Return when the rank has waited or served and then stopped reporting, or stops for longer than the
+        grace. A signal that it could handle would have no effect then.
         """
         silence, ending = SilentLooks(), 0
         while silence.looks * _SILENCE_CHECK_S < SILENT_S and ending * _SILENCE_CHECK_S < self.grace_s:
@@ -269,8 +263,7 @@ class _RankProcess:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # The rank has a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which then asks
-    # the ranks.
+    # The rank has a session of its own, so that Ctrl-C reaches only the supervisor, which stops the ranks.
     return subprocess.Popen(dying_with_us(command), env={**os.environ, **environment}, start_new_session=True)
 
 
@@ -281,7 +274,7 @@ def _become_subreaper() -> None:
 
 
 async def _exited(pid: int) -> None:
-    """Return when our child `pid` has ended; it is not reaped, so the pid is still its own."""
+    """Return when our child `pid` has ended; it is not reaped, so that the pid still belongs to it."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)
@@ -294,13 +287,12 @@ async def _exited(pid: int) -> None:
 
 
 async def _reap_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the rank's process group; return when all of it has been reaped."""
+    """Kill the rest of the rank's process group; return when all of it has been reaped."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     while process.poll() is None:
         await asyncio.sleep(_REAP_INTERVAL_S)
-    # The leader is gone, so its orphans are our children now. ChildProcessError says that there are none
-    # left.
+    # The leader has ended, so its orphans are our children now. ChildProcessError means that none is left.
     with suppress(ChildProcessError):
         while True:
             pid, _ = os.waitpid(-process.pid, os.WNOHANG)

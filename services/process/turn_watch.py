@@ -1,11 +1,11 @@
-"""This watch sees whether a thread is in one iteration for too long: a kernel, a transport call or a lock
-that never comes back.
+"""This watch detects that a thread is in one iteration for too long: in a kernel, a transport call or a lock
+that never returns.
 
-    thread:  rests --begins--> a turn --begins--> the next one --rests--> rests
-    loop:    looks, and looks again: for how many looks is it the same turn?
+    thread:  rests --begins--> an iteration --begins--> the next one --rests--> rests
+    loop:    looks, and looks again: for how many looks is it the same iteration?
 
-It counts looks, not seconds: a process that was stopped finds an iteration that seems to have taken minutes,
-but whoever looks stood still with it.
+It counts looks, not seconds: after a process was stopped, an iteration seems to have taken minutes, but the
+loop did not look in that time.
 """
 
 import asyncio
@@ -13,38 +13,37 @@ import sys
 import threading
 import traceback
 
-LOOKS = 20  # It looks so often at an iteration until its limit is over.
+LOOKS = 20  # An iteration hangs after this many looks, which are spread over its limit.
 _STALLED_LOOKS = LOOKS // 4
 
 
 class TurnWatch:
-    """The thread calls `begins` and `rests`, the loop `look`; each writes what is its own only."""
+    """The thread calls `begins` and `rests`, the loop `look`; each writes only its own fields."""
 
     def __init__(self) -> None:
-        self.looks = 0  # So many looks in a row saw the same iteration.
-        self._turn = 0
+        self.looks = 0  # This many looks in a row saw the same iteration.
+        self._iteration = 0
         self._resting = True
         self._seen = 0
 
     @property
     def stalled(self) -> bool:
-        """Say whether it has been in one iteration for a quarter of its limit: it
-        may hang, or have its reasons.
+        """Return whether it has been in one iteration for a quarter of its limit, which may have good
+        reasons.
         """
         return self.looks >= _STALLED_LOOKS
 
     def begins(self) -> None:
-        """Begin an iteration: what the thread did before is done."""
-        self._turn += 1
+        self._iteration += 1
         self._resting = False
 
     def rests(self) -> None:
         self._resting = True
 
     def look(self) -> None:
-        turn = self._turn
-        self.looks = self.looks + 1 if turn == self._seen and not self._resting else 0
-        self._seen = turn
+        iteration = self._iteration
+        self.looks = self.looks + 1 if iteration == self._seen and not self._resting else 0
+        self._seen = iteration
 
 
 async def until_it_hangs(watch: TurnWatch, limit_s: float) -> None:
@@ -55,6 +54,5 @@ async def until_it_hangs(watch: TurnWatch, limit_s: float) -> None:
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Return where the thread is, as far as Python knows; "" where it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
