@@ -1,1 +1,3 @@
-"""The cluster speaks so on the wire: by code generated from proto/, and its translation to our own values."""
+"""This package has the cluster's messages: code generated from proto/, and its translation to our own
+values.
+"""

@@ -1,9 +1,8 @@
-"""KV values are translated to protobuf and back: ranks, layouts, pools, tickets, loads, plans, roles.
+"""This module translates KV values to protobuf and back: ranks, layouts, pools, tickets, loads, plans, roles.
 
-Every `X_from_proto` raises ProtocolError when a peer sent what can never be right: an unset id, an enum value
-that we do not know, an empty run of pages, a number that is not finite. Whether a value that is well formed
-also fits the moment (generation, range, alignment) is for its user to say. Request values are in
-convert_request.py.
+Every `X_from_proto` raises ProtocolError if the message is wrong in any case: an unset id, an unknown enum
+value, an empty run of pages, a number that is not finite. Whether a well-formed value also fits the current
+state (generation, range, alignment) is checked by its user. Request values are in convert_request.py.
 """
 
 from collections.abc import Iterable
@@ -59,8 +58,7 @@ _MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 def known(field_name: str, names: dict[int, _Name], number: int) -> _Name:
-    """Return the name of an enum's number. Raises ProtocolError for another one: proto3 lets unknown
-    numbers through."""
+    """Return the name of an enum's number. Raises ProtocolError for unknown numbers, which proto3 accepts."""
     try:
         return names[number]
     except KeyError:
@@ -153,7 +151,6 @@ def _group_to_proto(group: KvGroup) -> handshake_pb2.KvGroup:
 
 
 def layout_from_proto(pb: handshake_pb2.KvLayout, handshake_version: int) -> KvLayout:
-    """Return the layout. Its version stands beside it in a message."""
     for group in pb.groups[1:]:
         _positive("layout.groups.unit_bytes", group.unit_bytes)
     for name in ("page_size", "page_bytes", "tp_size"):
@@ -181,8 +178,9 @@ def _group_from_proto(pb: handshake_pb2.KvGroup) -> KvGroup:
 
 
 def _require_full_attention(field_name: str, group: KvGroup, due: bool) -> None:
-    """Raise ProtocolError where a group is full attention and is not due to be, or the other way round:
-    per-request state can be anything else, and nothing else has pages in the radix tree."""
+    """Raise ProtocolError unless the group is full attention exactly if `due`: only full attention has pages
+    in the radix tree, and every other kind is per-request state.
+    """
     if (group.kind is GroupKind.FULL_ATTENTION) is not due:
         raise ProtocolError(
             f"{field_name} must {'' if due else 'not '}be full attention, got {group.kind.value}"
@@ -253,7 +251,7 @@ def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:
 
 
 def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
-    """Fill a message that has no load yet, field by field: a rank reports one with each step."""
+    """Fill a message that has no load yet, field by field, since a rank reports one at each step."""
     pb.running = load.running
     pb.waiting = load.waiting
     pb.pending_tokens = load.pending_tokens
@@ -276,10 +274,10 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
 
 
 def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
-    """Return the load, read field by field: a router takes in one with each token, and `value_of` takes 4 us
+    """Return the load, read field by field: a router reads one with each token, and `value_of` takes 4 us
     longer.
 
-    The wire has one number for pages in use: all of them come back as `private`.
+    A message has only one number for pages in use, which becomes `private`.
     """
     return RankLoad(
         running=pb.running,
@@ -306,5 +304,5 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
 
 
 def _kv_path_from_proto(pb: common_pb2.KvPath) -> KvPath:
-    """Return the path. A kind that a later version has made is none that we know."""
+    """Return the path; a kind of a later version becomes an unknown one."""
     return value_of(KvPath, pb, kind=_PATH_KINDS.get(pb.kind, KvPathKind.UNKNOWN))

@@ -1,9 +1,9 @@
-"""Request values are translated to protobuf and back: sampling, logprobs, commands, outputs, the prefill
-call.
+"""This module translates request values to protobuf and back: sampling, logprobs, commands, outputs, the
+prefill call.
 
-What a client can get wrong (sampling) raises InvalidRequest and names the field; what only our own services
-write raises ProtocolError, as in convert.py. Probabilities and penalties are 32-bit floats on the wire, so
-they come back rounded to that.
+An error that a client can make (sampling) raises InvalidRequest and names the field; one that only our own
+services can make raises ProtocolError, as in convert.py. Probabilities and penalties are 32-bit floats in
+messages, so they are rounded to that.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,9 @@ _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Return the message. Raises InvalidRequest when a number does not fit its field (a top_k of 2**32,
-    say)."""
+    """Return the message. Raises InvalidRequest if a number does not fit its field (for example a top_k of
+    2**32).
+    """
     names = shared_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR).all
     given = {name: getattr(sampling, name) for name in names}
     try:
@@ -60,8 +61,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def _name_misfit(given: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for the first value that does not fit; protobuf's own sentence does not say
-    which."""
+    """Raise InvalidRequest for the first value that does not fit; protobuf's own error does not name it."""
     for name, value in given.items():
         try:
             common_pb2.SamplingParams(**{name: value})
@@ -70,10 +70,10 @@ def _name_misfit(given: Mapping[str, Any]) -> None:
 
 
 def sampling_from_proto(pb: common_pb2.SamplingParams, **instead: int) -> SamplingParams:
-    """Return the sampling, with defaults filled in, and with what is given `instead` of the message's own.
-    The seed is 0 when unset, so a router draws one.
+    """Return the sampling with defaults filled in; values of `instead` replace those of the message. The seed
+    is 0 if unset, so that a router draws one.
 
-    Raises InvalidRequest, naming the field, when a value is out of its range or not a number.
+    Raises InvalidRequest that names a field whose value is out of range or no number.
     """
     constraint = constraint_from_proto(pb.constraint) if pb.HasField("constraint") else None
     return SamplingParams(
@@ -97,7 +97,7 @@ def constraint_to_proto(constraint: Constraint) -> common_pb2.Constraint:
 
 
 def constraint_from_proto(pb: common_pb2.Constraint) -> Constraint:
-    """Return the constraint. Raises InvalidRequest where nothing is requested, or too much of it."""
+    """Return the constraint. Raises InvalidRequest if the message has none, or several."""
     name = pb.WhichOneof("kind")
     if name is None:
         kinds = ", ".join(kind.value for kind in ConstraintKind)
@@ -143,7 +143,6 @@ def prompt_logprobs_to_proto(logprobs: PromptLogprobs | None) -> common_pb2.Pack
 def prompt_logprobs_from_proto(
     pb: prefill_pb2.PrefillResponse | decode_pb2.RequestOutput,
 ) -> PromptLogprobs | None:
-    """Return the log-probabilities, or None where the message has none."""
     if not pb.HasField("prompt_logprobs"):
         return None
     try:
@@ -153,8 +152,7 @@ def prompt_logprobs_from_proto(
 
 
 def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
-    """Return the command. The receiver compares `pb.decode_generation` with its own; the command does not
-    carry it."""
+    """Return the command. It lacks `pb.decode_generation`, which the receiver compares with its own."""
     plan = convert.plan_from_proto(pb.plan)
     if plan is Plan.REMOTE and not pb.HasField("prefill"):
         raise ProtocolError("start.prefill is unset under plan remote")
@@ -214,8 +212,9 @@ def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput
 
 
 def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
-    """Return the output. The caller looks for `pb.error` first: an output that ends in an error is no
-    Output."""
+    """Return the output. The caller must check `pb.error` first: an output that ends in an error is no
+    Output.
+    """
     end = pb.WhichOneof("end")
     if end == "error":
         raise ProtocolError(f"request {pb.request_id} ended in an error: {pb.error.message}")
@@ -233,10 +232,10 @@ def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
 def prefill_request_to_proto(
     request: GenerationRequest, rendezvous: Rendezvous, traceparent: str = "", sampling: bytes | None = None
 ) -> prefill_pb2.PrefillRequest:
-    """Write the prefill leg of a decode rank's request.
+    """Return the prefill call of a decode rank's request.
 
-    `sampling` is what its router wrote, serialized, and goes on as it came, with fields of a newer router
-    that this rank does not know. Where it is None it is written of the request's values.
+    `sampling` is the serialized message of the router, which is passed on unchanged, with fields of a newer
+    router that this rank does not know. If it is None, the message is made of the request's values.
     """
     pb = message_of(
         prefill_pb2.PrefillRequest,
@@ -254,7 +253,9 @@ def prefill_request_to_proto(
 
 
 def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[GenerationRequest, Rendezvous]:
-    """Return the request, under plan remote, as no other plan calls prefill, and where the two ranks meet."""
+    """Return the request, under plan remote since no other plan calls prefill, and where the two ranks
+    meet.
+    """
     ids = tuple(pb.prompt_ids)
     prompt_len = len(ids) - pb.num_output_ids
     if prompt_len < 0:

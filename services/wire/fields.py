@@ -1,7 +1,7 @@
-"""Our values and messages have fields in common: these are copied by their names, and only the rest is said
-otherwise.
+"""Our values and messages have fields in common: these are copied by name, and only the others are
+translated.
 
-Messages and enums within a message are the rest: each has a translation of its own (convert.py).
+Messages and enums within a message belong to the others: each has a translation of its own (convert.py).
 """
 
 import math
@@ -23,11 +23,11 @@ _NOT_PLAIN = (FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_ENUM)
 
 @dataclass(frozen=True, slots=True)
 class SharedFields:
-    """The fields that a message and a dataclass both have are worked out once, for each of their kinds."""
+    """These are the fields that a message and a dataclass share, computed once for each pair of types."""
 
     all: tuple[str, ...]
     names: Mapping[FieldDescriptor, str]
-    unset: Mapping[str, Any]  # Fields that are not set have these values, but for optional ones.
+    unset: Mapping[str, Any]  # Unset fields have these values, except for optional ones.
     repeated: frozenset[str]
 
 
@@ -44,7 +44,9 @@ def shared_fields(kind: type[Any], message: Descriptor) -> SharedFields:
 
 
 def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Message:
-    """Return a `message` of the value; None leaves a field unset. `otherwise` gives the other fields."""
+    """Return a `message` with the value's fields; None leaves a field unset. `otherwise` has the other
+    fields.
+    """
     kind: type = type(value)
     names = shared_fields(kind, message.DESCRIPTOR).all
     made: _Message = message(**{n: getattr(value, n) for n in names if n not in otherwise}, **otherwise)
@@ -52,8 +54,9 @@ def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Mes
 
 
 def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
-    """Return a `kind` of the message. `otherwise` gives the other fields. Raises ProtocolError for a
-    number that is not finite."""
+    """Return a `kind` with the message's fields; `otherwise` has the others. Raises ProtocolError for a
+    number that is not finite.
+    """
     given = given_fields(kind, pb, but=otherwise)
     for name, value in given.items():
         if type(value) is float and not math.isfinite(value):
@@ -62,11 +65,10 @@ def value_of(kind: type[_Value], pb: Message, /, **otherwise: Any) -> _Value:
 
 
 def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the message's fields by name. An optional one that is unset is left out: the dataclass is the
-    only list of defaults."""
+    """Return the message's fields by name, without unset optional ones: only the dataclass has defaults."""
     shared = shared_fields(kind, pb.DESCRIPTOR)
     names, given = shared.names, dict(shared.unset)
-    for field, value in pb.ListFields():  # A few of dozens are set.
+    for field, value in pb.ListFields():  # Only a few of dozens are set.
         if (name := names.get(field)) is not None:
             given[name] = tuple(value) if name in shared.repeated else value
     for name in but:
@@ -75,8 +77,9 @@ def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[st
 
 
 def finite(field_name: str, value: float) -> float:
-    """Return `value`. Raises ProtocolError for a NaN or an infinity, which would slip through every later
-    comparison."""
+    """Return `value`. Raises ProtocolError for a NaN or an infinity, with which later comparisons would fail
+    silently.
+    """
     if not math.isfinite(value):
         raise ProtocolError(f"{field_name} must be finite, got {value!r}")
     return value

@@ -1,15 +1,15 @@
-"""Messages of the Generation service are handled without taking their token ids in one by one.
+"""This module handles messages of the Generation service without reading their token ids one by one.
 
-protobuf takes a repeated field in number by number: 100,000 ids take it 2 ms each time, and a message that
-holds them is packed once to learn its size and once to be sent. So token ids stay packed as protobuf packs
-them, and what is only forwarded stays bytes: varints, one after the other, in a field like a string's
-(https://protobuf.dev/programming-guides/encoding). A GenerateRequest is read with its prompt's ids apart:
+protobuf reads a repeated field number by number: 100,000 ids take 2 ms each time, and a message that contains
+them is packed once to find its size and once to be sent. So token ids stay packed as protobuf packs them, and
+what is only forwarded stays bytes: varints, one after the other, in a field like a string's
+(https://protobuf.dev/programming-guides/encoding). The ids of a GenerateRequest's prompt are read separately:
 
-    sampling | token_ids { 32,000 ids } | tenant      as it comes
+    sampling | token_ids { 32,000 ids } | tenant      as received
     sampling | token_ids {}             | tenant      read by protobuf
                            32,000 ids                 PackedIds
 
-What is not laid out so protobuf reads alone: two prompts, a field beside the ids that is not known.
+A message with another layout (two prompts, an unknown field beside the ids) is read by protobuf alone.
 """
 
 from array import array
@@ -21,16 +21,16 @@ import numpy as np
 
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse, TokenIds
 
-_MORE = 0x80  # All of a varint's bytes but the last have it.
-_MOST_BYTES = 5  # A varint below 2**32 has no more.
-_BEFORE = bytes(7)  # They stand in front of the first varint.
-LENGTH_DELIMITED = 2  # It is the wire type.
-_MANY_BYTES = 1 << 10  # From some hundred varints on numpy takes half of protobuf's time.
+_MORE = 0x80  # All bytes of a varint except the last have this bit.
+_MOST_BYTES = 5  # A varint below 2**32 has at most this many bytes.
+_BEFORE = bytes(7)  # These precede the first varint.
+LENGTH_DELIMITED = 2  # This is a wire type.
+_MANY_BYTES = 1 << 10  # From a few hundred varints on numpy takes half of protobuf's time.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedIds:
-    """The same ids stand twice: as `array("I")` and as varints."""
+    """It has the same ids twice: as `array("I")` and as varints."""
 
     ids: "array[int]"
     varints: bytes
@@ -41,27 +41,27 @@ class PackedIds:
 
     @classmethod
     def from_proto(cls, pb: TokenIds) -> Self:
-        """Return the message's ids. Fields of `pb` that we do not know are discarded."""
         pb.DiscardUnknownFields()
         varints = _payload(pb.SerializeToString())
-        # Out of a message protobuf hands over number by number, too.
+        # protobuf also returns the ids number by number.
         return cls(array("I", pb.ids), varints) if len(varints) < _MANY_BYTES else cls.from_varints(varints)
 
     @classmethod
     def from_varints(cls, varints: bytes) -> Self:
-        """Return the ids of at least one varint. Raises ValueError as `unpacked`."""
+        """Return the ids of at least one varint. Raises ValueError as `unpacked` does."""
         return cls(unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
-        """Return a message's field of that number, which is `repeated uint32` there: to be merged or
-        appended."""
+        """Return the ids as a message's field of that number, a `repeated uint32`, to be merged or
+        appended.
+        """
         return length_delimited(number, self.varints) if self.varints else b""
 
 
 def unpacked(varints: bytes) -> "array[int]":
     """Return the numbers of at least one varint, all below 2**32.
 
-    Raises ValueError where the last one is not whole, or one takes more than five bytes or bits than 32 has.
+    Raises ValueError if the last one is cut off, or if one has more than five bytes or 32 bits.
     """
     octets = np.frombuffer(_BEFORE + varints, np.uint8)
     ends = np.flatnonzero(octets[len(_BEFORE) :] < _MORE)
@@ -72,10 +72,10 @@ def unpacked(varints: bytes) -> "array[int]":
     if most_bytes > _MOST_BYTES:
         raise ValueError(f"a number takes {most_bytes} bytes")
     dtype = np.dtype("<u4" if most_bytes <= 4 else "<u8")
-    # Each byte is taken with those in front of it: a number's last byte has all of it, below it what is not
-    # its own.
+    # Each byte is read together with those before it: at a number's last byte such a window has the whole
+    # number, below it bytes that do not belong to it.
     windows = np.ndarray(len(varints), dtype, octets, len(_BEFORE) + 1 - dtype.itemsize, (1,))
-    # This is one copy: to gather what is not aligned takes longer.
+    # This makes one copy, since gathering unaligned values takes longer.
     windows = np.ascontiguousarray(windows).take(ends)
     windows >>= ((dtype.itemsize - num_bytes) * 8).astype(dtype)
     numbers = windows & 0x7F
@@ -92,7 +92,7 @@ def length_delimited(number: int, payload: bytes) -> bytes:
 
 
 def _payload(field: bytes) -> bytes:
-    """Return the payload of a message's one field, whose tag is a byte; it is empty where there is none."""
+    """Return the payload of a message's only field, whose tag is one byte; it is empty if there is none."""
     if not field:
         return b""
     length_end = next(at for at in range(1, len(field)) if field[at] < _MORE)
@@ -108,14 +108,12 @@ def _varint(number: int) -> bytes:
     return bytes(octets)
 
 
-_LEAST_APART_BYTES, _MOST_APART_BYTES = (
-    1 << 10,
-    4 << 20,
-)  # Between them it is less work, and takes little memory.
-_MOST_FIELDS = 32  # So many are looked through: we know of a dozen.
-_FIXED_BYTES = {1: 8, 5: 4}  # The key is the wire type.
+# Reading ids separately is less work from the first size on, and takes little memory up to the second.
+_LEAST_APART_BYTES, _MOST_APART_BYTES = 1 << 10, 4 << 20
+_MOST_FIELDS = 32  # At most this many fields are read; we know a dozen.
+_FIXED_BYTES = {1: 8, 5: 4}  # The keys are wire types.
 _VARINT = 0
-_MOST_VARINT_BYTES = 10  # A number of 64 bits has no more.
+_MOST_VARINT_BYTES = 10  # A number of 64 bits has at most this many bytes.
 
 _PROMPTS = {field.number for field in GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"].fields}
 _TOKEN_IDS = GenerateRequest.TOKEN_IDS_FIELD_NUMBER
@@ -123,8 +121,7 @@ _IDS = TokenIds.IDS_FIELD_NUMBER
 
 
 class ReadRequest(NamedTuple):
-    """`ids` are those of `request.token_ids`, which is empty then; where it is None, the ids are in the
-    request, if there are any."""
+    """`ids` are those of `request.token_ids`, which is then empty; if None, any ids are in the request."""
 
     request: GenerateRequest
     ids: PackedIds | None
@@ -139,11 +136,10 @@ class _Field(NamedTuple):
 
 
 def read_request(message: bytes) -> ReadRequest:
-    """Return the request. Raises google.protobuf.message.DecodeError."""
     if _LEAST_APART_BYTES <= len(message) <= _MOST_APART_BYTES:
         try:
             read = _read_apart(message)
-        except (IndexError, ValueError):  # It breaks off, or is not written as we write it: protobuf knows.
+        except (IndexError, ValueError):  # The message is cut off or has another layout: protobuf decides.
             read = None
         if read is not None:
             return read
@@ -186,7 +182,6 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number, and where it ends. Raises ValueError, IndexError."""
     number = 0
     for shift in range(0, 7 * _MOST_VARINT_BYTES, 7):
         octet = message[at]
@@ -206,13 +201,13 @@ class JoinedResponses:
     def add(self, response: GenerateResponse) -> None:
         self._texts.append(response.text)
         self._reasonings.append(response.reasoning)
-        self._joined.MergeFrom(response)  # The lists grow; texts and finish are replaced.
+        self._joined.MergeFrom(response)  # This appends to the lists, and replaces texts and finish.
 
     @property
     def has_finished(self) -> bool:
         return bool(self._joined.HasField("finish"))
 
     def whole(self) -> GenerateResponse:
-        """Return all in one. It may be called once, when all have come."""
+        """Return all responses in one. Call it once, after the last one."""
         self._joined.text, self._joined.reasoning = "".join(self._texts), "".join(self._reasonings)
         return self._joined
