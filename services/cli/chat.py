@@ -1,7 +1,7 @@
 """`isthmus chat` talks to a model, and shows what the cluster does for each turn.
 
- a turn --Ctrl-C--> Abort to the router; the answer ends with the text that it has so far
-        --again---> the call is cancelled, and the turn is dropped
+a turn --Ctrl-C--> Abort to the router; the answer ends with the text that it has so far
+       --again---> the call is cancelled, and the turn is dropped
 
 Lines that begin with a slash are commands to the chat itself.
 """

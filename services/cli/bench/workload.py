@@ -4,8 +4,8 @@ loops.
 A session is a conversation of one or more turns; each turn adds tokens to the conversation, and requests an
 answer of a given length.
 
- closed loop   runs a fixed number of sessions at a time, and starts the next one when one ends
- open loop     starts each session at its time, whatever still runs; `concurrency` limits how many run
+closed loop   runs a fixed number of sessions at a time, and starts the next one when one ends
+open loop     starts each session at its time, whatever still runs; `concurrency` limits how many run
 """
 
 import asyncio

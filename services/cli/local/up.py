@@ -1,10 +1,10 @@
 """`isthmus up` runs a cluster on this machine until Ctrl-C.
 
- Ctrl-C, SIGTERM      running requests may end within --grace-s; then everything is stopped, exit code 0
- a process ends       it is started again, as a worker's supervisor does with ranks
- memory is short      nothing is started, or all is stopped again: exit code 75; 78 if no retry can help
- a second one         everything is killed at once, exit code 130
- standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
+Ctrl-C, SIGTERM      running requests may end within --grace-s; then everything is stopped, exit code 0
+a process ends       it is started again, as a worker's supervisor does with ranks
+memory is short      nothing is started, or all is stopped again: exit code 75; 78 if no retry can help
+a second one         everything is killed at once, exit code 130
+standard error gone  (`up 2>&1 | head`) as the first Ctrl-C
 
 On a terminal it shows the steps until all is ready, then the services' log in short lines. Before that it
 shows only warnings and errors of the log, and lines that are not in our format.

@@ -1,9 +1,9 @@
 """This module has the chat templates of made models, their markers, and the texts that such models like to
 write.
 
- plain     roles and contents
- tools     also tools, calls and results, in the words of Hermes' template
- thinking  like tools, and each answer begins within thinking, unless enable_thinking is false
+plain     roles and contents
+tools     also tools, calls and results, in the words of Hermes' template
+thinking  like tools, and each answer begins within thinking, unless enable_thinking is false
 """
 
 from collections.abc import Mapping
