@@ -7,6 +7,8 @@
                                                                       |\\-> rest --> close
                                                                       \\--> quarantine --> end_quarantine
 
+    grant:     of a checkpoint's units, which others read --> close
+
 Rule 1: for each open sequence so much of each pool is set aside as it takes to go on by a token, wherever it
         is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
         gets what it needs: checkpoints are evicted for it, then what others have saved, never a sequence.
@@ -133,8 +135,8 @@ class CarriedCache:
         A sequence that computes counts as two beside others that go on: without checkpoints each would
         compute all.
         """
-        going_on = [seq for seq in self._sequences if not seq.rests]
-        count = 1 + (computes and bool(going_on)) + sum(1 + seq.computes for seq in going_on)
+        going_on = any(not seq.rests for seq in self._sequences)
+        count = 1 + (computes and going_on) + self._set_aside_for()
         return all(pool.has_room(count, self._resting_units(pool)) for pool in self._pools)
 
     def resumable(self, node: Node | None, matched: int) -> int:
@@ -164,15 +166,41 @@ class CarriedCache:
             self.points.evict()
         return seq
 
-    def receive(self, prompt_len: int) -> SequenceCarried:
-        """Begin a sequence whose tails and state at `prompt_len` somebody else writes."""
-        seq = SequenceCarried(prompt_len, None, [], computes=False)
+    def receive(self, position: int, *, computes: bool = False) -> SequenceCarried:
+        """Begin a sequence whose tails and state at `position` somebody else writes."""
+        seq = SequenceCarried(position, None, [], computes=computes)
         for pool in self._windowed:
-            pages = tail_pages(pool.group, prompt_len, self._page_size)
-            seq.tails.append(Tail(self._first_page(pool, prompt_len), self._take(pool, len(pages))))
+            pages = tail_pages(pool.group, position, self._page_size)
+            seq.tails.append(Tail(self._first_page(pool, position), self._take(pool, len(pages))))
         if self._recurrent is not None:
             seq.slot = self._take(self._recurrent, 1)[0]
         return self._opened(seq)
+
+    def grant(self, node: Node | None, matched: int) -> SequenceCarried | None:
+        """Hold what the deepest checkpoint down to `node` holds, for others to read.
+
+        Returns None, and holds nothing, where there is none, or Rule 1 would not hold beside it.
+        """
+        if not self._pools:
+            return self._opened(SequenceCarried(matched, None, [], computes=False, rests=True))
+        point, count = self.points.deepest(node), self._set_aside_for()
+        if point is None:
+            return None
+        for pool in self._pools:
+            resting = self._resting_units(pool) + len(self._units_of_point(pool, point))
+            if not pool.has_room(count, resting):
+                return None
+        self.points.use(node)
+        seq = self._opened(SequenceCarried(point.position, point.slot, [], computes=False, rests=True))
+        for pool, pages in zip(self._windowed, point.tails, strict=True):
+            seq.tails.append(Tail(self._first_page(pool, point.position), list(pages)))
+        self._hold(point.tails)
+        if self._recurrent is not None and point.slot is not None:
+            self._recurrent.units.share([point.slot])
+        return seq
+
+    def hold_nothing(self) -> SequenceCarried:
+        return self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed], rests=True))
 
     def advance(self, seq: SequenceCarried, node: Node | None) -> bool:
         """Jump to a checkpoint beyond `seq.position`, if there is one down to `node`.
@@ -356,6 +384,10 @@ class CarriedCache:
         taken = (max(len(o.tails[place].pages), 0 if o.rests else pool.of_sequence) for o in others)
         return pool.units.num_units - sum(taken)
 
+    def _set_aside_for(self) -> int:
+        """Return for how many sequences units are set aside: one that computes counts as two."""
+        return sum(1 + seq.computes for seq in self._sequences if not seq.rests)
+
     def _resting_units(self, pool: _Pool) -> int:
         return sum(len(self._units_of_sequence(pool, seq)) for seq in self._sequences if seq.rests)
 
@@ -368,6 +400,7 @@ class CarriedCache:
         evicted."""
         if self._make_room(pool, 1, spared=point) or point is None or point.slot is None:
             return pool.units.take(1)[0]
+        assert pool.units.holders_of(point.slot) == 1, "what is granted is spared by Rule 1"
         pool.units.share([point.slot])
         return point.slot
 

@@ -1,4 +1,5 @@
-"""The two ends of a transfer are tables: decode's reservation and prefill's room.
+"""The two ends of a transfer are tables: decode's reservation and prefill's room. So is a pull, which asks
+for one.
 
 Prefill writes KV straight into decode's pages, so decode may not reuse a page merely because the client
 left: it must first know that the writer has stopped.
@@ -39,6 +40,19 @@ A room, on the prefill rank; ticket and request come in either order:
     From NEW, TICKETED, REQUESTED or ABANDONED an abort is acknowledged at once and ends the room.
     A ticket whose delta starts too late is sent back: NEW and REQUESTED go on waiting for a better one.
     A room that is over hears only what does not know that: tickets, requests, aborts.
+
+A pull, on the rank that is to compute a prompt and has been told of a source; its ticket has a reservation,
+too, and on the source there is a room, whose request is the source's own:
+
+    ASKED --granted--> FILLING --landed--> OVER: what landed is published, the rest is computed
+      |                 |    |
+      |                 |    | late, doubted           OVER: all is computed, on other pages
+      | refused, late   |    v                          ^
+      v         stopped |   STOPPING --late-------------+
+    OVER: all is <------+----+ stopped
+    computed
+
+    Whatever comes of it, the sequence computes: a source costs time, and no request.
 
 Rule 1: every transition is in a table; the shell performs the effects in order and decides nothing.
 Rule 2: no clocks here. A deadline, a lease and a fence are the shell's, and arrive as events.
@@ -120,6 +134,32 @@ class RoomEffect(Enum):
     SEND_FAILED = auto()
     SEND_ABORT_ACK = auto()
     FAIL_REQUEST = auto()  # End the Prefill call with an error, if it has no answer yet.
+
+
+class PullState(Enum):
+    ASKED = auto()  # Pages are reserved, and no ticket has left: nobody writes.
+    FILLING = auto()  # The ticket has left; the source may be writing the pages.
+    STOPPING = auto()  # It is given up, and the source's word on that is awaited for a moment.
+    OVER = auto()
+
+
+class PullEvent(Enum):
+    GRANTED = auto()
+    REFUSED = auto()  # The source said so, or cannot be reached, or its stream ended.
+    LATE = auto()  # What is awaited has not come in time.
+    LANDED = auto()  # All is in the pages, and has been checked.
+    STOPPED = auto()  # It did not land, or not as it was written; no byte comes any more.
+    DOUBTED = auto()  # The stream ended, or a write's end is not known: bytes may come.
+    CANCELLED = auto()  # The request is over.
+
+
+class PullEffect(Enum):
+    SEND_TICKET = auto()
+    END_GRANT = auto()  # The source is told that no ticket comes, where it can be.
+    GIVE_UP = auto()  # The ticket's reservation is given up.
+    PUBLISH = auto()
+    SET_ASIDE = auto()  # The pages go into quarantine until the reservation is over; the sequence lacks them.
+    COMPUTE = auto()
 
 
 _S, _E, _F = ReservationState, ReservationEvent, ReservationEffect
@@ -215,6 +255,31 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
 ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # No request is in it, and nothing is written or read.
 
 
+_P, _W, _Y = PullState, PullEvent, PullEffect
+
+PULL: Mapping[tuple[PullState, PullEvent], tuple[PullState, tuple[PullEffect, ...]]] = {
+    (_P.ASKED, _W.GRANTED): (_P.FILLING, (_Y.SEND_TICKET,)),
+    (_P.ASKED, _W.REFUSED): (_P.OVER, (_Y.COMPUTE,)),
+    (_P.ASKED, _W.LATE): (_P.OVER, (_Y.END_GRANT, _Y.COMPUTE)),
+    (_P.ASKED, _W.CANCELLED): (_P.OVER, (_Y.END_GRANT,)),
+    (_P.FILLING, _W.LANDED): (_P.OVER, (_Y.PUBLISH,)),
+    (_P.FILLING, _W.STOPPED): (_P.OVER, (_Y.COMPUTE,)),
+    (_P.FILLING, _W.LATE): (_P.STOPPING, (_Y.GIVE_UP,)),
+    (_P.FILLING, _W.DOUBTED): (_P.STOPPING, (_Y.GIVE_UP,)),
+    (_P.FILLING, _W.CANCELLED): (_P.OVER, (_Y.GIVE_UP, _Y.SET_ASIDE)),
+    (_P.STOPPING, _W.STOPPED): (_P.OVER, (_Y.COMPUTE,)),
+    (_P.STOPPING, _W.LATE): (_P.OVER, (_Y.SET_ASIDE, _Y.COMPUTE)),
+    (_P.STOPPING, _W.CANCELLED): (_P.OVER, (_Y.SET_ASIDE,)),
+    # A grant or a refusal that comes late, or twice, changes nothing: the source has been told, or its room
+    # ends with the stream.
+    (_P.FILLING, _W.GRANTED): (_P.FILLING, ()),
+    (_P.STOPPING, _W.GRANTED): (_P.STOPPING, ()),
+    (_P.OVER, _W.GRANTED): (_P.OVER, ()),
+    (_P.OVER, _W.REFUSED): (_P.OVER, ()),
+    (_P.OVER, _W.CANCELLED): (_P.OVER, ()),
+}
+
+
 def step_reservation(
     state: ReservationState, event: ReservationEvent
 ) -> tuple[ReservationState, tuple[ReservationEffect, ...]]:
@@ -238,6 +303,11 @@ def expects_ticket(state: RoomState) -> bool:
 def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:
     """Return the next state of a room, and its effects, as step_reservation does."""
     return _look_up(ROOM, state, event)
+
+
+def step_pull(state: PullState, event: PullEvent) -> tuple[PullState, tuple[PullEffect, ...]]:
+    """Return the next state of a pull, and its effects, as step_reservation does."""
+    return _look_up(PULL, state, event)
 
 
 _State = TypeVar("_State", bound=Enum)

@@ -2,11 +2,11 @@
 
     page:      free --extend--> private --publish--> locked --close--> cached --evicted--> free
                                   |  \\                  \\<--open (matched)--/
-                            close |   \\--quarantine--> quarantined --end_quarantine--> free
+                            close |   \\--quarantine, set_aside--> quarantined --end_quarantine--> free
                                   v
                                 free
 
-    sequence:  open --> extend, publish, adopt (any number of times) --> close
+    sequence:  open --> extend, publish, adopt, set_aside (any number of times) --> close
                                                               \\-> quarantine --> end_quarantine
 
 Rule 1: every page is in exactly one of these places; `check` walks them all.
@@ -289,6 +289,25 @@ class PrefixCache:
         sequence.quarantined = self._let_go(sequence)
         sequence.hold = Hold.QUARANTINED
         self._quarantined_pages += len(sequence.quarantined)
+
+    def set_aside(self, sequence: SequencePages, num_pages: int) -> SequencePages:
+        """Cut its private pages behind the first `num_pages` out of its table: a writer may still write them.
+
+        The sequence goes on without them. `end_quarantine` of what is returned frees them.
+
+        Raises:
+            ProtocolError: the sequence is not open, or has published one of them.
+        """
+        self._require(sequence, Hold.OPEN, "set pages aside of")
+        if num_pages < sequence.num_published:
+            raise ProtocolError(f"page {num_pages} of {sequence} is published")
+        cut = sequence.pages[num_pages:]
+        del sequence.pages[num_pages:]
+        self._private_pages -= len(cut)
+        self._quarantined_pages += len(cut)
+        aside = SequencePages([], 0, None, 0, hold=Hold.QUARANTINED, quarantined=cut)
+        self._sequences.add(aside)
+        return aside
 
     def end_quarantine(self, sequence: SequencePages) -> None:
         """Free the quarantined pages: the writer is known to have stopped.

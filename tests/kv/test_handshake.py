@@ -5,10 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.kv.handshake import (
+    PULL,
     RESERVATION,
     RESERVATION_OVER,
     ROOM,
     ROOM_OVER,
+    PullEffect,
+    PullEvent,
+    PullState,
     ReservationEffect,
     ReservationEvent,
     ReservationState,
@@ -16,6 +20,7 @@ from services.kv.handshake import (
     RoomEvent,
     RoomState,
     may_expire,
+    step_pull,
     step_reservation,
     step_room,
 )
@@ -284,3 +289,219 @@ def test_whatever_the_order_both_ranks_come_to_an_end_and_agree(data):
     # A request whose ticket was lost with the stream, or never sent, waits for its deadline.
     assert ranks.room in (*ROOM_OVER, RoomState.REQUESTED) and not ranks.posted
     assert ranks.reservation is ReservationState.STOPPED and ranks.quarantines == 0
+
+
+USES = {PullEffect.PUBLISH, PullEffect.COMPUTE}
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(PullEvent), max_size=8))
+def test_a_pull_ends_in_one_way_and_its_pages_are_used_once(events):
+    state, effects = PullState.ASKED, []
+    for event in events:
+        before = state
+        try:
+            state, new_effects = step_pull(state, event)
+        except ProtocolError:
+            assert (state, event) not in PULL
+            continue
+        assert not (before is PullState.OVER and new_effects)
+        effects += new_effects
+    assert len(USES.intersection(effects)) <= 1 and len(effects) == len(set(effects))
+    asked_only = PullEffect.SEND_TICKET not in effects
+    given_up = PullEffect.GIVE_UP in effects
+    assert (PullEffect.SET_ASIDE in effects) <= given_up <= (not asked_only)
+    if state is PullState.OVER and PullEvent.CANCELLED not in events:
+        assert USES.intersection(effects), "the sequence waits for ever"
+
+
+@pytest.mark.parametrize("state", PullState)
+def test_a_pull_may_be_cancelled_and_granted_at_any_time(state):
+    assert {(state, PullEvent.CANCELLED), (state, PullEvent.GRANTED)} <= set(PULL)
+
+
+class PullerAndHolder:
+    """All three tables: a pull and its reservation, the holder's room, an ordered stream between them.
+
+    The holder's engine grants some time after it was asked. A request and a grant may come twice.
+    """
+
+    def __init__(self, refuses=False, doubled=False):
+        self.pull, self.reservation, self.room = PullState.ASKED, None, RoomState.NEW
+        self.to_holder = deque(["request"] * (1 + doubled))
+        self.to_puller = deque()
+        self.engine = deque()  # what the holder's engine is asked for
+        self.refuses = refuses
+        self.locked = self.granted = False
+        self.posted = self.stopping = False
+        self.pages = "reserved"
+        self.linked, self.losses = True, 0
+        self.unheard = True  # no word on the ticket was heard
+
+    # -- the puller -----------------------------------------------------------------------------------
+
+    def step(self, event):
+        self.pull, effects = step_pull(self.pull, event)
+        if event is PullEvent.CANCELLED and PullEffect.SET_ASIDE not in effects and self.pages == "reserved":
+            self.use("freed")
+        for effect in effects:
+            match effect:
+                case PullEffect.SEND_TICKET:
+                    self.reservation = ReservationState.FILLING
+                    self.to_holder.append("ticket")
+                case PullEffect.END_GRANT if self.linked:
+                    self.to_holder.append("abort")
+                case PullEffect.GIVE_UP:
+                    self.reserve(ReservationEvent.GIVEN_UP)
+                case PullEffect.PUBLISH:
+                    self.use("published")
+                case PullEffect.COMPUTE if self.pages == "reserved":
+                    self.use("computed")
+                case PullEffect.SET_ASIDE:
+                    self.pages = "aside"
+                    self.look_at_what_is_aside()
+
+    def use(self, how):
+        assert not self.may_be_written, f"pages are {how} under a writer"
+        self.pages = how
+
+    @property
+    def may_be_written(self):
+        return self.posted or "ticket" in self.to_holder
+
+    def reserve(self, event):
+        self.reservation, effects = step_reservation(self.reservation, event)
+        for effect in effects:
+            if effect is ReservationEffect.SEND_ABORT and self.linked:
+                self.to_holder.append("abort")
+        self.look_at_what_is_aside()
+
+    def look_at_what_is_aside(self):
+        if self.pages == "aside" and self.reservation in RESERVATION_OVER:
+            self.use("freed")
+
+    def hear(self):
+        word = self.to_puller.popleft()
+        if word == "grant":
+            self.step(PullEvent.GRANTED)
+        elif self.reservation is None:  # Of a room that no ticket was sent for; an ack tells nothing.
+            if word == "refused" and self.pull is PullState.ASKED:
+                self.step(PullEvent.REFUSED)
+        elif self.reservation not in RESERVATION_OVER:
+            landed = word is ReservationEvent.PAGES_LANDED
+            self.reserve(word)
+            if self.pull in (PullState.FILLING, PullState.STOPPING):
+                fits = landed and self.pull is PullState.FILLING
+                self.step(PullEvent.LANDED if fits else PullEvent.STOPPED)
+
+    def lose(self):
+        self.linked, self.losses = False, self.losses + 1
+        self.to_holder.clear()
+        self.to_puller.clear()
+        if self.pull is PullState.ASKED:
+            self.step(PullEvent.REFUSED)
+        elif self.reservation not in (None, *RESERVATION_OVER):
+            self.reserve(ReservationEvent.LINK_LOST)
+            if self.pull is PullState.FILLING:
+                self.step(PullEvent.DOUBTED)
+        if (self.room, RoomEvent.LINK_LOST) in ROOM:
+            self.hold(RoomEvent.LINK_LOST)
+
+    def link(self):
+        self.linked = True
+        self.reserve(ReservationEvent.LINKED)
+
+    # -- the holder -----------------------------------------------------------------------------------
+
+    def take(self):
+        match self.to_holder.popleft():
+            case "request":
+                self.engine.append("request")
+            case "ticket":
+                self.hold(RoomEvent.TICKET)
+            case "abort":
+                self.hold(RoomEvent.ABORT)
+
+    def grant(self):
+        self.engine.popleft()
+        if self.refuses:
+            if self.linked:
+                self.to_puller.append("refused")
+        elif not self.granted:
+            self.granted = self.locked = True
+            self.hold(RoomEvent.REQUEST)
+            if self.room is RoomState.REQUESTED:
+                if self.linked:
+                    self.to_puller += ["grant", "grant"]
+                else:
+                    self.hold(RoomEvent.LINK_LOST)
+
+    def hold(self, event):
+        if event is RoomEvent.TICKET and (self.room, event) not in ROOM:
+            event = RoomEvent.WRONG_TICKET
+        self.room, effects = step_room(self.room, event)
+        if event in NONE_POSTED:
+            self.posted = self.stopping = False
+        for effect in effects:
+            if effect is RoomEffect.START_WRITES:
+                assert self.locked, "what is read is not locked"
+                assert self.pages in ("reserved", "aside"), f"pages that are {self.pages} are written"
+                self.posted = True
+            if effect is RoomEffect.STOP_WRITES:
+                self.stopping = True
+            if effect in HEARD_OF_A_TICKET and self.linked:
+                self.to_puller.append(HEARD_OF_A_TICKET[effect])
+        if self.room in ROOM_OVER:
+            assert not self.posted
+            self.locked = False
+
+    # -- what may happen --------------------------------------------------------------------------------
+
+    def moves(self):
+        moves = []
+        if self.to_holder:
+            moves.append(self.take)
+        if self.engine:
+            moves.append(self.grant)
+        if self.to_puller:
+            moves.append(self.hear)
+        if self.posted:
+            end = RoomEvent.WRITES_STOPPED if self.stopping else RoomEvent.LANDED
+            moves.append(lambda: self.hold(end))
+        quiet = not (self.to_holder or self.to_puller) and self.pull is not PullState.ASKED
+        if self.room is RoomState.REQUESTED and quiet:
+            moves.append(lambda: self.hold(RoomEvent.FAILED))  # No ticket came in time.
+        if self.reservation is ReservationState.SOUGHT and not self.linked:
+            moves.append(self.link)
+        if self.pull is PullState.STOPPING and not moves:
+            moves.append(lambda: self.step(PullEvent.LATE))
+        return moves
+
+    def faults(self):
+        faults = []
+        if self.pull is not PullState.OVER:
+            faults.append(lambda: self.step(PullEvent.CANCELLED))
+            faults.append(lambda: self.step(PullEvent.LATE))
+        if self.linked and self.losses < 2:
+            faults.append(self.lose)
+        if self.room in (RoomState.REQUESTED, RoomState.WRITING):
+            faults.append(lambda: self.hold(RoomEvent.FAILED))
+        return faults
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_the_order_a_pull_ends_and_nothing_is_used_under_a_writer(data):
+    ranks = PullerAndHolder(data.draw(st.booleans(), "refuses"), data.draw(st.booleans(), "doubled"))
+    for _ in range(data.draw(st.integers(0, 12), label="steps before the faults end")):
+        goes_well = data.draw(st.integers(0, 3)) and ranks.moves()
+        if moves := goes_well or ranks.faults():
+            data.draw(st.sampled_from(moves))()
+    while moves := ranks.moves():
+        data.draw(st.sampled_from(moves))()
+    if ranks.pull is PullState.ASKED:  # Whoever has said all that there is to say was not heard.
+        ranks.step(PullEvent.LATE)
+        while moves := ranks.moves():
+            data.draw(st.sampled_from(moves))()
+    assert ranks.pull is PullState.OVER and ranks.pages in ("published", "computed", "freed")
+    assert not (ranks.posted or ranks.locked) and ranks.room in (RoomState.NEW, *ROOM_OVER)
