@@ -48,8 +48,8 @@ Every router and every rank serves `/metrics` on a port of its own (`--metrics-p
 format or, if asked, in OpenMetrics with exemplars (the `trace_id` of a recorded trace). Every sample has the
 labels `isthmus_cluster`, `role` (`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and
 `model`, the name that is served. If a router reports of a rank, `role`, `worker` and `rank` are that rank's.
-A router serves its metrics at `/metrics` of its HTTP port, too, behind API keys if there are any, but not to a
-tenant's key. No request, conversation, tenant or error text is ever a label.
+A router serves its metrics at `/metrics` of its HTTP port, too, behind API keys if there are any, but not to
+a tenant's key. No request, conversation, tenant or error text is ever a label.
 
 With engine sglang a rank's page also has SGLang's own metrics (`sglang:...`), and
 `isthmus_sglang_metrics_up`, 0 if SGLang could not be asked. `gen_ai_server_...` follow OpenTelemetry's

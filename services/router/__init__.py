@@ -1,1 +1,1 @@
-"""The service that clients meet: tokenizes, places, streams."""
+"""The router serves clients: it tokenizes their prompts, chooses ranks and streams the answers."""

@@ -1,4 +1,4 @@
-"""`python -m services.router`: one router. Any number of them share a cluster."""
+"""`python -m services.router` runs one router. Any number of routers share a cluster."""
 
 import asyncio
 import logging
@@ -36,14 +36,14 @@ def main() -> None:
 
 
 def _do_without_torch() -> None:
-    """transformers imports torch wherever it is installed; its tokenizers, all that a router wants, do not
-    need it. None in a module's place says that there is none (Python's reference, the module cache)."""
+    """Keep transformers from importing torch, which its tokenizers do not need. A None in sys.modules means
+    that a module does not exist (Python's reference, the module cache)."""
     sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn of that
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # It would warn that torch is missing.
 
 
 async def _run(config: RouterConfig, name: str) -> None:
-    """Run the router until SIGTERM, or until it cannot go on."""
+    """Run the router until SIGTERM, or until it fails."""
     stopping, lifecycle, notifier = signals.stop_on_signals(), Lifecycle("the router"), Notifier()
     poller.start()
 
@@ -58,14 +58,14 @@ async def _run(config: RouterConfig, name: str) -> None:
         open_router(config, name, stopping, waits) as router,
     ):
         if not stopping.is_set():
-            _tell_ready(config, router)
+            _log_ready(config, router)
             lifecycle.enter(ProcessPhase.SERVING)
             notifier.serves()
         await _serve_until_stopped(router, stopping, lifecycle, config.grace_s)
     log_lines.event(log, "router_stopped")
 
 
-def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
+def _log_ready(config: RouterConfig, router: OpenRouter) -> None:
     log_lines.event(
         log,
         "router_ready",
@@ -78,7 +78,6 @@ def _tell_ready(config: RouterConfig, router: OpenRouter) -> None:
 async def _serve_until_stopped(
     router: OpenRouter, stopping: asyncio.Event, lifecycle: Lifecycle, grace_s: float
 ) -> None:
-    """Give both doors the same grace."""
     watchdog = asyncio.create_task(pass_on(router.failed, stopping))
 
     async def stop_http() -> None:

@@ -1,18 +1,18 @@
-"""The keys of those who may use a router stand in a file, and gRPC's door asks for one; HTTP's door is in
+"""The keys of a router's clients are in a file. The gRPC service requires one here, and HTTP in
 http/middleware.py.
 
-    Authorization: Bearer KEY    in the file  -> let in, as what the key is good for (callers.py)
+    Authorization: Bearer KEY    in the file  -> accepted, as the caller of this key (callers.py)
                                  otherwise    -> Unauthenticated, counted and logged (KeyRefusals)
 
-A line of the file is a key, and behind it what it is good for:
+A line of the file is a key and its permissions:
 
-    s3cret-of-everybody                      names whatever tenant it likes, as its requests do
-    s3cret-of-acme     tenant=acme           its requests are acme's, and it watches acme's alone
-    s3cret-of-ours     operator              may watch everybody's
+    s3cret-of-everybody                      Its requests may name any tenant.
+    s3cret-of-acme     tenant=acme           Its requests are acme's, and it watches only acme's.
+    s3cret-of-ours     operator              It may watch everybody's requests.
 
-The file is read again when it has changed. One that is gone, cannot be read or holds no key lets nobody in: a
-key that was taken out of it must not go on working. So a new file is moved into the old one's place, as the
-kubelet does; who writes into it refuses everybody for that moment.
+The file is read again when it changes. If it is gone, unreadable or has no key, nobody is accepted: a key
+that was removed must stop working. So replace the file by moving a new one into its place, as the kubelet
+does; writing into it refuses everybody for a moment.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ NO_KEY = "no API key was given; send it as `Authorization: Bearer KEY`"
 WRONG_KEY = "the API key is not one of this server's"
 REASONS = {NO_KEY: "no_key", WRONG_KEY: "wrong_key"}
 FRONTS = ("http", "grpc")
-_LOG_EVERY_S = 10.0  # Who guesses keys must not fill the log.
+_LOG_EVERY_S = 10.0  # Somebody who guesses keys must not fill the log.
 
 
 class KeyRefusals:
-    """Counts and logs one router's refusals. No key is reported, neither a right nor a wrong one."""
+    """This counts and logs a router's refusals. It never reports a key, right or wrong."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class KeyRefusals:
     ) -> None:
         self._count = count
         self._clock = clock
-        self._logged_s: float | None = None  # It is when one was logged last.
+        self._logged_s: float | None = None  # This is the time of the last log line.
         self._unlogged = 0
 
     def note(self, front: str, peer: str, error: Unauthenticated) -> None:
-        """Count a refusal. `peer` is the address that asked; behind a proxy it is the proxy's."""
+        """Count a refusal. `peer` is the client's address, or its proxy's."""
         reason = REASONS[str(error)]
         self._count(front, reason)
         now = self._clock()
@@ -81,8 +81,8 @@ _OPERATOR = "operator"
 
 
 def read_keys(text: str) -> Mapping[bytes, Caller]:
-    """Return what each key is good for, by its digest. Raises ConfigError, which names the line and tells
-    no key."""
+    """Return the caller of each key, by the key's digest. Raises ConfigError, which names the line but not
+    the key."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not (words := line.split()):
@@ -94,8 +94,8 @@ def read_keys(text: str) -> Mapping[bytes, Caller]:
 
 
 def num_unbound(callers: Collection[Caller]) -> int:
-    """Return how many keys may act as whichever tenant, though others of the file belong to one: that is
-    an oversight, most often. An operator's key is meant to."""
+    """Return how many keys may act as any tenant while others in the file belong to one, which is mostly an
+    oversight. Operators' keys do not count, as they are meant to."""
     if all(caller.tenant is None for caller in callers):
         return 0
     return sum(caller.tenant is None and not caller.is_operator for caller in callers)
@@ -121,18 +121,18 @@ _OPEN = f"/{health.SERVICE_NAME}/"
 
 
 class ApiKeys:
-    """Raises ConfigError when the file cannot be read, or understood, or holds no key. It is ASCII."""
+    """The constructor raises ConfigError when the file cannot be read or parsed, or has no key. The file
+    is ASCII."""
 
     def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
         self.refusals = refusals or KeyRefusals()
         self._path = path
-        self._stamp: _Stamp | None = _stamp(path)  # It is of what was read; None has it read again.
-        self._callers = _read(path)  # They stand by their keys' digests.
-        self._problem = ""  # It says why there is no key.
+        self._stamp: _Stamp | None = _stamp(path)  # With None the file is read again.
+        self._callers = _read(path)  # The keys are digests.
+        self._problem = ""  # This says why no key is valid.
 
     def check(self, authorization: str | None) -> Caller:
-        """Return whose key it is. That takes the same time for every key that is wrong. Raises
-        Unauthenticated."""
+        """Return the key's caller, in the same time for all wrong keys. Raises Unauthenticated."""
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -168,7 +168,6 @@ class ApiKeys:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Return what tells one content of the file from another; None where there is none to be seen."""
     try:
         status = os.stat(path)
     except OSError:
@@ -198,7 +197,8 @@ def _read(path: Path) -> Mapping[bytes, Caller]:
 
 
 class GrpcDoor(grpc.aio.ServerInterceptor):
-    """Asks every call for a key, in the metadata `authorization`, but for health checks: probes have none."""
+    """This interceptor requires a key in the metadata `authorization`, except for health checks, whose probes
+    have none."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -215,14 +215,14 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             caller = self._keys.check(shown)
         except Unauthenticated as error:
             return _refusing(error, self._keys.refusals)
-        enter(caller)  # It comes before the message is read, by what stands around this door, in this task.
+        enter(caller)  # The interceptors around this one read the message later, in this task.
         handler = await continuation(handler_call_details)
         return None if handler is None else _as(caller, partial(self._keys.is_good, shown, caller), handler)
 
 
 def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """Return a handler in whose calls `callers.current` is the caller. Its behavior is a coroutine, but
-    for reflection's, which streams both ways and asks for no caller."""
+    """Return a handler in whose calls `callers.current` is the caller. All behaviors are coroutines but
+    reflection's, which streams both ways and needs no caller."""
     if handler.request_streaming:
         return handler
     answers = "stream" if handler.response_streaming else "unary"
@@ -237,7 +237,7 @@ def _as(caller: Caller, is_good: Callable[[], bool], handler: grpc.RpcMethodHand
 
 
 def _refusing(error: Unauthenticated, refusals: KeyRefusals) -> grpc.RpcMethodHandler:
-    """Return a handler that takes messages and asks for none: what is refused by its head is not read."""
+    """Return a handler that never reads the messages of a refused call."""
 
     async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> NoReturn:
         refusals.note("grpc", context.peer(), error)

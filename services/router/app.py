@@ -1,4 +1,4 @@
-"""This module puts a router together: mirror, pins, streams to the ranks, the gRPC and the HTTP door."""
+"""This module assembles a router: mirror, pins, streams to the ranks, and the gRPC and HTTP front ends."""
 
 import asyncio
 import contextlib
@@ -92,11 +92,10 @@ async def open_router(
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRouter]:
-    """Open a router for as long as the context lasts: it is open once it knows the ranks, or `stopping` is
+    """Open a router for as long as the context lasts. It is open once it knows the ranks, or `stopping` is
     set. `waits` is called when only etcd is missing.
 
-    Raises:
-        ConfigError: it cannot serve as it is configured.
+    Raises ConfigError where the configuration cannot be served.
     """
     stopping, failed = stopping or asyncio.Event(), asyncio.Event()
     registry = CollectorRegistry()
@@ -106,7 +105,7 @@ async def open_router(
     tokenizer = Tokenizer(
         config.model, config.chat_template, reads_controls=config.control_tokens == "special"
     )
-    _tell_ends(tokenizer.end_of_sequence)
+    _log_ends(tokenizer.end_of_sequence)
     defaults = _sampling_defaults(config, tokenizer)
     parsers = _parsers(config, tokenizer)
     api_keys = None
@@ -199,7 +198,7 @@ async def open_router(
             metrics=shown,
         )
         http = await stack.enter_async_context(_serve_http(config, front, http_metrics))
-        stack.callback(watch.close)  # it closes before HTTP does, which waits for its calls
+        stack.callback(watch.close)  # It closes before HTTP, which waits for its calls.
         registry.register(CertificateCollector(config.certificates()))
         metrics_port, stop_metrics = prometheus.serve_metrics(
             config.host, config.metrics_port, registry, labels
@@ -211,7 +210,7 @@ async def open_router(
         yield OpenRouter(name, server, http, metrics_port, generator, watch, cluster, mirror, failed)
 
 
-def _tell_ends(end: EndOfSequence) -> None:
+def _log_ends(end: EndOfSequence) -> None:
     stated = ",".join(map(str, end.stated))
     log_lines.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
 
@@ -271,8 +270,8 @@ def _page(config: RouterConfig) -> Page | None:
 
 
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
-    """Wait until etcd has named the ranks, however long that takes: a router that knows none must not take
-    the place of one that does. Then wait a moment for the index; until it is read, load alone decides."""
+    """Wait until etcd has listed the ranks, however long that takes: a router without ranks must not replace
+    one that has some. Then wait a moment for the index; until it is read, only load decides."""
     await first_of(mirror.ranks_known, *ends, timeout_s=_RANKS_LATE_S)
     if not mirror.ranks_known.is_set():
         log_lines.event(log, "router_waits_for_etcd", level=logging.WARNING, reason=mirror.degraded)
@@ -286,7 +285,6 @@ async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
-    """Run beside the service. Should it fail, the service stops with its error."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda t: failed.set() if not t.cancelled() and t.exception() else None)
     try:
@@ -308,7 +306,6 @@ class HttpFront:
     _task: asyncio.Task[None]
 
     async def stop(self) -> None:
-        """Take no new request; returns when the running ones have ended or the grace is over."""
         self._server.should_exit = True
         await asyncio.shield(self._task)
 
@@ -331,8 +328,8 @@ async def _serve_http(config: RouterConfig, app: ASGIApp, metrics: HttpMetrics) 
         log_config=None,
         access_log=False,
         lifespan="off",
-        # A proxy that pools connections must be the one to close them: who sends on one that we are closing
-        # sees a reset.
+        # A proxy that pools connections must be the one that closes them: a request on a connection that we
+        # are closing gets a reset.
         timeout_keep_alive=config.http_keep_alive_s,
         http=partial(BoundedConnection, bounds, metrics.count_end),  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(config.grace_s),
@@ -350,7 +347,5 @@ async def _serve_http(config: RouterConfig, app: ASGIApp, metrics: HttpMetrics) 
 
 
 class _HttpServer(uvicorn.Server):
-    """This server leaves signals to the service."""
-
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

@@ -1,5 +1,5 @@
-"""A caller is who asks: what a key is good for, whose call is being served, and whether that key is still
-good."""
+"""A caller is the owner of a key: this module knows the current call's caller, and whether its key is
+still valid."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,13 +12,14 @@ from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """These requests are of `tenant`, or of whom they name where it is None. An operator sees everybody's."""
+    """The caller's requests belong to `tenant`, or to the tenant that they name where it is None. An operator
+    sees everybody's."""
 
     tenant: str | None = None
     is_operator: bool = False
 
     def tenant_of(self, named: str) -> str:
-        """Return whose a request is that names this tenant, or none. Raises Forbidden."""
+        """Return the tenant of a request that names this tenant, or none. Raises Forbidden."""
         if self.tenant is None:
             return named
         if named not in ("", self.tenant):
@@ -26,7 +27,7 @@ class Caller:
         return self.tenant
 
 
-ANYBODY = Caller(is_operator=True)  # Everybody is this caller where no keys are requested.
+ANYBODY = Caller(is_operator=True)  # All calls have this caller where no keys are required.
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 _IS_GOOD: ContextVar[Callable[[], bool]] = ContextVar("is_good", default=lambda: True)
 
@@ -36,7 +37,7 @@ def current() -> Caller:
 
 
 def own(request: GenerateRequest) -> GenerateRequest:
-    """Give the request the tenant of the key that was shown, if the key has one, and return it.
+    """Set the request's tenant to the caller's, if the caller has one, and return the request.
 
     Raises Forbidden where it names another.
     """
@@ -45,25 +46,24 @@ def own(request: GenerateRequest) -> GenerateRequest:
 
 
 def tenant_by_key() -> str | None:
-    """Return the tenant of the call that is being served; None where its key names none, and others may
-    share the name that it gives."""
+    """Return the current caller's tenant, or None where its key has none, as others may use the tenant that
+    it names."""
     return current().tenant
 
 
 def enter(caller: Caller) -> None:
-    """Make `current` the caller in what is left of this task."""
     _CALLER.set(caller)
 
 
 def still_good() -> Callable[[], bool]:
-    """Return what tells, whenever it is called, whether the key that was shown for this call is still good
-    for the same: a call without an end has to ask."""
+    """Return a function that returns whether this call's key is still valid for the same caller, for calls
+    without an end."""
     return _IS_GOOD.get()
 
 
 @contextlib.contextmanager
 def calling(caller: Caller, is_good: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Make `current` the caller, and `still_good` `is_good`, within it and in the tasks made there."""
+    """Set the caller and the check of its key in this context and the tasks that it creates."""
     token, good_token = _CALLER.set(caller), _IS_GOOD.set(is_good)
     try:
         yield

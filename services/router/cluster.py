@@ -1,5 +1,5 @@
-"""The cluster as a router sees it is the ranks of the mirror, a stream to each of them, and where
-conversations are pinned. What it knows goes to the placer, whose decision it carries out."""
+"""A router's cluster is the ranks of the mirror, a stream to each of them, and the pins of conversations. It
+passes what it knows to the placer, and carries out the placer's decision."""
 
 import asyncio
 import logging
@@ -38,10 +38,10 @@ from services.values.request import Admitted, FinishReason
 
 log = logging.getLogger(__name__)
 
-# Hashing fewer tokens takes less than the 5 ms for which a thread would keep the loop from running, too.
+# Hashing fewer tokens takes less than the 5 ms for which a thread would stop the loop, too.
 _LONG_PROMPT = 1 << 16
 _ROLES = (Role.DECODE, Role.PREFILL)
-_MISSED_S = 1800.0  # a rank that went without a word is listed for so long
+_MISSED_S = 1800.0  # A rank that went without draining is listed for so long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A placement is requested for this: a prompt and what its request will need."""
+    """This is a prompt to be placed, and what its request will need."""
 
     ids: "array[int]"  # "I"
     seed: int
     hashes: Sequence[BlockHash]
-    most_tokens: int | None = None  # of prompt and answer together; None: nobody says
+    most_tokens: int | None = None  # This limits prompt and answer together; None means that it is not known.
     answers: int = 1
-    reusable_tokens: float = math.inf  # whoever computes it may take so many from a cache
+    reusable_tokens: float = math.inf  # The rank that computes the prompt may reuse this many from a cache.
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, ())
@@ -74,8 +74,8 @@ class Placed:
     pinned: RankKey | None
     prompt: HashedPrompt
     degraded: str | None
-    best_hit_tokens: Mapping[Role, int]  # the longest hit that any rank of the role is believed to have
-    moves_penalties: bool  # whether another rank can go on, with what was generated there
+    best_hit_tokens: Mapping[Role, int]  # This is the longest believed hit of any rank of the role.
+    moves_penalties: bool  # Another rank can continue with the tokens generated there.
 
     @property
     def plan(self) -> Plan:
@@ -88,19 +88,17 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """This tells where a request would go now, or why it can go nowhere."""
-
     decision: Decision | Nowhere
     pinned: RankKey | None
     degraded: str | None
-    carried_bytes: int = 0  # by a prompt of that length
+    carried_bytes: int = 0  # A prompt of that length carries this much per-request state.
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     view: RankView
     num_blocks: int
-    num_resumable: int | None  # blocks with a checkpoint; None: it can go on wherever it holds
+    num_resumable: int | None  # None means that it can resume after any block.
     progress: RankProgress
     trust: float
     resume_trust: float
@@ -123,7 +121,7 @@ class Cluster:
         tie: Callable[[], float] = random.random,
         coalesce_s: float = 0.0,
     ) -> None:
-        """Let tokens wait at most `coalesce_s` for others of their request (connections/coalescing.py)."""
+        """Let tokens wait at most `coalesce_s` for others of their request (connections/output_stream.py)."""
         self._settings = settings
         self._mirror = mirror
         self._pins = pins
@@ -142,7 +140,7 @@ class Cluster:
         self._model_context_tokens = 0
         self._known_plans = settings.plans
         self._takes_turns = True
-        self._missed: dict[RankKey, tuple[Role, float]] = {}  # the time is when they went
+        self._missed: dict[RankKey, tuple[Role, float]] = {}  # The time is when they went.
         self._outdated = False
         self._stop_listening: Callable[[], None] | None = None
 
@@ -159,8 +157,8 @@ class Cluster:
 
     @property
     def degraded(self) -> str | None:
-        """The reason why etcd is not followed; None: it is. Without it placement goes by what was known, and
-        by load."""
+        """Return why etcd is not followed, or None where it is. Without etcd placement uses the last known
+        state, and load."""
         return self._mirror.degraded
 
     @property
@@ -173,14 +171,14 @@ class Cluster:
         return self._ranks[role]
 
     def missed(self) -> list[tuple[Role, RankKey]]:
-        """Return the ranks that went within the last half hour without having said so."""
+        """Return the ranks that went within the last half hour without draining."""
         self._refresh()
         now = self._balance.clock()
         self._missed = {k: (role, at) for k, (role, at) in self._missed.items() if now - at < _MISSED_S}
         return [(role, key) for key, (role, _) in self._missed.items()]
 
     def is_up(self, view: RankView) -> bool:
-        """Return whether the rank is registered or speaks, and is well; it may be full or draining."""
+        """Return whether the rank is registered or connected, and is healthy; it may be full or draining."""
         rank = view.registration.id.key
         if view.registration.role is Role.DECODE and not self._connections.is_connected(rank):
             return False
@@ -188,42 +186,40 @@ class Cluster:
         return is_well and view.state is RankState.LIVE
 
     def status(self) -> list[RankStatus]:
-        """Return the status of every rank of our model, decode ranks first."""
         return [self._status(view) for role in (Role.DECODE, Role.PREFILL) for view in self.ranks(role)]
 
     def trust(self, rank: RankKey) -> float:
-        """Return how far the index can be trusted in what it says that the rank holds, 0 to 1; see Trust."""
+        """Return how far the index can be trusted about the blocks of the rank, from 0 to 1; see Trust."""
         return self._balance.trust.of(rank, self._balance.clock())
 
     def resume_trust(self, rank: RankKey) -> float:
-        """Return how far the index can be trusted in the checkpoints that it names of the rank, 0 to 1."""
+        """Return how far the index can be trusted about the checkpoints of the rank, from 0 to 1."""
         return self._balance.resume_trust.of(rank, self._balance.clock())
 
     def num_resumable(self, rank: Registration) -> int | None:
-        """Return how many index blocks end in a checkpoint; None: the rank can go on wherever it holds."""
+        """Return how many index blocks end in a checkpoint, or None where the rank can resume anywhere."""
         if not rank.tells_resume_points:
             return None
         return self._mirror.index.resume_points.num_blocks(rank.id.key)
 
     def max_context_tokens(self) -> int:
-        """Return what the roomiest decode rank holds; where decode ranks compute no prompts, no more than the
-        roomiest prefill rank computes and one. Raises Unavailable when there is no decode rank."""
+        """Return the longest context of any decode rank; where decode ranks compute no prompts, at most one
+        more than the longest prompt of any prefill rank. Raises Unavailable where there is no decode rank."""
         if not self.ranks(Role.DECODE):
             raise Unavailable("no decode rank is registered")
         return self._max_context_tokens
 
     @property
     def takes_turns(self) -> bool:
-        """This is true where at every rank a tenant that asks for little goes before another's crowd."""
+        """Return whether at every rank a tenant with few requests goes before another's many."""
         self._refresh()
         return self._takes_turns
 
     def length_means(
         self, num_tokens: int, output_tokens: int, max_tokens: int | None
     ) -> FinishReason | None:
-        """Return what it is for the client that a decode rank ended its request with LENGTH; None where
-        another rank holds more than these tokens of prompt and output together, so that the request can go on
-        there."""
+        """Return what a decode rank's LENGTH means to the client, or None where another rank holds more than
+        these tokens of prompt and output together, so that the request can continue there."""
         self._refresh()
         return length_means(
             num_tokens=num_tokens,
@@ -234,19 +230,20 @@ class Cluster:
         )
 
     async def hash(self, ids: "array[int]", tenant: str, more_tokens: int | None = None) -> HashedPrompt:
-        """Hash a prompt, off the loop where that would be felt. At most `more_tokens` are to be generated."""
+        """Hash a prompt, off the loop where it is long. At most `more_tokens` are to be generated."""
         if len(ids) < _LONG_PROMPT:
             return self._hash(ids, tenant, more_tokens)
         return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
 
     def check_room(self, max_wait_s: float, answers: int = 1) -> None:
-        """Raise NoCapacity if so many answers would wait longer than that wherever they can go."""
+        """Raise NoCapacity if this many answers would wait longer than `max_wait_s` on every rank."""
         self._refresh()
         plans = self._known_plans
         self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self) -> None:
-        """Raise Unavailable, saying why, while no request could be placed. Full ranks let one wait."""
+        """Raise Unavailable, with the reason, while no request could be placed. Full ranks count
+        as usable."""
         try:
             self.place(_SHORTEST, "", frozenset())
         except NoCapacity as error:
@@ -259,10 +256,10 @@ class Cluster:
         excluded: frozenset[RankId],
         max_wait_s: float = math.inf,
     ) -> Placed:
-        """Choose the ranks and the plan for a prompt that is to wait no longer than `max_wait_s`.
+        """Choose the ranks and the plan for a prompt that may wait at most `max_wait_s`.
 
         Raises:
-            NoCapacity: it would wait longer wherever it can go; the message says how long.
+            NoCapacity: it would wait longer on every rank; the message says how long.
             Unavailable: no rank can take it now; the message says why.
         """
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
@@ -271,7 +268,7 @@ class Cluster:
     def place_at(
         self, prompt: HashedPrompt, conversation_id: str, excluded: frozenset[RankId], rank: RankId
     ) -> Placed:
-        """Place a prompt at that decode rank alone, however long it waits there. Raises Unavailable."""
+        """Place a prompt at this decode rank only, however long it waits there. Raises Unavailable."""
         asked = replace(self._asked(prompt, conversation_id, excluded), at=rank)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 
@@ -281,13 +278,13 @@ class Cluster:
         return frozenset(ranks).union(view.registration.id for key, view in known if key.worker in workers)
 
     def explain(self, prompt: HashedPrompt, conversation_id: str, max_wait_s: float) -> Explained:
-        """Compare every rank for a prompt. Raises Unavailable where the ranks know no plan in common."""
+        """Compare every rank for a prompt. Raises Unavailable where the ranks have no plan in common."""
         asked = self._asked(prompt, conversation_id, frozenset(), max_wait_s)
         carried = self._placer.carried_bytes(asked.prompt_tokens)
         return Explained(self._placer.explain(asked, self._tie()), asked.pinned, self.degraded, carried)
 
     def sent(self, request_id: str, conversation_id: str, placed: Placed) -> None:
-        """Count a request that went out, and pin its conversation."""
+        """Count a request that was sent, and pin its conversation."""
         chosen = placed.decision.chosen
         prompt = placed.prompt
         self._placer.sent(request_id, prompt.hashes, len(prompt.ids), placed.decision, prompt.reusable_tokens)
@@ -297,27 +294,26 @@ class Cluster:
             self._pins.pin(name, chosen.decode.id, prefill_id)
 
     def admitted(self, request_id: str, placed: Placed, admitted: Admitted) -> None:
-        """Learn from what the decode rank really had, and correct the index."""
+        """Learn from the hit that the decode rank really had, and correct the index."""
         self._placer.outcomes.admitted(request_id, placed.prompt.hashes, placed.decision.chosen, admitted)
 
     def finished(self, placed: Placed, all_ids: "array[int]") -> None:
-        """Note that its decode rank will soon say that it holds the prompt and the whole answer."""
+        """Note that its decode rank will soon report that it holds the prompt and the whole answer."""
         prompt = placed.prompt
         self._placer.outcomes.finished(prompt.hashes, placed.decision.chosen, all_ids, prompt.seed)
 
     def ended(self, request_id: str) -> None:
-        """Count the request no more, however it ended."""
         self._placer.outcomes.ended(request_id)
 
     def failed(self, incarnation: RankId) -> None:
-        """Hold a request's failure against this rank. It says nothing of a later incarnation."""
+        """Penalize this rank for a failed request. A later incarnation is not affected."""
         if self._view_of(incarnation) is not None:
             self._balance.failed(incarnation.key)
 
     def dead(self, incarnation: RankId) -> None:
-        """Forget a rank whose lease has lapsed and that does not answer health checks either, unless its
-        stream speaks. One that is told to stop while it has no key says that it does not serve, and cannot
-        register as draining; what runs there is to end well."""
+        """Forget a rank whose lease has expired and that fails health checks, unless its stream still
+        reports. A rank that is stopped while it has no key answers that it does not serve, and cannot
+        register as draining; its running requests must be able to end."""
         view = self._view_of(incarnation)
         if view is not None:
             self._balance.failed(incarnation.key)
@@ -359,7 +355,7 @@ class Cluster:
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:
-        """The model's context bounds the answer, too."""
+        """Return the limit of prompt and answer, which the model's context limits, too."""
         most = prompt.most_tokens
         return None if most is None else min(most, self._model_context_tokens)
 
@@ -379,8 +375,6 @@ class Cluster:
         return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best, moves_penalties)
 
     def _plans(self) -> frozenset[Plan]:
-        """Return the plans that may be chosen and that every decode rank's engine knows. Raises
-        Unavailable."""
         plans = self._known_plans
         if not plans:
             raise Unavailable("only plan local may be chosen, and the decode ranks compute no prompts")
@@ -402,7 +396,7 @@ class Cluster:
         )
 
     def _pin_name(self, conversation_id: str) -> str:
-        """Routers of other models keep their pins in the same place, so the name has the model's."""
+        """Include the model's name, as routers of other models keep their pins in the same place."""
         return f"{self._settings.model_name}\0{conversation_id}"
 
     def _pinned(self, conversation_id: str) -> RankKey | None:
@@ -417,22 +411,20 @@ class Cluster:
         return pin.decode.key if view is not None and view.registration.id == pin.decode else None
 
     def _changed(self, _rank: RankKey) -> None:
-        """Hundreds may change at once: they are looked at together, before anyone asks at the latest."""
         if not self._outdated:
             self._outdated = True
             asyncio.get_running_loop().call_soon(self._refresh)
 
     def _refresh(self) -> None:
-        """Open a stream to every rank that appeared, and retire those of incarnations that ended: a rank that
-        drains is forgotten when its lease lapses, and so is the incarnation before, and either may still
-        speak."""
+        """Open a stream to every new rank, and retire those of ended incarnations: a draining rank is
+        forgotten when its lease expires, and so is an earlier incarnation, but either may still report."""
         if not self._outdated:
             return
         self._outdated = False
         lives = {key: view.registration.id for key, view in self._mirror.ranks.items()}
         for rank, incarnation in self._lives.items():
             if lives.get(rank) != incarnation:
-                self._balance.forget(rank)  # a new incarnation has no past
+                self._balance.forget(rank)  # A new incarnation has no past.
         self._lives = lives
         self._note_missed()
         for role in self._ranks:
@@ -445,8 +437,8 @@ class Cluster:
             self._placer.set_ranks(*placeable)
 
     def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """Note what every request asks of all ranks that stay: a rank that drains takes nothing new."""
-        if decodes:  # else it is as it was
+        """Note the limits that all ranks that stay have in common: a draining rank takes nothing new."""
+        if decodes:  # Without one it stays as it was.
             self._model_context_tokens = max(map(_model_context_tokens, decodes))
         decodes, prefills = _staying(decodes), _staying(prefills)
         self._takes_turns = not any(NO_TENANT_TURNS in rank.capabilities for rank in (*decodes, *prefills))
@@ -486,14 +478,15 @@ class Cluster:
 
     def _report(self, rank: RankKey, load: RankLoad) -> None:
         self._balance.report(rank, load)
-        self._mirror.mark_live(rank)  # a stream that speaks is a health check passed
+        self._mirror.mark_live(rank)  # A stream that reports counts as a passed health check.
 
 
 def _model_context_tokens(rank: Registration) -> int:
-    """A rank from before ranks said so had no less than it holds."""
+    """Return the model's context, which is at least what the rank holds where an older rank does not
+    report it."""
     return max(rank.model_context_tokens, rank.max_context_tokens)
 
 
 def _staying(ranks: Sequence[Registration]) -> Sequence[Registration]:
-    """Return the ranks that do not drain; all of them where none stays."""
+    """Return the ranks that are not draining, or all of them where none stays."""
     return [rank for rank in ranks if not rank.draining] or ranks

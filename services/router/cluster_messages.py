@@ -1,7 +1,7 @@
-"""These are messages of the API that say what a router knows of ranks and of prices.
+"""These messages of the API report what a router knows of ranks and prices.
 
-ListRanks and WatchCluster report the ranks; Explain and WatchCluster report what a request could be placed
-on, with prices.
+ListRanks and WatchCluster report the ranks. Explain and WatchCluster report the candidates of a request, with
+prices.
 """
 
 import math
@@ -49,14 +49,15 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
 
 
 def all_candidates(decision: Decision | Nowhere, pinned: RankKey | None) -> list[generation_pb2.Candidate]:
-    """Return them with the cheapest first, then those without a price. The conversation is at `pinned`."""
+    """Return the candidates, the cheapest first, then those without a price. The conversation is pinned
+    to `pinned`."""
     if isinstance(decision, Nowhere):
         return [_unpriced(rank, pinned) for rank in decision.candidates]
     return _candidates(decision, decision.ranked, pinned)
 
 
 def few_candidates(decision: Decision, pinned: RankKey | None, most: int) -> list[generation_pb2.Candidate]:
-    """Return the cheapest `most` likewise, with the choice among them."""
+    """Return the cheapest `most` in the same order, always with the chosen one."""
     ranked = decision.ranked
     cheapest = ranked[:most]
     if decision.chosen not in cheapest:
@@ -121,5 +122,5 @@ def _unpriced(rank: Candidate, pinned: RankKey | None) -> generation_pb2.Candida
 
 
 def _context_tokens(rank: Candidate) -> int:
-    """Return the tokens that the rank holds of a request, or 0 where nothing bounds them."""
+    """Return the limit of a request's tokens on the rank, or 0 where there is none."""
     return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0

@@ -1,14 +1,13 @@
-"""A router streams to its watchers what happens there.
+"""A router streams its events to its watchers.
 
-    request ends --> a ring for each watcher whose it is --+   (when it ended, and every interval)
-    ranks, one picture for all --> what has changed -------+--> WatchClusterResponse --> its stream
-    requests that run -------------------------------------+
+    request ends --> a ring for each watcher that sees it -+   (at its end, and at every interval)
+    ranks, one snapshot for all --> changes since then ----+--> WatchClusterResponse --> its stream
+    running requests --------------------------------------+
 
-While nobody watches nothing is made of any request.
+Requests cost nothing extra while nobody watches. A watcher gets the usage and the ranks of a request, and no
+text.
 
-A watcher gets what a request cost and where it ran, and nothing of what was said.
-
-All watchers of a router may take a share of its time: its requests go first.
+All watchers of a router together get a limited share of its time, as its requests come first.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ _SHORTEST_S, _LONGEST_S = 0.1, 60.0
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
     interval_s: float
-    tenant: str | None  # None stands for everybody's requests.
+    tenant: str | None  # None means all tenants.
     wants_candidates: bool = True
 
     def sees(self, tenant: str) -> bool:
@@ -52,7 +51,7 @@ class WatchOptions:
 
 def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Caller) -> WatchOptions:
     interval_s = request.interval_s or _USUAL_INTERVAL_S
-    if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is not, either.
+    if not _SHORTEST_S <= interval_s <= _LONGEST_S:  # NaN is outside, too.
         raise InvalidRequest(
             "interval_s", f"must be 0 or in [{_SHORTEST_S:g}, {_LONGEST_S:g}], got {request.interval_s:g}"
         )
@@ -68,8 +67,9 @@ def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Call
 
 
 class Pace:
-    """Telling of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and
-    for each watcher. After every turn there is none for as long as makes it the share that they have."""
+    """A report of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and for
+    each watcher. After every turn the next one waits so long that watchers get no more than their share of
+    the time."""
 
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.perf_counter) -> None:
         self._share = share
@@ -78,7 +78,7 @@ class Pace:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the next turn; at 0 and less it may be taken now."""
+        """Return the seconds until the next turn, which may begin at 0 or below."""
         return self._free_s - self._clock()
 
     @contextmanager
@@ -91,12 +91,12 @@ class Pace:
 
 
 _MOST_CANDIDATES = 16
-# The first is a text of the client's own, and the second would put the answer in a prompt.
+# The first is the client's own text, and the second would put the answer into a prompt.
 _CLIENTS_ALONE = ("matched_stop", "answer_id")
 
 
 def running_request(progress: Progress, model: str, now: float) -> generation_pb2.RunningRequest:
-    """`now` is on the clock of `began_s`."""
+    """Return the message. `now` is on the clock of `began_s`."""
     placed = progress.placed
     chosen = placed.decision.chosen if placed is not None else None
     prefill = chosen.prefill if chosen is not None else None
@@ -123,7 +123,7 @@ def finished_request(
     ended_at_s: float,
     with_candidates: bool = True,
 ) -> generation_pb2.FinishedRequest:
-    """`outcome` is as Generator tells it, and `ended_at_s` counts from the epoch."""
+    """Return the message. `outcome` is the Generator's, and `ended_at_s` is in seconds since the epoch."""
     finished = generation_pb2.FinishedRequest(
         request_id=progress.request.request_id,
         conversation_id=progress.request.conversation_id,
@@ -156,8 +156,7 @@ _T = TypeVar("_T")
 
 
 class Ring(Generic[_T]):
-    """Keeps the last things that happened, at most `capacity`, for one who may be slow to take them; the
-    oldest give way, and are counted."""
+    """This keeps at most `capacity` items for a slow reader; the oldest are dropped and counted."""
 
     def __init__(self, capacity: int) -> None:
         self._kept: deque[_T] = deque(maxlen=capacity)
@@ -167,27 +166,25 @@ class Ring(Generic[_T]):
         return len(self._kept)
 
     def put(self, item: _T) -> bool:
-        """Return whether there was space."""
         is_full = len(self._kept) == self._kept.maxlen
         self.dropped += is_full
         self._kept.append(item)
         return not is_full
 
     def take(self) -> list[_T]:
-        """Return all that are kept, the oldest first; they are kept no more."""
         taken = list(self._kept)
         self._kept.clear()
         return taken
 
 
-RankName = tuple[str, int]  # A name is a worker and a rank: a new incarnation is a change.
-_SECONDS = ("staleness_s", "unregistered_s")  # They change by themselves.
-_SHARES = ("trust", "resume_trust")  # They change by themselves, too.
+RankName = tuple[str, int]  # A name is a worker and a rank, so a new incarnation is a change.
+_SECONDS = ("staleness_s", "unregistered_s")  # These change by themselves.
+_SHARES = ("trust", "resume_trust")  # These change by themselves, too.
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Two states of a rank are the same whose times differ by less than a second or so."""
+    """Two states of a rank are equal even where their times differ by less than a second or so."""
 
     status: RankStatus = field(compare=False)
     rough: RankStatus
@@ -205,8 +202,8 @@ class Shown:
 
 
 class Changes(NamedTuple):
-    changed: list[RankStatus]  # They are as they are now, newcomers too, in the order of now.
-    gone: list[RankStatus]  # They are as they were.
+    changed: list[RankStatus]  # These are the current states, of new ranks too, in the current order.
+    gone: list[RankStatus]  # These are the last states.
 
     @classmethod
     def between(cls, before: Mapping[RankName, Shown], after: Mapping[RankName, Shown]) -> "Changes":
@@ -229,17 +226,17 @@ class WatchMetrics:
         )
 
 
-_KEPT = 256  # A watcher may be so many finished requests behind.
-_MOST_RUNNING = 1_000  # A response reports so many.
-_GATHER_S = 0.05  # More finished requests may go with the first.
-_LOOK_S = 0.1  # A watcher that waits for its turn sees so soon that all is over.
-_FRESH_S = 0.09  # One picture of the ranks does for all in it; it is below the shortest interval.
+_KEPT = 256  # A watcher may be this many finished requests behind.
+_MOST_RUNNING = 1_000  # A response reports at most this many.
+_GATHER_S = 0.05  # More finished requests may be sent with the first.
+_LOOK_S = 0.1  # A watcher that waits for its turn notices the end this soon.
+_FRESH_S = 0.09  # One snapshot serves all watchers for so long, below the shortest interval.
 
 _Ranks = Mapping[RankName, Shown]
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
+class _Snapshot:
     taken_s: float
     listed: generation_pb2.ListRanksResponse
     ranks: _Ranks
@@ -249,13 +246,13 @@ class _Watcher:
     def __init__(self, options: WatchOptions) -> None:
         self.options = options
         self.finished: Ring[generation_pb2.FinishedRequest] = Ring(_KEPT)
-        self.woken = asyncio.Event()  # A request has finished, or all is over.
-        self.ranks: _Ranks = {}  # They were reported to the watcher so.
+        self.woken = asyncio.Event()  # This is set when a request has finished, or at the end.
+        self.ranks: _Ranks = {}  # These were last reported to the watcher.
 
 
 class Watch:
-    """Serves a router's watchers, on its loop. `ranks` tells what ListRanks does; `clock` is the
-    generator's, and `now` gives seconds since the epoch."""
+    """This serves a router's watchers, on its loop. `ranks` returns ListRanks' response; `clock` is the
+    generator's, and `now` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -276,17 +273,18 @@ class Watch:
         self._now = now
         self._watchers: list[_Watcher] = []
         self._stop_listening: Callable[[], None] | None = None
-        self._picture: _Picture | None = None
+        self._snapshot: _Snapshot | None = None
         self._pace = Pace()
         self._closed = False
 
     def follow(
         self, request: generation_pb2.WatchClusterRequest
     ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-        """Return responses as in generation.proto, until they are closed, the router stops, or the key that
-        was shown is good no more.
+        """Return responses as in generation.proto, until they are closed, the router stops, or the call's key
+        is no longer valid.
 
-        Raises InvalidRequest, Forbidden; at the first response NoCapacity, Unavailable, Unauthenticated.
+        Raises InvalidRequest and Forbidden; the first response raises NoCapacity, Unavailable or
+        Unauthenticated.
         """
         responses = self.responses(read_watch_options(request, callers.current()))
         return _while_good(callers.still_good(), responses)
@@ -294,8 +292,8 @@ class Watch:
     async def responses(
         self, options: WatchOptions
     ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-        """Yield responses until the generator is closed, or all is. Raises NoCapacity where too many
-        watch, and Unavailable."""
+        """Yield responses until the generator or the watch is closed. Raises NoCapacity where too many watch,
+        and Unavailable."""
         with self._entered(options) as watcher:
             await self._turn()
             yield self._response(watcher)
@@ -306,7 +304,7 @@ class Watch:
                 yield self._response(watcher)
 
     def close(self) -> None:
-        """End all streams, each with a last response: who watches would keep a router that stops."""
+        """End all streams, each with a last response, so that watchers do not delay the stop."""
         self._closed = True
         for watcher in self._watchers:
             watcher.woken.set()
@@ -333,7 +331,7 @@ class Watch:
             self._stop_listening = self._generator.listen(self._ended)
         if not self._watchers and self._stop_listening is not None:
             self._stop_listening()
-            self._stop_listening = self._picture = None
+            self._stop_listening = self._snapshot = None
 
     def _ended(self, progress: Progress, outcome: str) -> None:
         watchers = [watcher for watcher in self._watchers if watcher.options.sees(progress.request.tenant)]
@@ -367,12 +365,12 @@ class Watch:
 
     def _response(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
         with self._pace.turn():
-            return self._told(watcher)
+            return self._report(watcher)
 
-    def _told(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
-        picture = self._ranks_now()
-        changes = Changes.between(watcher.ranks, picture.ranks)
-        watcher.ranks = picture.ranks
+    def _report(self, watcher: _Watcher) -> generation_pb2.WatchClusterResponse:
+        snapshot = self._ranks_now()
+        changes = Changes.between(watcher.ranks, snapshot.ranks)
+        watcher.ranks = snapshot.ranks
         now, sees = self._clock(), watcher.options.sees
         seen = [progress for progress in self._generator.running if sees(progress.request.tenant)]
         return generation_pb2.WatchClusterResponse(
@@ -382,25 +380,26 @@ class Watch:
             num_running=len(seen),
             finished=watcher.finished.take(),
             dropped=watcher.finished.dropped,
-            staleness_s=picture.listed.staleness_s,
-            degraded=picture.listed.degraded,
+            staleness_s=snapshot.listed.staleness_s,
+            degraded=snapshot.listed.degraded,
         )
 
-    def _ranks_now(self) -> _Picture:
-        now, picture = self._clock(), self._picture
-        if picture is None or now - picture.taken_s >= _FRESH_S:
+    def _ranks_now(self) -> _Snapshot:
+        now, snapshot = self._clock(), self._snapshot
+        if snapshot is None or now - snapshot.taken_s >= _FRESH_S:
             listed = self._list_ranks()
             ranks = {(each.rank.worker, each.rank.rank): Shown.of(each) for each in listed.ranks}
-            picture = self._picture = _Picture(now, listed, ranks)
-        return picture
+            snapshot = self._snapshot = _Snapshot(now, listed, ranks)
+        return snapshot
 
 
 async def _while_good(
     is_good: Callable[[], bool], responses: AsyncGenerator[generation_pb2.WatchClusterResponse, None]
 ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
-    """End as where the router stops: who connects again is told why. Closes `responses`.
+    """End the responses when the key becomes invalid, as when the router stops: a client that connects again
+    gets the reason. Closes `responses`.
 
-    Raises Unauthenticated before the first of them.
+    Raises Unauthenticated before the first response.
     """
     has_begun = False
     async with contextlib.aclosing(responses):

@@ -1,4 +1,4 @@
-"""This is the gRPC door: the Generation service in front of the Generator."""
+"""This is the gRPC front end: the Generation service in front of the Generator."""
 
 import asyncio
 from contextlib import aclosing
@@ -20,16 +20,15 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 GENERATE = f"/{SERVICE_NAME}/Generate"
 _PROMPT_TOKEN_IDS = generation_pb2.GenerateResponse.PROMPT_TOKEN_IDS_FIELD_NUMBER
-_UNREAD_S = 60.0  # a response may wait so long for its reader
+_UNREAD_S = 60.0  # A response may wait this long for its reader.
 
 
 def generate_handler(service: "GenerationService") -> grpc.RpcMethodHandler:
-    """Return what reads and writes Generate's messages."""
     return grpc.unary_stream_rpc_method_handler(service.Generate, request_deserializer=read_request)
 
 
 def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None:
-    """Do as the generated function does, but for `generate_handler`."""
+    """Add the service as the generated function does, but with `generate_handler`."""
     generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
     server.add_registered_method_handlers(SERVICE_NAME, {"Generate": generate_handler(service)})
 
@@ -48,7 +47,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._defaults = defaults
 
     async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
-        """Write responses that are serialized already (`add_to_server`)."""
+        """Write responses that are already serialized (`add_to_server`)."""
         traceparent = traces.traceparent_in(context.invocation_metadata())
         timeout_s = servers.remaining_s(context)
         try:
@@ -109,7 +108,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         async with aclosing(self._watch.follow(request)) as responses:
             async for response in responses:
-                # Whoever has stopped reading must not keep another from watching.
+                # A client that stopped reading must not keep others from watching.
                 async with asyncio.timeout(_UNREAD_S):
                     await context.write(response)
 

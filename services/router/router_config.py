@@ -237,7 +237,8 @@ class RouterConfig(ClusterConfig):
             raise ConfigError("--plans must name at least one of remote and local")
 
     def tls(self) -> TlsConfig | None:
-        """Clients need not have their certificates from the authority of the services."""
+        """Return the TLS settings. Clients' certificates may be from another authority than those of
+        the services."""
         tls = ClusterConfig.tls(self)
         if self.tls_client_ca is None:
             return tls

@@ -1,9 +1,10 @@
-"""A TenantLru is what a router remembers for its tenants: bounded as a whole, and shared out between them. It
-is pure.
+"""A TenantLru is a router's memory for its tenants: its size is limited, and the tenants share it. It is
+pure.
 
-    room is short -> the tenant that uses the most gives up what it has not used for longest
+    memory is full -> the tenant that uses the most loses its least recently used entry
 
-So nobody loses anything to another while it uses no more than an equal share, and one tenant alone has all.
+So no tenant loses anything to another while it uses no more than an equal share, and a single tenant has all
+of it.
 """
 
 import heapq
@@ -15,12 +16,12 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_FEW = 64  # so few entries of the heap are not worth being looked through
+_FEW = 64  # A heap with this few extra entries need not be cleaned.
 
 
 class TenantLru(Generic[K, V]):
-    """`max_size` bounds the sum of the values' sizes, in the caller's unit, and `max_entries` their
-    number."""
+    """`max_size` limits the sum of the values' sizes, in the caller's unit, and `max_entries`
+    their number."""
 
     def __init__(self, max_size: int, max_entries: float = math.inf) -> None:
         if max_size < 1 or max_entries < 1:
@@ -29,18 +30,19 @@ class TenantLru(Generic[K, V]):
         self._max_size = max_size
         self._max_entries = max_entries
         self._num_entries = 0
-        self._entries: dict[str, OrderedDict[K, tuple[V, int]]] = {}  # those that were used last stand last
+        self._entries: dict[str, OrderedDict[K, tuple[V, int]]] = {}  # The last one was used last.
         self._sizes: defaultdict[str, int] = defaultdict(int)
-        # The use of each tenant as it was after each of its puts; what has become less since is mended when
-        # it comes to the top.
+        # This holds the use of each tenant after each of its puts; a use that has become less is corrected
+        # when it is on top.
         self._fullest: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return self._num_entries
 
     def put(self, tenant: str, key: K, value: V, size: int) -> list[tuple[K, V]]:
-        """Keep the value in place of what the key had, and return what had to go. That can be the new value
-        itself: where it is larger than all the room, or alone more than any other tenant uses."""
+        """Store the value instead of the key's old one, and return the entries that were dropped. The
+        new value may be one of them: where it is larger than the whole memory, or than what any other
+        tenant uses."""
         self.pop(tenant, key)
         if size > self._max_size:
             return [(key, value)]
@@ -53,13 +55,13 @@ class TenantLru(Generic[K, V]):
         return gone
 
     def get(self, tenant: str, key: K) -> V | None:
-        """Return the value, which counts as used."""
+        """Return the value and mark it as used."""
         if (value := self.peek(tenant, key)) is not None:
             self._entries[tenant].move_to_end(key)
         return value
 
     def peek(self, tenant: str, key: K) -> V | None:
-        """Return the value, which does not count as used."""
+        """Return the value without marking it as used."""
         entries = self._entries.get(tenant)
         return None if entries is None or key not in entries else entries[key][0]
 
@@ -83,7 +85,7 @@ class TenantLru(Generic[K, V]):
             del self._entries[tenant], self._sizes[tenant]
 
     def _use(self, tenant: str) -> float:
-        """Return the tenant's part of all the room, by what it has more of: size or entries."""
+        """Return the tenant's share of the memory, by size or by entries, whichever is larger."""
         num_entries = len(self._entries.get(tenant, ()))
         return max(self._sizes.get(tenant, 0) / self._max_size, num_entries / self._max_entries)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.router.app import _page, _sampling_defaults, _tell_ends
+from services.router.app import _log_ends, _page, _sampling_defaults
 from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.router_config import RouterConfig
 from services.router.text.answer_ends import EndOfSequence
@@ -27,7 +27,7 @@ def test_how_a_model_is_sampled_by_default(character_model: Path, tmp_path: Path
 
 def test_the_log_tells_which_ends_a_sequence_has_and_who_says_so(caplog) -> None:
     caplog.set_level(logging.INFO)
-    _tell_ends(EndOfSequence("generation_config.json", (7, 8), 9))
+    _log_ends(EndOfSequence("generation_config.json", (7, 8), 9))
     assert caplog.messages == ["end_of_sequence source=generation_config.json stated=7,8 tokenizer=9"]
 
 

@@ -1,17 +1,16 @@
-"""An output stream keeps what a decode rank reports of one request until somebody reads it.
+"""An output stream keeps a decode rank's reports on one request until they are read.
 
     put_token, put_token ...  --> tokens --+
-    put(first), put(last), put(error) -----+--> next(), which takes along what has come meanwhile
+    put(first), put(last), put(error) -----+--> next(), which returns all that has arrived
 
-Whoever reads is woken once for all that has come; while the router is short of time, a moment later.
+The reader wakes once for all that has arrived; while the router is short of time, a moment later.
 
-Coalescing lets tokens wait a moment, so that several of a request go to its client in one message.
-
-A message costs the router the same with one token as with ten. While it has time to spare none waits; while
-its loop's thread is short of time, tokens wait as long as it takes to have some again, and never longer than
---coalesce-ms. What a client waits for most, the first token and the end, never does; nor does a token whose
-request has them further apart than that, for no other would come to go with it. Where they have to wait the
-longest it is the router that is late, and not the tokens: then all do.
+Coalescing lets tokens wait a moment, so that several of a request go to its client in one message, which
+costs the router the same for one token as for ten. While the router has time to spare, no token waits. While
+its loop's thread is short of time, tokens wait as long as needed to have some again, but never longer than
+--coalesce-ms. The first token and the end, for which a client waits most, never wait; nor does a token of a
+request whose tokens are further apart, as no other would join it. When the longest wait is reached, the
+tokens are apart because the router is late, so all wait.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _GROWS, _SHRINKS = 1.5, 0.8
 
 
 class Window:
-    """Tokens wait for the seconds of a window, which opens while the thread is busier than is good. Pure."""
+    """Tokens wait for the seconds of a window, which opens while the thread is too busy. It is pure."""
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -44,8 +43,8 @@ class Window:
         return self.now_s >= self._most_s
 
     def heed(self, busy: float) -> None:
-        """Open or close with `busy`, the share of the time since the last call in which the thread ran or
-        wanted to."""
+        """Adjust the window to `busy`, the share of the time since the last call in which the thread ran or
+        was ready to run."""
         if busy > _SHORT_OF_TIME:
             self.now_s = min(self._most_s, max(_LEAST_S, _GROWS * self.now_s))
         elif busy < _TIME_TO_SPARE:
@@ -55,7 +54,8 @@ class Window:
 
 
 def busy_s() -> float:
-    """Return the seconds that this thread has run, or wanted to while others did (proc(5): schedstat)."""
+    """Return the seconds in which this thread ran, or was ready to run while others did
+    (proc(5): schedstat)."""
     with suppress(OSError, ValueError):
         ran_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
         return (int(ran_ns) + int(waited_ns)) / 1e9
@@ -63,12 +63,11 @@ def busy_s() -> float:
 
 
 class Waiting(Protocol):
-    def release(self) -> None:
-        """Tell your reader what has come."""
+    def release(self) -> None: ...
 
 
 class Coalescing:
-    """A loop has one. Tokens of all streams that wait are released together."""
+    """A loop has one. The waiting tokens of all streams are released together."""
 
     def __init__(
         self,
@@ -84,11 +83,10 @@ class Coalescing:
 
     @property
     def window_s(self) -> float:
-        """Return the seconds that tokens wait now at most."""
         return self._window.now_s
 
     def hold(self, waiting: Waiting, now_s: float, since_s: float) -> bool:
-        """Return whether it is to wait, whose last token came at `since_s`. It is then released in a
+        """Return whether the stream must wait, whose last token came at `since_s`. It is then released in a
         moment, once for each time that it was held."""
         self._sample(now_s)
         if now_s - since_s >= self._window.now_s and not self._window.is_widest:
@@ -112,8 +110,6 @@ class Coalescing:
 
 
 class RankClient(Protocol):
-    """An output stream asks this of its DecodeClient."""
-
     def send_abort(self, request_id: str) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
@@ -127,23 +123,22 @@ class OutputStream:
         timeout_s: float | None = None,
         coalescing: Coalescing | None = None,
     ) -> None:
-        """The stream ends with DeadlineExceeded after `timeout_s`: that is one timer, where each `next`
-        would need one of its own."""
+        """The stream ends with DeadlineExceeded after `timeout_s`: one timer replaces one for each `next`."""
         self._client = client
         self._request_id = request_id
         self._coalescing = coalescing
         self._items: deque[Output | IsthmusError] = deque()
-        self._token_ids: list[int] = []  # that came behind them, with nothing else to tell
-        self._came = asyncio.Event()  # there is something, and no reason to wait for more
+        self._token_ids: list[int] = []  # These came after the items, with nothing else to report.
+        self._came = asyncio.Event()  # This is set where there is an item and no reason to wait for more.
         self._waits = False
-        self._heard_s = -math.inf  # when tokens came last
+        self._last_tokens_s = -math.inf  # The last tokens came at this time.
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def put_token(self, token_id: int, now_s: float) -> None:
-        """Take a token of which nothing else is reported; `now_s` is on the clock of `coalescing`."""
+        """Add a token without any other report; `now_s` is on the clock of `coalescing`."""
         self._token_ids.append(token_id)
         if not self._is_held(now_s):
             self._came.set()
@@ -156,36 +151,34 @@ class OutputStream:
             self._came.set()
 
     def _close_tokens(self) -> None:
-        """Make an output of the tokens so far: what comes next comes behind them."""
+        """Make an output of the tokens so far, as the next item comes after them."""
         if self._token_ids:
             self._items.append(Output(tuple(self._token_ids)))
             self._token_ids.clear()
 
     def _is_held(self, now_s: float) -> bool:
-        """Return whether it waits for others of its request. Who is yet to read what has come will take it
-        along."""
-        since_s, self._heard_s = self._heard_s, now_s
+        """Return whether the item waits for others of its request. A reader that has not read the last items
+        yet will get it with them."""
+        since_s, self._last_tokens_s = self._last_tokens_s, now_s
         if self._waits or self._coalescing is None or self._came.is_set():
             return self._waits
         self._waits = self._coalescing.hold(self, now_s, since_s)
         return self._waits
 
     def release(self) -> None:
-        """Let what has come be read: it need not wait any longer."""
         self._waits = False
         if self._items or self._token_ids:
             self._came.set()
 
     def _expire(self) -> None:
         self._close_tokens()
-        self._items.append(DeadlineExceeded("the deadline has passed"))  # it has not ended there
+        self._items.append(DeadlineExceeded("the deadline has passed"))  # It still runs there.
         self._came.set()
 
     async def next(self, *, all_at_once: bool = False) -> Output:
-        """Return the next output, or in one all that have come: the first one alone, for what it tells of
-        when the first token came. Tokens that came with nothing else are in one. Raises what the request
-        ended with.
-        """
+        """Return the next output, or with `all_at_once` all of them as one; the first one comes alone, as it
+        reports when the first token came. Tokens without any other report are joined. Raises the error that
+        ended the request."""
         if not self._came.is_set():
             await self._came.wait()
         self._close_tokens()
@@ -201,11 +194,11 @@ class OutputStream:
         return item
 
     def abort(self) -> None:
-        """Ask for an early end; the last output is then finished with ABORTED."""
+        """Request an early end; the last output then finishes with ABORTED."""
         self._client.send_abort(self._request_id)
 
     def close(self) -> None:
-        """Forget the request; if it is still running, stop it."""
+        """Forget the request, and stop it if it still runs."""
         if self._timer is not None:
             self._timer.cancel()
         if not self._ended:

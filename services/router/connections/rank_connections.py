@@ -1,22 +1,20 @@
-"""There is a stream to every rank: a decode rank's carries requests, a prefill rank's reports load.
+"""There is a stream to every rank: a decode rank's carries requests, and a prefill rank's reports load.
 
-    follow(the ranks that there are) --> opened; where that failed, again after _REOPEN_S
-                                     --> retired where the rank is gone or lives anew
+    follow(the current ranks) --> opened; where that failed, again after _REOPEN_S
+                              --> retired where the rank is gone or is a new incarnation
 
-What runs at a decode rank that is retired may end.
+The requests at a retired decode rank may end.
 
 A DecodeClient is the router's end of one decode rank's Attach stream, which all its requests share.
 
     run:  connect -> read StepOutputs -> (stream lost: every request fails with DecodeRankLost) -> connect ...
-    retire:  no new requests -> those that run end, or the stream is lost -> closed
+    retire:  no new requests -> the running ones end, or the stream is lost -> closed
 
-A rank reports at least every half second, so silence is a sign: a stopped process is found out as
-surely as a dead one.
+A rank reports at least every half second, so silence reveals a stopped process as surely as a dead one.
 
-Commands wait to be sent to a decode rank: requests to start, and to abort.
-
-A message costs both ends the same with one command as with ten, and one is written at a time: what comes
-while it is written goes together in the next.
+Commands to start and abort requests wait to be sent to a decode rank. A message costs both ends the same for
+one command as for ten, and one is written at a time: the commands that arrive meanwhile are joined into the
+next.
 """
 
 import asyncio
@@ -43,14 +41,14 @@ from services.wire.generation_messages import PackedIds, length_delimited
 from services.wire.isthmus.v1 import decode_pb2
 
 _FURTHER = decode_pb2.Command.FURTHER_FIELD_NUMBER
-# That are joined to one. The rank obeys them in one turn of its loop, in which no token leaves it: a start
-# takes some 60 us there.
+# These limit the commands that are joined into one. The rank handles them in one iteration of its loop, in
+# which it sends no token: a start takes some 60 us there.
 _MOST_JOINED = 32
 _MOST_JOINED_BYTES = 1 << 20
 
 
 class Commands:
-    """Serialized Commands, in the order in which they were given. `joins`: the rank reads several at once."""
+    """These are serialized Commands in order. `joins` says that the rank reads several at once."""
 
     def __init__(self) -> None:
         self.joins = False
@@ -62,7 +60,7 @@ class Commands:
         self._came.set()
 
     async def message(self) -> bytes:
-        """Wait until there is any, and return the next one with those behind it."""
+        """Wait until there is a command, and return it with those after it."""
         await self._came.wait()
         message = self._waiting.popleft()
         if self.joins and self._waiting:
@@ -84,7 +82,7 @@ class Commands:
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 5.0  # ten missed reports
+SILENCE_S = 5.0  # These are ten missed reports.
 _RETRY_S = 0.2
 _ATTACH = f"/{decode_pb2.DESCRIPTOR.services_by_name['Decode'].full_name}/Attach"
 _START = decode_pb2.Command.START_FIELD_NUMBER
@@ -97,8 +95,6 @@ class DecodeRankLost(PeerFailed):
 
 
 class DecodeClient:
-    """This is one Attach stream to one incarnation of a decode rank."""
-
     def __init__(
         self,
         address: RankAddress,
@@ -107,37 +103,35 @@ class DecodeClient:
         on_lost: Callable[[], None],
         coalescing: Coalescing | None = None,
     ) -> None:
-        """`coalescing` says how long tokens wait for others of their request; with None they never do."""
+        """`coalescing` decides how long tokens wait for others of their request; with None they never do."""
         self.address = address
         self._coalescing = coalescing
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
         self._commands = Commands()
-        self._streams: dict[int, OutputStream] = {}  # by the number that their tokens come under
-        self._numbers: dict[str, int] = {}  # of each request
+        self._streams: dict[int, OutputStream] = {}  # The keys are the numbers of the tokens' requests.
+        self._numbers: dict[str, int] = {}  # Each request has a number.
         self._next_number = count(1)
-        self._suffix = secrets.token_hex(8)  # of requests' names there: no other client has it
-        self._idle = asyncio.Event()  # no request runs
+        self._suffix = secrets.token_hex(8)  # Requests' names there end with it, which no other client has.
+        self._idle = asyncio.Event()  # This is set while no request runs.
         self._idle.set()
         self._silence = SilenceLimit()
         self._task = asyncio.create_task(self._run(), name=f"attach-{address.id}")
         self.connected = asyncio.Event()
 
     def start(self, start: decode_pb2.Start, prompt: PackedIds = _NO_IDS) -> OutputStream:
-        """Send a request to the rank, with what is the connection's own.
-
-        That is the incarnation that it is for, and a name and a number there. `prompt` is its prompt, where
-        `start` has none.
+        """Send a request to the rank, with the incarnation and with a name and a number of this connection.
+        `prompt` is its prompt, where `start` has none.
 
         Raises:
             DecodeRankLost: the rank is not connected.
-            InvalidRequest: the request is larger than a message may be. Its write would break the stream.
+            InvalidRequest: the request is larger than a message may be. Sending it would break the stream.
         """
         if not self.connected.is_set():
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
-        # Not the client's id alone: a request of that name, of this router or another, may not have ended
-        # there yet, and what is still said of it must not be taken for this one's.
+        # The client's id alone is not enough: another request with that id, from this router or another, may
+        # still run there, and reports on it must not be taken for reports on this one.
         number = next(self._next_number)
         request_id = f"{start.request_id}#{self._suffix}{number:x}"
         start.decode_generation = self.address.id.generation
@@ -164,9 +158,9 @@ class DecodeClient:
             self._idle.set()
 
     async def retire(self) -> None:
-        """Close, but let the requests that run there end: the rank is forgotten, or begins a new
-        incarnation."""
-        self._on_load = _unheard  # it may be taken for the next incarnation's
+        """Close the stream after its requests have ended: the rank is forgotten, or begins a
+        new incarnation."""
+        self._on_load = _ignore_load  # A report could be taken for the next incarnation's.
         await self._idle.wait()
         await self.close()
 
@@ -189,7 +183,7 @@ class DecodeClient:
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
             except IsthmusError as error:
-                reason = str(error)  # it says what we cannot read
+                reason = str(error)  # The error names the unreadable part.
             grpc_errors.heed_cancellation()
             if self.connected.is_set():
                 log.warning("decode_rank_lost rank=%s reason=%r", self.address.id, reason)
@@ -199,8 +193,8 @@ class DecodeClient:
             await asyncio.sleep(_RETRY_S)
 
     async def _attach(self) -> None:
-        self._commands = Commands()  # what was meant for the old stream is void
-        # No stub: what it would serialize is serialized.
+        self._commands = Commands()  # Commands for the old stream are dropped.
+        # There is no stub, as the messages are already serialized.
         call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
         writer = asyncio.create_task(self._write(call))
         try:
@@ -211,15 +205,14 @@ class DecodeClient:
             call.cancel()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Read until the rank has ended the stream with OK."""
         while (message := await call.read()) is not grpc.aio.EOF:
-            self._silence.heard()
+            self._silence.received()
             self.connected.set()
             self._receive(message)
         await _raise_status(call)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        # A broken stream shows itself to the reader, which ends both.
+        # The reader notices a broken stream, and ends both tasks.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await call.write(await self._commands.message())
@@ -249,12 +242,11 @@ class DecodeClient:
         self._idle.set()
 
 
-def _unheard(load: RankLoad) -> None:
+def _ignore_load(load: RankLoad) -> None:
     pass
 
 
 async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
-    """Raise the status that ended a stream, unless it is OK."""
     code = await call.code()
     if code is not grpc.StatusCode.OK:
         raise grpc.aio.AioRpcError(
@@ -274,7 +266,7 @@ _REOPEN_S = 1.0
 
 
 class Connections:
-    """They live on the router's loop. `open_client` and `open_watch` may raise ConfigError."""
+    """These live on the router's loop. `open_client` and `open_watch` may raise ConfigError."""
 
     def __init__(
         self,
@@ -291,18 +283,16 @@ class Connections:
         self._retiring: dict[asyncio.Task[None], DecodeClient | PrefillWatch] = {}
 
     def follow(self, decodes: Mapping[RankKey, RankAddress], prefills: Mapping[RankKey, RankAddress]) -> None:
-        """Take these as the ranks from now on."""
         self._decodes, self._prefills = decodes, prefills
         self._connect(self.clients, decodes, self._open_client)
         self._connect(self.watches, prefills, self._open_watch)
 
     def is_connected(self, rank: RankKey) -> bool:
-        """Return whether a decode rank's stream is up."""
         client = self.clients.get(rank)
         return client is not None and client.connected.is_set()
 
     async def close(self) -> None:
-        """Close all streams: requests that run anywhere fail with DecodeRankLost."""
+        """Close all streams: all running requests fail with DecodeRankLost."""
         if self._retry is not None:
             self._retry.cancel()
         for connection in (*self.clients.values(), *self.watches.values(), *self._retiring.values()):
@@ -324,7 +314,7 @@ class Connections:
                 continue
             try:
                 connections[rank] = open_one(address)
-            except ConfigError as error:  # a certificate that is being replaced, perhaps
+            except ConfigError as error:  # A certificate may be about to be replaced.
                 log.warning("rank_connect_failed rank=%s error=%s", rank, error)
                 self._try_again()
 

@@ -1,21 +1,21 @@
-"""Ranks are listened to: those that report, and those whose leases have lapsed.
+"""This module monitors ranks: those that report load, and those whose leases have expired.
 
-Silence on a stream is counted in ticks of our own: who stood still has not listened.
+Silence on a stream is counted in ticks of our own, as a router that was stopped could not receive.
 
-A router hears from each prefill rank what is queued there, of all routers.
+A router receives the queue of each prefill rank, which includes all routers' requests.
 
     run:  connect -> read loads -> (stream lost: the load is no longer known) -> connect ...
                                -> (silent: it hangs, until it reports again) -> connect ...
 
-A prefill rank that never reported can be used all the same, and so can one whose stream broke: only our own
-requests there are known then, and if they fail, the balance excludes it. But one that did report and falls
-silent is stopped, or its host is gone: what is sent there fails after many seconds only.
+A prefill rank that never reported can still be used, and so can one whose stream broke: then only our own
+requests there are known, and if they fail, the balance excludes it. But one that did report and becomes
+silent is stopped, or its host is gone: requests to it would fail only after many seconds.
 
-Ranks whose lease has lapsed are asked whether they live, for etcd no longer says.
+Ranks whose lease has expired get health checks, as etcd no longer knows whether they live.
 
-key gone --answers SERVING--> LIVE, asked again --misses three times in a row--> dead
-                                 ^     (while etcd is away: SUSPECT and left alone for a while)
-key back, or rank forgotten --> asked no more
+key gone --answers SERVING--> LIVE, checked again --misses three times in a row--> dead
+                                 ^     (while etcd is away: SUSPECT, and not checked for a while)
+key back, or rank forgotten --> no more checks
 """
 
 import asyncio
@@ -39,17 +39,17 @@ _TICK_S = 0.5
 
 
 class SilenceLimit:
-    """A stream has one limit. Whoever reads it reports what was `heard`."""
+    """A stream has one limit. Its reader calls `received` for each message."""
 
     def __init__(self) -> None:
         self._ticks = 0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         self._ticks = 0
 
     @asynccontextmanager
     async def bounded(self, limit_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in whoever reads once nothing was heard for so long."""
+        """Raise TimeoutError in the reader when nothing was received for so long."""
         limit = asyncio.timeout(None)
         watch = asyncio.create_task(self._count(limit, limit_s))
         try:
@@ -69,13 +69,11 @@ class SilenceLimit:
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 30.0
-_SILENT_RETRY_S = 1.0  # at most, of a rank that is to be used again as soon as it speaks
-_SILENCE_S = 5.0  # ten missed reports
+_SILENT_RETRY_S = 1.0  # This is the longest; a silent rank is used again as soon as it reports.
+_SILENCE_S = 5.0  # These are ten missed reports.
 
 
 class PrefillWatch:
-    """This is one WatchLoad stream to one incarnation of a prefill rank."""
-
     def __init__(
         self,
         address: RankAddress,
@@ -84,19 +82,18 @@ class PrefillWatch:
         on_lost: Callable[[], None],
         on_silent: Callable[[], None],
     ) -> None:
-        """`on_silent` is called when a rank that did report does so no more, until the next `on_load`."""
+        """`on_silent` is called when a rank stops reporting, until the next `on_load`."""
         self.address = address
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_silent = on_silent
-        self._heard = self._silent = False
+        self._has_reported = self._silent = False
         self._silence = SilenceLimit()
         self._retry_s = _FIRST_RETRY_S
         self._task = asyncio.create_task(self._run(), name=f"watch-{address.id}")
 
     async def retire(self) -> None:
-        """Close the stream: the rank is to be forgotten, or begins a new incarnation."""
         await self.close()
 
     async def close(self) -> None:
@@ -133,13 +130,13 @@ class PrefillWatch:
     def _note_report(self, load: RankLoad) -> None:
         if self._silent:
             log.info("prefill_rank_recovered rank=%s", self.address.id)
-        self._heard, self._silent = True, False
-        self._silence.heard()
+        self._has_reported, self._silent = True, False
+        self._silence.received()
         self._retry_s = _FIRST_RETRY_S
         self._on_load(load)
 
     def _note_silence(self) -> None:
-        if self._heard and not self._silent:
+        if self._has_reported and not self._silent:
             log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, _SILENCE_S)
             self._silent = True
             self._on_silent()
@@ -169,17 +166,16 @@ class SuspectChecks:
         self._misses: dict[RankId, int] = {}
 
     async def run(self) -> None:
-        """Ask again and again until cancelled."""
         try:
             while True:
-                asked = [view for view in self._mirror.ranks.values() if not view.registered]
-                await self._close_all_but({view.registration.id for view in asked})
-                await asyncio.gather(*(self._ask(view) for view in asked))
+                suspects = [view for view in self._mirror.ranks.values() if not view.registered]
+                await self._close_all_but({view.registration.id for view in suspects})
+                await asyncio.gather(*(self._check(view) for view in suspects))
                 await asyncio.sleep(self._interval_s)
         finally:
             await self._close_all_but(set())
 
-    async def _ask(self, view: RankView) -> None:
+    async def _check(self, view: RankView) -> None:
         incarnation = view.registration.id
         if await self._serves(view):
             self._misses.pop(incarnation, None)
@@ -204,7 +200,7 @@ class SuspectChecks:
         except grpc.aio.AioRpcError:
             grpc_errors.heed_cancellation()
             return False
-        except ConfigError as error:  # a certificate that is being replaced, perhaps
+        except ConfigError as error:  # A certificate may be about to be replaced.
             log.warning("suspect_check_failed rank=%s error=%s", incarnation, error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

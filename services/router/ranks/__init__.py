@@ -1,1 +1,1 @@
-"""Here is what one router knows of the ranks beyond the index. Pure."""
+"""This package holds what one router knows of the ranks beyond the index. It is pure."""

@@ -1,12 +1,13 @@
-"""A router knows more than the index: how fast ranks are, what it sent them, and who fails.
+"""A router knows more than the index: the speeds of ranks, the requests that it sent them, and their
+failures.
 
-The owner tells it what happens and asks when it prices a request. The clock is passed in: monotonic,
-in seconds. Nothing here does I/O. A request in flight:
+Its owner reports events to it and queries it to price a request. The clock is an argument: monotonic, in
+seconds. It does no I/O. A request in flight:
 
     sent --> admitted --> ended      any of them may come twice, `ended` at any time
       |         |
-      |         its uncached tokens no longer pend on the rank that computes them
-      it runs on its decode rank, and pends
+      |         its uncached tokens are no longer pending on the rank that computes them
+      it runs on its decode rank, and its tokens are pending
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from services.values.rank import Plan, RankKey
 from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, Pulled
 
-_REPORT_LAG_S = 0.05  # a request and a report that cross each other are at most so far apart
+_REPORT_LAG_S = 0.05  # A request and a report that cross each other are at most this far apart.
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
 _CORRUPT_S = 60.0  # a source whose bytes were others than it has is not asked for so long
 _LENT_SHARE = 8  # a rank keeps at most this part of its pool for pulls
@@ -32,34 +33,30 @@ _NO_LOAD = RankLoad()
 
 
 class RankNow(NamedTuple):
-    """The next request sees a rank so."""
-
-    load: RankLoad  # as last reported
-    pending_tokens: int  # queued or being computed
-    queued: int  # requests whose prompts wait to be computed
-    running: int  # requests: at a decode rank until ended, at a prefill rank until admitted
-    tokens_per_s: float  # of prompts: as it reports, else as learned, else as is usual
-    is_measured: bool  # that rate
+    load: RankLoad  # This was last reported.
+    pending_tokens: int  # These are queued or being computed.
+    queued: int  # The prompts of these requests wait to be computed.
+    running: int  # These requests are at a decode rank until ended, at a prefill rank until admitted.
+    tokens_per_s: float  # This is of prompts: as reported, else as learned, else the usual rate.
+    is_measured: bool  # The rate was measured.
 
     @property
     def compute_wait_s(self) -> float:
-        """Return the seconds until the rank computes the next prompt; 0 too where its rate was never
-        measured."""
+        """Return the seconds until the rank computes the next prompt, or 0 where its rate was
+        never measured."""
         return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
 
 
 class Liveness(StrEnum):
-    """A rank takes requests, or does not for one of these reasons."""
-
     LIVE = ""
-    SILENT = "silent"  # it did report and does so no more
-    FAILED = "failed"  # a request, a moment ago
-    STALLED = "stalled"  # by its own word
-    DRAINING = "draining"  # likewise
+    SILENT = "silent"  # It no longer reports.
+    FAILED = "failed"  # A request failed a moment ago.
+    STALLED = "stalled"  # It reports this itself.
+    DRAINING = "draining"  # It reports this itself, too.
 
 
 class Balance:
-    """Memory is bounded by the requests in flight and the ranks that were not forgotten.
+    """The requests in flight and the known ranks limit the memory.
 
     `changed` is called with a rank whose load has changed.
     """
@@ -76,8 +73,8 @@ class Balance:
         self.clock = clock
         self.predictions = Predictions()
         self.trust = Trust()
-        self.resume_trust = Trust()  # of ranks that tell their resume points, in these
-        self.changed: Callable[[RankKey], None] = _nobody_asks
+        self.resume_trust = Trust()  # Only ranks that report checkpoints have this.
+        self.changed: Callable[[RankKey], None] = _ignore_change
         self._chunk_tokens = chunk_tokens
         self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
         self._flights: dict[str, _Flight] = {}
@@ -94,7 +91,8 @@ class Balance:
     # -- speeds -----------------------------------------------------------------------------------
 
     def observe_admitted(self, decode: RankKey, prefill: RankKey | None, admitted: Admitted) -> None:
-        """Learn from what a request really took. It also ends the penalty of the ranks that served it."""
+        """Learn from the times that a request took. This also ends the penalty of the ranks that
+        served it."""
         now = self.clock()
         self._failures.pop(decode, None)
         if admitted.plan is Plan.LOCAL:
@@ -105,7 +103,8 @@ class Balance:
             self._speeds.learn_bandwidth(prefill, decode, admitted, now)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
-        """Return the bytes a second between the two, else as is usual for that prefill rank, else for any."""
+        """Return the bytes per second between the two, else the usual ones of that prefill rank, else
+        of any."""
         return self._speeds.bandwidth(prefill, decode, self.clock())
 
     # -- pulls ------------------------------------------------------------------------------------
@@ -138,10 +137,10 @@ class Balance:
     # -- in flight --------------------------------------------------------------------------------
 
     def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
-        """Note that the request is on its way; `uncached_tokens` pend on `prefill`, or on `decode` under
+        """Note that the request was sent; `uncached_tokens` are pending on `prefill`, or on `decode` under
         plan local.
 
-        Sent again, to other ranks, it is no longer with the first ones.
+        A request that was sent before leaves its first ranks.
         """
         self.ended(request_id)
         flight = _Flight(decode, prefill or decode, uncached_tokens, self.clock())
@@ -160,7 +159,7 @@ class Balance:
             self.changed(flight.computing)
 
     def ended(self, request_id: str) -> None:
-        """Note that it left, however that came. Nothing happens if it is not in flight."""
+        """Note that the request has left, whatever the reason. Nothing happens if it is not in flight."""
         self.admitted(request_id)
         flight = self._flights.pop(request_id, None)
         if flight is not None and (rank := self._ranks.get(flight.decode)) is not None:
@@ -168,13 +167,13 @@ class Balance:
             self.changed(flight.decode)
 
     def now(self, rank: RankKey) -> RankNow:
-        """Return what was last reported, with what we sent too late for that.
+        """Return the last report, with our later requests.
 
-        A report counts every router's requests that had reached the rank, so ours from before it are not
-        counted again. Since it was made the rank has gone on: with one chunk at most, for it reports after
-        every step. Of a rank that has not reported only ours are known, until they are admitted or end.
-        Where machines are crowded, a request may take longer to get there than is reckoned with. So of ours
-        at least that pends which the rank cannot have computed since they were sent.
+        A report counts all routers' requests that had arrived at the rank, so ours from before it are not
+        counted again. The rank has computed since the report: one chunk at most, as it reports after every
+        step. Without a report only our requests are known, until they are admitted or end. On crowded
+        machines a request may arrive later than assumed, so at least those of our tokens are pending that the
+        rank cannot have computed since they were sent.
         """
         known, now = self._ranks.get(rank), self.clock()
         if known is None:
@@ -196,8 +195,8 @@ class Balance:
         return RankNow(load, pending_tokens, queued, running, tokens_per_s, is_measured)
 
     def queue_wait_s(self, rank: RankKey, others: int = 0) -> float:
-        """Return the seconds until a decode rank has room for the next request and for so many others
-        behind it, or 0 where nobody waits or it is not known."""
+        """Return the seconds until a decode rank has room for the next request after so many others, or 0
+        where none waits or it is not known."""
         known = self._ranks.get(rank)
         if known is None or not known.load.waiting or known.load.admitted_per_s <= 0:
             return 0.0
@@ -212,32 +211,30 @@ class Balance:
     # -- health -----------------------------------------------------------------------------------
 
     def report(self, rank: RankKey, load: RankLoad) -> None:
-        """Take in what a rank reported of itself."""
         now = self.clock()
         self._silent.discard(rank)
         self._of(rank).report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
-        """Note that the rank no longer reports: what it reported last is no news, and only ours are known."""
+        """Note that the rank no longer reports: its last report is outdated, and only our requests
+        are known."""
         if (known := self._ranks.get(rank)) is not None:
             known.forget_report()
             self.changed(rank)
 
     def fell_silent(self, rank: RankKey) -> None:
-        """Exclude the rank until its next report: it did report and does so no more, and what is sent there
-        would hang with it."""
+        """Exclude the rank until its next report: it stopped reporting, and a request to it would hang."""
         self._silent.add(rank)
 
     def load(self, rank: RankKey) -> RankLoad:
-        """Return the last report; all is zero before the first."""
         known = self._ranks.get(rank)
         return _NO_LOAD if known is None else known.load
 
     def failed(self, rank: RankKey) -> None:
-        """Leave the rank alone for a second, and twice as long each time it fails again, up to 30 s.
+        """Exclude the rank for a second, and twice as long each time it fails again, up to 30 s.
 
-        What fails during a penalty was sent before it, and is no news.
+        A failure during a penalty is of a request from before it, and changes nothing.
         """
         _penalize(self._failures, rank, self.clock())
 
@@ -254,9 +251,9 @@ class Balance:
         return Liveness.DRAINING if known.load.draining else Liveness.LIVE
 
     def forget(self, rank: RankKey) -> None:
-        """Forget a rank that went away or began a new incarnation: nothing known of it holds any longer.
+        """Forget a rank that went away or began a new incarnation.
 
-        Requests in flight there pend and run nowhere, until they are sent again or ended.
+        Requests in flight there are pending and running nowhere, until they are sent again or ended.
         """
         self._failures.pop(rank, None)
         self._refusals.pop(rank, None)
@@ -272,7 +269,7 @@ class Balance:
     def predict(
         self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float = 5.0, resumable: int = 0
     ) -> None:
-        """Predict what the rank will soon hold of a prompt that it was sent; see `Predictions.add`."""
+        """Predict what the rank will soon hold of a prompt; see `Predictions.add`."""
         self.predictions.add(rank, hashes, self.clock(), ttl_s, resumable)
 
 
@@ -286,16 +283,16 @@ class _Flight:
 
 @dataclass(slots=True)
 class _KnownRank:
-    """This is one rank's report with our requests there. `unseen` came too late to be in the report."""
+    """This is one rank's report with our requests there. `unseen` came too late for the report."""
 
     load: RankLoad = _NO_LOAD
     reported_s: float = float("-inf")
-    decoding: set[str] = field(default_factory=set)  # until ended
-    computing: dict[str, _Flight] = field(default_factory=dict)  # until admitted
+    decoding: set[str] = field(default_factory=set)  # These stay until ended.
+    computing: dict[str, _Flight] = field(default_factory=dict)  # These stay until admitted.
     computing_tokens: int = 0
     unseen: set[str] = field(default_factory=set)
     unseen_tokens: int = 0
-    arriving_s: deque[float] = field(default_factory=deque)  # when they were sent; too late for the report
+    arriving_s: deque[float] = field(default_factory=deque)  # They were sent then, too late for the report.
 
     def receive(self, request_id: str, now: float) -> None:
         self.decoding.add(request_id)
@@ -316,8 +313,8 @@ class _KnownRank:
             self.unseen_tokens -= flight.uncached_tokens
 
     def least_pending(self, now: float, tokens_per_s: float) -> int:
-        """Return our tokens that it cannot have computed since the oldest of them, which there is, was
-        sent."""
+        """Return our tokens that it cannot have computed since the oldest of our requests was sent; there
+        must be one."""
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
 
@@ -333,7 +330,7 @@ class _KnownRank:
 
     def _see(self, seen_s: float) -> None:
         self.unseen, self.unseen_tokens = set(), 0
-        for request_id, flight in reversed(self.computing.items()):  # the one sent last comes first
+        for request_id, flight in reversed(self.computing.items()):  # The last one sent comes first.
             if flight.sent_s <= seen_s:
                 break
             self._note_unseen(request_id, flight)
@@ -359,5 +356,5 @@ def _penalize(failures: dict[RankKey, _Failure], rank: RankKey, now: float) -> N
         failures[rank] = _Failure(penalty_s, now + penalty_s)
 
 
-def _nobody_asks(rank: RankKey) -> None:
-    """Nobody is told until somebody sets `changed`."""
+def _ignore_change(rank: RankKey) -> None:
+    """Do nothing until the owner sets `changed`."""

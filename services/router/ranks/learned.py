@@ -1,12 +1,12 @@
-"""A router learns from what requests took how fast ranks compute and links carry. Pure.
+"""A router learns the speeds of ranks and of the connections between them from the times of requests. The
+module is pure.
 
-Waiting behind others, and what is not measured, only ever makes a rank look slower than it is. So a sample
-above what was learned counts for more than one below, and one that is far off counts as less far.
+Queueing and other unmeasured delays only ever make a rank look slower. So a sample above the learned value
+counts more than one below, and an outlier counts less.
 
-A rank's predicted hits have been worth the tokens delivered of the tokens predicted.
-
-A rank that evicts faster than the index tells, or whose publisher lags, is trusted less: a hit there is
-priced as the part of it that such hits brought. Distrust fades, or the rank would never be tried again.
+A rank's trust is the share of its predicted hits that it delivered. A rank that evicts faster than the index
+learns, or whose publisher lags, is trusted less: a hit there is priced as the part that such hits delivered.
+Distrust fades, as the rank would never be tried again otherwise.
 """
 
 import math
@@ -18,24 +18,24 @@ from services.values.rank import RankKey
 from services.values.request import Admitted, Pulled
 
 _RISE, _FALL = 0.3, 0.1
-_MAX_RATIO = 4.0  # a sample counts as at most so many times what was learned, or as at least that part
-_SETTLED_WEIGHT = 3.0  # from so many samples on
-_HALF_LIFE_S = 60.0  # an old grudge fades towards the usual, or a rank once slow would never be tried again
+_MAX_RATIO = 4.0  # This limits the ratio of a sample to the learned value, either way.
+_SETTLED_WEIGHT = 3.0  # This holds from this weight of samples on.
+_HALF_LIFE_S = 60.0  # Old values fade towards the usual; else a rank once slow would never be tried again.
 _FULL_WEIGHT_TOKENS = 256
-_MIN_TOKENS = 16  # fewer measure the cost of a step, not the rate
-_MIN_BYTES = 1 << 20  # fewer measure the calls around a transfer
+_MIN_TOKENS = 16  # Fewer measure the cost of a step, not the rate.
+_MIN_BYTES = 1 << 20  # Fewer measure the calls around a transfer.
 _MIN_TRANSFER_S = 1e-4
-_BANDWIDTH_LIMITS = (1e6, 1e12)  # bytes per second
-_MAX_LINKS = 256  # a rank that writes
-_PULL_BEGINS_S = 0.005  # the source is asked, matches between two of its steps, and gets a ticket
+_BANDWIDTH_LIMITS = (1e6, 1e12)  # These are in bytes per second.
+_MAX_LINKS = 256  # This limits the links of one rank that writes.
+_PULL_BEGINS_S = 0.005  # The source is asked, matches between two of its steps, and gets a ticket.
 
 
 @dataclass(slots=True)
 class _Learned:
     """This is a mean of the first samples that turns into an exponential one."""
 
-    value: float  # before the first sample: what is assumed
-    weight: float = 0.0  # of all samples
+    value: float  # Before the first sample this is the assumed value.
+    weight: float = 0.0  # This is of all samples.
     learned_s: float = 0.0
 
     def add(self, sample: float, weight: float, now: float) -> None:
@@ -53,8 +53,7 @@ class _Learned:
 
 @dataclass(slots=True)
 class _Sender:
-    """This was learned of the links of one rank that writes, of which the one not used for longest comes
-    first."""
+    """These are the links of one rank that writes, the least recently used first."""
 
     mean: _Learned
     links: dict[RankKey, _Learned] = field(default_factory=dict)
@@ -79,8 +78,6 @@ class PullPace(NamedTuple):
 
 
 class Speeds:
-    """These are the rates of ranks and the bandwidths of links."""
-
     def __init__(self, prior_tokens_per_s: float, prior_bandwidth: float, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._usual_rate = _Learned(prior_tokens_per_s)
@@ -126,7 +123,6 @@ class Speeds:
         return PullPace(begins_s, self._of_link(self._sources.get(source), computing, now))
 
     def knows(self, rank: RankKey) -> bool:
-        """Return whether its rate was measured."""
         return rank in self._rates
 
     def rate(self, rank: RankKey, now: float) -> float:
@@ -154,14 +150,15 @@ class Speeds:
 
 
 def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
-    """Return the bandwidth with which placement would have foretold what this request took.
+    """Return the bandwidth with which placement would have predicted this request's time.
 
-    `transfer_s` is what the computation did not hide. With C the compute time, D the bytes of the delta and L
-    those that go last, of its last chunk and what is carried, placement says max(C, D / b) + L / b; set equal
-    to C + transfer_s and solved for b.
+    `transfer_s` is the part that the computation did not hide. With C the compute time, D the bytes of the
+    delta and L those that are sent last, of its last chunk and of the per-request state, placement assumes
+    max(C, D / b) + L / b; this equals C + transfer_s and is solved for b.
     """
     delta_tokens = max(1, admitted.prompt_tokens - admitted.decode_prefix_len)
-    carried_bytes = sum(size for kind, size in admitted.carried_bytes.items() if kind != DRAFT)  # paged, too
+    # The draft model's KV is paged, too.
+    carried_bytes = sum(size for kind, size in admitted.carried_bytes.items() if kind != DRAFT)
     all_bytes = admitted.kv_bytes_moved - carried_bytes
     last_bytes = all_bytes * min(1.0, chunk_tokens / delta_tokens) + carried_bytes
     transfer_s = max(admitted.transfer_s, _MIN_TRANSFER_S)
@@ -170,9 +167,9 @@ def _bytes_per_s(admitted: Admitted, chunk_tokens: int) -> float:
     return min(highest, max(lowest, last_bytes / transfer_s, (all_bytes + last_bytes) / took_s))
 
 
-_PRIOR_TOKENS = 8_192.0  # delivered as predicted, before anything was seen
-_KEPT = 0.95  # of the past's weight with every new observation
-_WHOLE = 0.95  # from here on a hit counts whole: blocks and pages end at different tokens
+_PRIOR_TOKENS = 8_192.0  # These count as delivered as predicted, before any observation.
+_KEPT = 0.95  # Each new observation keeps this part of the past's weight.
+_WHOLE = 0.95  # From this trust on a hit counts in full, as blocks and pages end at different tokens.
 
 
 @dataclass(slots=True)
@@ -183,19 +180,19 @@ class _Record:
 
 
 class Trust:
-    """Each rank has a trust in [0, 1]; it is 1 for a rank of which nothing was seen."""
+    """Each rank has a trust in [0, 1]; it is 1 without any observation."""
 
     def __init__(self) -> None:
         self._records: dict[RankKey, _Record] = {}
 
     def observe(self, rank: RankKey, predicted_tokens: int, delivered_tokens: int, now: float) -> None:
-        """Compare what the index said that the rank held of a prompt with what it had. Nothing predicted
-        proves nothing."""
+        """Compare the index's prediction of a hit with the delivered one. Without a prediction nothing
+        is learned."""
         if predicted_tokens <= 0:
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_TOKENS, _PRIOR_TOKENS, now))
         kept = _KEPT * math.exp2((record.seen_s - now) / _HALF_LIFE_S)
-        # The faded part of the record is forgotten, not held against the rank or for it.
+        # The faded part of the record is forgotten, which neither hurts nor helps the rank.
         record.predicted = kept * record.predicted + (1 - kept) * _PRIOR_TOKENS + predicted_tokens
         delivered = min(predicted_tokens, delivered_tokens)
         record.delivered = kept * record.delivered + (1 - kept) * _PRIOR_TOKENS + delivered

@@ -1,7 +1,8 @@
-"""Predictions are guesses, from what was sent to a rank, of what it will soon hold and where it can go on.
+"""Predictions are guesses from the prompts that a rank was sent: which blocks it will soon hold, and where it
+can resume.
 
-They are never mixed with the index. A guess ends by itself: what the rank really holds comes by its own
-events. All is pure.
+They are never mixed with the index. A guess expires by itself: the rank's own events report what it really
+holds. The module is pure.
 """
 
 from collections import deque
@@ -12,14 +13,14 @@ from services.values.rank import RankKey
 
 _MAX_BLOCKS = 1 << 18
 
-_Until = Mapping[RankKey, float]  # by rank, until when it is guessed to hold a block
+_Until = Mapping[RankKey, float]  # This is the time, by rank, until which it is guessed to hold a block.
 _NONE: _Until = {}
-# It says until when, of which rank and blocks, and after which of these the rank can go on.
+# A guess has its end, its rank and blocks, and the one of these after which the rank can resume.
 _Guess = tuple[float, RankKey, Sequence[BlockHash], BlockHash | None]
 
 
 class _Run:
-    """A run has neighbours along a sequence that are guessed of the same ranks for the same time."""
+    """A run is adjacent blocks of a sequence that are guessed of the same ranks for the same time."""
 
     __slots__ = ("num_blocks", "until_s")
 
@@ -28,10 +29,10 @@ class _Run:
 
 
 class Guessed:
-    """This says of one sequence who is guessed to hold how much of it, and to go on after which block.
+    """This says how much of one sequence each rank is guessed to hold, and after which block it can resume.
 
-    `parts` says where each part of it ends, and until when who is guessed to hold that; `resumable` says of
-    any block until when who is guessed to go on after it.
+    `parts` has the end of each part of it, and until when each rank is guessed to hold that; `resumable` has
+    for a block until when each rank is guessed to resume after it.
     """
 
     __slots__ = ("_hashes", "_now", "_parts", "_resumable")
@@ -55,18 +56,18 @@ class Guessed:
         return depth
 
     def deepest(self) -> list[RankKey]:
-        """Ranks that are guessed to hold as much of it as any; in no order. Where guesses were dropped, for
-        there were too many, they may lack what is before it."""
+        """Return the ranks that are guessed to hold the most of it, in no order. Where too many guesses were
+        dropped, they may lack earlier blocks."""
         for _, until_s in reversed(self._parts):
             if ranks := [rank for rank, ends_s in until_s.items() if ends_s > self._now]:
                 return ranks
         return []
 
     def resumable(self) -> Iterator[tuple[int, set[RankKey]]]:
-        """Yield where one can go on, deepest first: after how many blocks, and the ranks."""
+        """Yield where ranks can resume, the deepest first: the number of blocks before it, and the ranks."""
         if not (self._resumable and self._parts):
             return
-        # Each lies in one of the parts: whoever can go on after a block holds it.
+        # Each is within one of the parts: a rank that can resume after a block holds it.
         for depth in range(self._parts[-1][0], 0, -1):
             if (until_s := self._resumable.get(self._hashes[depth - 1])) is None:
                 continue
@@ -75,30 +76,30 @@ class Guessed:
 
 
 class Predictions:
-    """The oldest guess goes out first, when there are too many.
+    """The oldest guess is dropped first when there are too many.
 
-    A guess is of the first blocks of a sequence; of one of them it may say that the rank can go on after it.
+    A guess is of the first blocks of a sequence, and may say that the rank can resume after one of them.
 
-    Invariant: of one rank's blocks along a sequence none ends later than those before it, so who is guessed
-    to hold a part of one is guessed to hold all before. A block's name says all before it: so a sequence that
-    has one of a run's blocks has all before that one, and a prompt that is guessed again, a turn longer,
-    changes a few runs and not each of its thousands of blocks.
+    Invariant: none of one rank's blocks along a sequence expires later than those before it, so a rank that
+    is guessed to hold a part is guessed to hold all before it. A block's hash covers all before it: so a
+    sequence with one of a run's blocks has all before that one, and a prompt that is guessed again, a turn
+    longer, changes a few runs and not each of its thousands of blocks.
     """
 
     def __init__(self) -> None:
         self._runs: dict[BlockHash, _Run] = {}
         self._resumable: dict[BlockHash, _Until] = {}
         self._guesses: deque[_Guess] = deque()
-        self._num_blocks = 0  # in the guesses
+        self._num_blocks = 0  # These are in the guesses.
 
     def add(
         self, rank: RankKey, hashes: Sequence[BlockHash], now: float, ttl_s: float, resumable: int = 0
     ) -> None:
-        """Guess that the rank will hold these for `ttl_s` at least, and if `resumable` is not 0 be able to go
-        on after so many of them."""
+        """Guess that the rank will hold these for at least `ttl_s` and, if `resumable` is not 0, can resume
+        after so many of them."""
         blocks, until_s = tuple(hashes[:_MAX_BLOCKS]), now + ttl_s
         point = blocks[resumable - 1] if 0 < resumable <= len(blocks) else None
-        # Where the last block is guessed for as long as that, so are those before it.
+        # Where the last block is guessed for so long, those before it are, too.
         is_longer = bool(blocks) and self._until(blocks[-1]).get(rank, now) < until_s
         if is_longer:
             self._replace(blocks, lambda known: _with(known, rank, until_s))
@@ -112,7 +113,6 @@ class Predictions:
             self._drop(*self._guesses.popleft())
 
     def of(self, hashes: Sequence[BlockHash], now: float) -> Guessed:
-        """Return who is guessed to hold how much of a sequence."""
         parts: list[tuple[int, _Until]] = []
         position = 0
         while position < len(hashes) and (run := self._runs.get(hashes[position])) is not None:
@@ -140,11 +140,11 @@ class Predictions:
                 del self._resumable[point]
 
     def _end_in(self, run: _Run, hashes: Sequence[BlockHash], begin: int) -> int:
-        """Return where the part of a sequence ends that is in the run that begins there."""
+        """Return the end of the part of a sequence that is in the run, which begins at `begin`."""
         runs, low, high = self._runs, begin + 1, min(begin + run.num_blocks, len(hashes))
-        if runs.get(hashes[high - 1]) is run:  # mostly so
+        if runs.get(hashes[high - 1]) is run:  # This is the usual case.
             return high
-        while low < high:  # hashes[begin:low] are, hashes[high:] are not
+        while low < high:  # hashes[begin:low] are in the run, and hashes[high:] are not.
             middle = (low + high + 1) // 2
             if runs.get(hashes[middle - 1]) is run:
                 low = middle
@@ -157,7 +157,7 @@ class Predictions:
         return _NONE if run is None else run.until_s
 
     def _replace(self, blocks: Sequence[BlockHash], changed: Callable[[_Until], _Until]) -> None:
-        """Replace what is known of each; `changed` is asked once for those of a run."""
+        """Replace what is known of each block; `changed` is called once for the blocks of a run."""
         position, before = 0, None
         while position < len(blocks):
             run = self._runs.get(blocks[position])
@@ -170,14 +170,13 @@ class Predictions:
                 run.until_s = after
             elif after is not known:
                 if run is not None:
-                    run.num_blocks -= length  # the rest of it, if there is one
+                    run.num_blocks -= length  # The rest of it stays, if there is one.
                 run = self._set(blocks[position:end], after)
             is_whole = run is not None and run.num_blocks == length
             before = self._joined(before, run, blocks, end) if run is not None and is_whole else None
             position = end
 
     def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> _Run | None:
-        """Return the run that they are from now on."""
         if not until_s:
             for block in blocks:
                 del self._runs[block]
@@ -187,8 +186,9 @@ class Predictions:
         return run
 
     def _joined(self, before: _Run | None, run: _Run, blocks: Sequence[BlockHash], end: int) -> _Run:
-        """Return the run that ends there, joined with the run before it where both say the same: else a
-        conversation has one for each of its turns. The shorter one becomes a part of the other."""
+        """Return the run that ends there, joined with the run before it where both are equal; otherwise
+        a conversation would have one for each of its turns. The shorter one becomes a part of the
+        longer one."""
         if before is None or before.until_s != run.until_s:
             return run
         begin = end - run.num_blocks

@@ -1,11 +1,10 @@
-"""Ranks in ascending order of load, kept so while the loads change. Pure.
+"""Ranks are kept in ascending order of load while the loads change, and each of several routers has a share
+of them. The module is pure.
 
-Each of several routers has a share of the ranks.
-
-What another router has just sent is known only from the ranks' next reports. Two that are asked at the same
-moment would both choose the rank with the shortest queue. So each prefers the ranks of its own share among
-those that cost about the same. A share is no right: everyone may choose any rank, and shares that two routers
-see differently for a moment do no harm.
+A router learns of another router's requests only from the ranks' next reports. Two routers with a request at
+the same moment would both choose the rank with the shortest queue. So each prefers the ranks of its own share
+among those of about the same cost. A share is only a preference: each router may choose any rank, and shares
+that two routers see differently for a moment do no harm.
 """
 
 from bisect import bisect_left, insort
@@ -18,13 +17,13 @@ from typing import TypeVar
 
 from services.values.rank import RankKey
 
-Load = tuple[float, int]  # seconds that a usual prompt costs there; of equal ones, requests there
+Load = tuple[float, int]  # These are a usual prompt's seconds there and, for equal ones, the requests.
 
 _rank_of = itemgetter(1)
 
 
 class LoadOrder:
-    """`update` costs O(log ranks) and a short memmove. Equal loads stand in the order of their keys."""
+    """`update` costs O(log ranks) and a short memmove. Equal loads are in the order of their keys."""
 
     def __init__(self, loads: Iterable[tuple[RankKey, Load]]) -> None:
         self._loads = dict(loads)
@@ -37,7 +36,7 @@ class LoadOrder:
         return map(_rank_of, self._order)
 
     def ascending(self, ranks: Iterable[RankKey], before: RankKey | None = None) -> Iterator[RankKey]:
-        """Those of `ranks` that stand in it, as they do; only those that stand before one of them.
+        """Yield those of `ranks` that are in the order, in that order, and only those before `before`.
 
         The first costs O(ranks), each further one O(log ranks).
         """
@@ -62,8 +61,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This is the share of the `index`-th, from 0, of `of` routers."""
-
     index: int = 0
     of: int = 1
 
@@ -72,8 +69,8 @@ class Share:
             raise ValueError(f"no share: {self}")
 
     def own(self, ranks: Iterable[_T]) -> frozenset[_T]:
-        """Return this router's of all ranks of a role, in the order that all routers have them in. They are
-        never none: where there are more routers than ranks, several share one."""
+        """Return this router's part of a role's ranks, which all routers must list in the same order. It is
+        never empty: where there are more routers than ranks, several share one."""
         every = list(ranks)
         step = max(1, min(self.of, len(every)))
         return frozenset(islice(every, self.index % step, None, step))

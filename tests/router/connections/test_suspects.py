@@ -57,7 +57,7 @@ async def test_a_rank_that_begins_a_new_life_meanwhile_is_not_marked() -> None:
         key = old.registration.id.key
         mirror.ranks[key] = old
         checks = SuspectChecks(mirror, None, lambda incarnation: None)
-        asking = asyncio.create_task(checks._ask(old))
+        asking = asyncio.create_task(checks._check(old))
         new = replace(lapsed("w", "127.0.0.1:1"), registration=registration("w", generation=2))
         mirror.ranks[key] = new
         await asking
