@@ -47,15 +47,17 @@ from services.values.errors import (
 from services.values.prompt_logprobs import MAX_BYTES as MAX_PROMPT_BYTES
 from services.values.rank import Plan, RankId, Role
 from services.values.rank_reports import (
+    LENDS,
     NO_CACHE,
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,
     NO_TENANT_TURNS,
+    PULLS,
     REMOTE_ONLY,
 )
 from services.values.request import Admitted, FinishReason, Output, StartCommand
 from services.wire import convert, convert_request
-from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc
+from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc, handshake_pb2, handshake_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -409,18 +411,26 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
     def make_services(registry: CollectorRegistry) -> Services:
         metrics = DecodeMetrics(registry, engine)
         service = DecodeService(engine, own_id, config.tls(), metrics)
-        return Services(
-            register=lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server),
-            names=[decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name],
-            intake=service.intake,
-            close=service.close,
-        )
+        names = [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
+        if (handshake := engine.handshake()) is not None:
+            names.append(handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name)
 
-    lacks = {
+        def register(server: grpc.aio.Server) -> None:
+            decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
+            if handshake is not None:
+                handshake_pb2_grpc.add_HandshakeServicer_to_server(handshake, server)
+
+        return Services(register, names, service.intake, service.close)
+
+    capabilities = {
+        LENDS: engine.lends,
+        PULLS: engine.pulls,
         REMOTE_ONLY: Plan.LOCAL not in engine.plans,
         NO_CACHE: config.decode_cache == "off",
         NO_MOVED_PENALTIES: not engine.moves_penalties,
         NO_RESUME_POINTS: not engine.tells_resume_points,
         NO_TENANT_TURNS: not engine.takes_turns,
     }
-    return RankRole(Role.DECODE, engine, make_services, tuple(name for name in lacks if lacks[name]))
+    return RankRole(
+        Role.DECODE, engine, make_services, tuple(name for name in capabilities if capabilities[name])
+    )

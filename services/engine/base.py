@@ -99,6 +99,14 @@ class Engine(Protocol):
         states."""
 
     @property
+    def lends(self) -> bool:
+        """Return whether it writes what it holds of a prompt to ranks that ask (PullRequest)."""
+
+    @property
+    def pulls(self) -> bool:
+        """Return whether it asks the source that a request names before it computes the prompt."""
+
+    @property
     def takes_turns(self) -> bool:
         """Return whether a tenant that asks for little does not wait behind another's crowd."""
 
@@ -115,6 +123,12 @@ class Engine(Protocol):
 
 
 class DecodeEngine(Engine, Protocol):
+    def handshake(self) -> HandshakeServicer | None:
+        """Return what the service serves at its endpoint beside Decode, once the engine has been started.
+
+        It is None where the engine writes to nobody.
+        """
+
     @property
     def plans(self) -> frozenset[Plan]:
         """Return the plans that `generate` can be asked for; the router chooses no other."""

@@ -15,6 +15,7 @@ from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
 from services.net.channels import open_channel
 from services.settings.named_models import gguf_weights_of
 from services.transfer.open_transport import open_transport
+from services.transfer.transport import Transport
 from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
 
@@ -42,13 +43,16 @@ def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequ
 
 def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
     """Return the decode engine that the settings name, not started. Raises ConfigError."""
+    pulls = settings.pulls(Role.DECODE)
     return PagedDecodeEngine(
         _runner_factory(settings, Role.DECODE),
-        lambda: open_transport(settings.transport, settings.nixl),
+        partial(_open_listener, settings),
         own_id,
         limits=settings.limits(Role.DECODE),
         cache=settings.cache(Role.DECODE),
         lease=settings.lease,
+        open_writer=partial(_open_writer, settings) if pulls else None,
+        pulls=pulls,
         digest_share=settings.kv_digest_share,
         speculation=settings.speculates,
         model_directory=settings.model_directory,
@@ -58,14 +62,29 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
 
 def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngine:
     """Return the prefill engine that the settings name, not started. Raises ConfigError."""
+    pulls = settings.pulls(Role.PREFILL)
     return PagedPrefillEngine(
         _runner_factory(settings, Role.PREFILL),
-        lambda: open_transport(settings.transport, replace(settings.nixl, writes=True)),
+        partial(_open_writer, settings),
         own_id,
         limits=settings.limits(Role.PREFILL),
         cache=settings.cache(Role.PREFILL),
+        lends=pulls,
+        open_listener=partial(_open_listener, settings) if pulls else None,
+        lease=settings.lease,
+        digest_share=settings.kv_digest_share,
         model_directory=settings.model_directory,
+        open_channel=partial(open_channel, tls=settings.tls()),
     )
+
+
+def _open_writer(settings: EngineSettings) -> Transport:
+    """Return a transport for who writes. Over TCP one agent at both ends would take ten times as long."""
+    return open_transport(settings.transport, replace(settings.nixl, writes=True))
+
+
+def _open_listener(settings: EngineSettings) -> Transport:
+    return open_transport(settings.transport, settings.nixl)
 
 
 def check_checkpoint(engine: str, directory: Path) -> None:

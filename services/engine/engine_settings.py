@@ -7,7 +7,7 @@ from typing import Literal
 
 from services.engine.paged.admitting import Limits
 from services.engine.paged.drafters import Mode, Speculation
-from services.engine.paged.shell.decode_engine import WriteLease
+from services.engine.paged.shell.delta import WriteLease
 from services.engine.paged.shell.paged_engine import CacheSettings
 from services.kv.tails import PoolSizes
 from services.net.channels import TlsConfig
@@ -105,6 +105,11 @@ class EngineSettings(ClusterConfig):
         "share of the pool kept for prefixes requested more than once",
         bounds=Bounds(at_least=0, at_most=1),
     )
+    pull: Literal["on", "off"] = setting(
+        "on",
+        "have others write what they hold of a prompt, and write what this rank holds for them, where a "
+        "router finds that worth it",
+    )
     transport: Literal["nixl", "local"] = setting("nixl", "KV transport; local: same host only")
     nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
         "UCX", "NIXL's plugin that moves KV, if NIXL has it; tried with UCX alone"
@@ -136,17 +141,17 @@ class EngineSettings(ClusterConfig):
     )
     write_lease_s: float = setting(
         10.0,
-        "seconds that prefill may write KV without renewal of its lease (decode)",
+        "seconds that another rank may write KV here without renewal of its lease",
         bounds=Bounds(above=0),
     )
     fence_margin_s: float = setting(
         5.0,
-        "seconds after that lease before pages of a silent writer are reused (decode)",
+        "seconds after that lease before pages of a silent writer are reused",
         bounds=Bounds(at_least=0),
     )
     kv_digest_share: float = setting(
         0.01,
-        "share of transfers whose pages are verified by digests of what prefill wrote (decode)",
+        "share of transfers whose pages are verified by digests of what was written",
         bounds=Bounds(at_least=0, at_most=1),
     )
     fake_step_s: float = setting(0.0, "engine fake: seconds per step", bounds=Bounds(at_least=0))
@@ -290,6 +295,10 @@ class EngineSettings(ClusterConfig):
 
     def has_cache(self, role: Role) -> bool:
         return (self.decode_cache if role is Role.DECODE else self.prefill_cache) == "on"
+
+    def pulls(self, role: Role) -> bool:
+        """Return whether ranks of this role lend what they hold, and pull what they lack."""
+        return self.pull == "on" and self.has_cache(role)
 
     def check_blocks(self) -> None:
         """Raise ConfigError unless blocks of the index are whole pages."""

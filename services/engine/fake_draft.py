@@ -76,6 +76,9 @@ class FakeDraft:
     def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
         self.validity.received(pages, num_tokens)
 
+    def held_tokens(self, pages: Sequence[PageId]) -> int:
+        return self.validity.valid_len(pages)
+
     def compute_with(self, chunk: Chunk) -> None:
         decodes = len(chunk.token_ids) == 1 + chunk.num_drafts
         if not decodes or self._settings.every_chunk:

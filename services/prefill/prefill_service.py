@@ -20,7 +20,7 @@ from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import PrefillMetrics
 from services.values.errors import AlreadyRunning
 from services.values.rank import RankId, Role, Room
-from services.values.rank_reports import NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS
+from services.values.rank_reports import LENDS, NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS, PULLS
 from services.values.request import PrefillResult
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import (
@@ -119,12 +119,16 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
         ]
         return Services(register, names, service.intake, _nothing_to_close)
 
-    lacks = {
+    capabilities = {
+        LENDS: engine.lends,
+        PULLS: engine.pulls,
         NO_CACHE: config.prefill_cache == "off",
         NO_RESUME_POINTS: not engine.tells_resume_points,
         NO_TENANT_TURNS: not engine.takes_turns,
     }
-    return RankRole(Role.PREFILL, engine, make_services, tuple(name for name in lacks if lacks[name]))
+    return RankRole(
+        Role.PREFILL, engine, make_services, tuple(name for name in capabilities if capabilities[name])
+    )
 
 
 async def _nothing_to_close() -> None:

@@ -11,6 +11,7 @@ _NOT_SGLANG = (
     "write_lease_s",
     "fence_margin_s",
     "kv_digest_share",
+    "pull",
     "step_limit_s",
 )
 

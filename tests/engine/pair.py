@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -100,6 +101,10 @@ class Pair:
             await self._serve(own_id, engine)
         for engine in self.decodes:
             self._stack.push_async_callback(engine.stop)
+        self.decode_peers = [
+            await self._serve_handshake(own_id, engine)
+            for own_id, engine in zip(decode_ids, self.decodes, strict=True)
+        ]
         self.channels = PrefillChannels(self.tls)
         self._stack.push_async_callback(self.channels.close)
         self.decode, self.prefill = self.decodes[0], self.prefills[0]
@@ -126,6 +131,16 @@ class Pair:
         self._stack.push_async_callback(server.stop)
         self.servers.append(server)
         self.peers.append(RankAddress(own_id, f"127.0.0.1:{server.port}"))
+
+    async def _serve_handshake(self, own_id, engine) -> RankAddress:
+        """Of a decode rank, which serves nothing else here; nothing is there where it lends nothing."""
+        servicer = engine.handshake()
+        if servicer is None:
+            return RankAddress(own_id, "")
+        register = partial(handshake_pb2_grpc.add_HandshakeServicer_to_server, servicer)
+        server = await servers.open_server("127.0.0.1:0", register, [], self.tls)
+        self._stack.push_async_callback(server.stop)
+        return RankAddress(own_id, f"127.0.0.1:{server.port}")
 
     async def __aexit__(self, *exc) -> None:
         await self._stack.aclose()

@@ -11,10 +11,10 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
     (Two pages in each other's place would not do: attention does not care for the order of what it reads.)
     """
-    from services.engine.paged.shell import decode_engine as decode
+    from services.engine.paged.shell import transferring_engine
 
     wrong_page_with_digests(patch)
-    patch.setattr(decode, "is_sampled", lambda room, share: False)
+    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
 
 
 def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
@@ -33,9 +33,9 @@ def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
 
 def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
     """Decode claims one page more than it holds, asks for one less, and checks neither bytes nor digests."""
-    from services.engine.paged.shell import decode_engine as decode
+    from services.engine.paged.shell import delta, transferring_engine
 
-    make_ticket = decode.make_ticket
+    make_ticket = delta.make_ticket
 
     def mutated(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted):
         page_size = next(s for s in (1, 4, 16, 64) if -(-(prompt_len - prefix_len) // s) == len(pages))
@@ -43,9 +43,9 @@ def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
             prefix_len, pages = prefix_len + page_size, pages[1:]
         return make_ticket(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted)
 
-    patch.setattr(decode, "make_ticket", mutated)
-    patch.setattr(decode, "_check_bytes", lambda moved, expected: None)
-    patch.setattr(decode, "is_sampled", lambda room, share: False)
+    patch.setattr(delta, "make_ticket", mutated)
+    patch.setattr(delta, "_check_bytes", lambda moved, expected: None)
+    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
 
 
 def stale_generation(patch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,95 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(links, "read_hello", any_life)
 
 
+def grant_unlocked(patch: pytest.MonkeyPatch) -> None:
+    """A source holds nothing of what it grants: it may be evicted and written anew while it is read."""
+    from services.engine.paged.pulls import Pulls
+
+    grant = Pulls.grant
+
+    def mutated(pulls, room, *request):
+        granted = grant(pulls, room, *request)
+        pulls.grant_ended(room)
+        return granted
+
+    patch.setattr(Pulls, "grant", mutated)
+
+
+def grant_one_page_more(patch: pytest.MonkeyPatch) -> None:
+    """A source grants a page behind what it has of the prompt."""
+    from dataclasses import replace
+
+    from services.engine.paged.pulls import Granted, Pulls
+
+    grant = Pulls.grant
+
+    def mutated(pulls, room, ids, salt, least_end):
+        granted = grant(pulls, room, ids, salt, least_end)
+        page_size = pulls._cache.page_size
+        if not isinstance(granted, Granted) or granted.end + page_size > len(ids):
+            return granted
+        more = next(page for page in range(pulls._cache.num_pages) if page not in granted.pages)
+        return replace(granted, end=granted.end + page_size, pages=(*granted.pages, more))
+
+    patch.setattr(Pulls, "grant", mutated)
+
+
+def point_of_another_border(patch: pytest.MonkeyPatch) -> None:
+    """A source lends the tails and the state of another checkpoint than the one whose position it grants."""
+    from dataclasses import replace
+
+    from services.engine.paged.pulls import Granted, Pulls
+    from services.kv.tails import units_at
+
+    grant = Pulls.grant
+
+    def mutated(pulls, room, *request):
+        granted, points = grant(pulls, room, *request), list(pulls._carried.points)
+        if not isinstance(granted, Granted):
+            return granted
+        other = next(point for point in points if point.position != granted.end)
+        pools = pulls._carried._pools
+        units = iter(other.tails)
+        carried = tuple(next(units) if p.group.kind.is_windowed else (other.slot,) for p in pools)
+        if [*map(len, carried)] != [units_at(p.group, granted.end, pulls._cache.page_size) for p in pools]:
+            return granted
+        return replace(granted, carried=carried)
+
+    patch.setattr(Pulls, "grant", mutated)
+
+
+def pull_failed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
+    """Whoever gives a source up computes in the pages that it may still write."""
+    from services.kv import handshake
+    from services.kv.handshake import PullEffect, PullEvent, PullState
+
+    given_up = (PullState.OVER, (PullEffect.COMPUTE,))
+    patch.setitem(handshake.PULL, (PullState.STOPPING, PullEvent.LATE), given_up)
+
+
+def publish_before_landed(patch: pytest.MonkeyPatch) -> None:
+    """What a source is to write counts from its grant on."""
+    from services.kv import handshake
+    from services.kv.handshake import PullEffect, PullEvent, PullState
+
+    published = (PullState.FILLING, (PullEffect.SEND_TICKET, PullEffect.PUBLISH))
+    patch.setitem(handshake.PULL, (PullState.ASKED, PullEvent.GRANTED), published)
+    patch.setitem(handshake.PULL, (PullState.FILLING, PullEvent.LANDED), (PullState.OVER, ()))
+
+
 MUTATIONS = {
-    f.__name__: f for f in (wrong_page, wrong_page_with_digests, prefix_off_by_one_page, stale_generation)
+    f.__name__: f
+    for f in (
+        wrong_page,
+        wrong_page_with_digests,
+        prefix_off_by_one_page,
+        stale_generation,
+        grant_unlocked,
+        grant_one_page_more,
+        point_of_another_border,
+        pull_failed_without_quarantine,
+        publish_before_landed,
+    )
 }
 
 

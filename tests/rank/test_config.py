@@ -15,10 +15,12 @@ from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Plan, Role
 from services.values.rank_reports import (
+    LENDS,
     NO_CACHE,
     NO_MOVED_PENALTIES,
     NO_RESUME_POINTS,
     NO_TENANT_TURNS,
+    PULLS,
     REMOTE_ONLY,
 )
 
@@ -85,18 +87,25 @@ def test_ranks_that_obey_strangers_say_so_once(subtests, caplog):
             assert warning is None or (lines[0].startswith("ranks_open host=") and warning in lines[0])
 
 
-def test_a_rank_says_what_it_lacks_to_the_routers(subtests, monkeypatch):
+PULL = (LENDS, PULLS)
+
+
+def test_a_rank_says_what_it_can_do_and_what_it_lacks_to_the_routers(subtests, monkeypatch):
     with subtests.test("a rank without a cache says so to the routers"):
         without = config_of("--decode-cache=off", "--prefill-cache=off")
         for make_roles in (decode_roles, prefill_roles):
-            for config, expected in ((without, (NO_CACHE,)), (config_of(), ())):
+            for config, expected in (
+                (without, (NO_CACHE,)),
+                (config_of(), PULL),
+                (config_of("--pull=off"), ()),
+            ):
                 (role,) = make_roles(config, [own_rank_id(config)])
                 assert role.capabilities == expected
     with subtests.test("a rank says what its engine lacks"), monkeypatch.context() as patched:
         patched.setattr(PagedDecodeEngine, "plans", frozenset({Plan.REMOTE}))
         patched.setattr(PagedDecodeEngine, "moves_penalties", False)
         (role,) = decode_roles(config_of(), [own_rank_id(config_of())])
-        assert role.capabilities == (REMOTE_ONLY, NO_MOVED_PENALTIES)
+        assert role.capabilities == (*PULL, REMOTE_ONLY, NO_MOVED_PENALTIES)
     with (
         subtests.test("a rank whose engine does not say where it can go on says that"),
         monkeypatch.context() as patched,
@@ -104,7 +113,7 @@ def test_a_rank_says_what_it_lacks_to_the_routers(subtests, monkeypatch):
         patched.setattr(PagedEngine, "tells_resume_points", False)
         for make_roles in (decode_roles, prefill_roles):
             (role,) = make_roles(config_of(), [own_rank_id(config_of())])
-            assert role.capabilities == (NO_RESUME_POINTS,)
+            assert role.capabilities == (*PULL, NO_RESUME_POINTS)
     with (
         subtests.test("a rank whose engine lets no tenants take turns says that"),
         monkeypatch.context() as patched,
@@ -112,7 +121,7 @@ def test_a_rank_says_what_it_lacks_to_the_routers(subtests, monkeypatch):
         patched.setattr(PagedEngine, "takes_turns", False)
         for make_roles in (decode_roles, prefill_roles):
             (role,) = make_roles(config_of(), [own_rank_id(config_of())])
-            assert role.capabilities == (NO_TENANT_TURNS,)
+            assert role.capabilities == (*PULL, NO_TENANT_TURNS)
 
 
 def test_what_cannot_work_is_refused(subtests):
@@ -123,6 +132,7 @@ def test_what_cannot_work_is_refused(subtests):
         {"write_lease_s": 2.0, "engine": "sglang", "model": "m"},
         {"fence_margin_s": 2.0, "engine": "sglang", "model": "m"},
         {"kv_digest_share": 1.0, "engine": "sglang", "model": "m"},
+        {"pull": "off", "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
         {"device": "cuda:1", "dp_size": 2, "engine": "torch", "model": "m"},
         {"device": "cuda:0", "dp_size": 2, "engine": "torch", "model": "m"},

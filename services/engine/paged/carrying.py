@@ -6,6 +6,7 @@ begin --> (catch_up --> chunk_end, account)* --> [rest -->] release
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
+from services.engine.paged.batch import computes_next_page_of, computes_towards
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
@@ -29,6 +30,8 @@ class Carrying:
         matched = found.cached_pages * self._cache.page_size
         seq.uncached_tokens = len(seq.ids) - matched
         resumed = self._books.resumable(found.deepest, matched)
+        if seq.source is not None:
+            resumed = max(resumed, min(seq.source.tokens, len(seq.ids)))
         seq.uncomputed_tokens = 0 if seq.receives else len(seq.ids) - resumed
 
     def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
@@ -43,6 +46,36 @@ class Carrying:
             return
         seq.carried = self._books.resume(seq.pages.node, seq.stored)
         seq.computed = seq.carried.position
+        self._plan(seq, active)
+
+    def begin_to_pull(self, seq: Sequence, expected_end: int, resumes_at: int) -> None:
+        """Hold units for what a source is expected to write; it has its pages."""
+        assert seq.pages is not None
+        seq.stored, seq.computed = seq.pages.prefix_len, resumes_at
+        seq.carried = self._books.receive(expected_end, computes=True)
+
+    def pull_up_to(self, seq: Sequence, end: int) -> None:
+        """Hold units for the state at another end than was expected; nobody writes those that it has."""
+        assert seq.carried is not None
+        self._books.close(seq.carried)
+        seq.carried = self._books.receive(end, computes=True)
+
+    def go_on(self, seq: Sequence, active: Iterable[Sequence]) -> None:
+        """Go on from what a source has written and the tree has now, and keep a checkpoint there."""
+        assert seq.carried is not None
+        if not self._books.is_empty:
+            self._books.note_border(seq.carried)
+            self._keep_border(seq)
+        self._plan(seq, active)
+
+    def begin_anew(self, seq: Sequence, active: Iterable[Sequence]) -> None:
+        """Go on from what is here, for no source has written anything; nobody writes its units."""
+        assert seq.carried is not None
+        self._books.close(seq.carried)
+        self.begin(seq, active)
+
+    def _plan(self, seq: Sequence, active: Iterable[Sequence]) -> None:
+        assert seq.pages is not None
         if seq.pages.node is None or self._books.is_empty:
             return
         block = self._books.index_block
@@ -53,6 +86,12 @@ class Carrying:
             if border > max(seq.computed, other.computed):
                 _add_border(seq, border)
                 _add_border(other, border)
+
+    def computes_for(self, other: Sequence, seq: Sequence) -> bool:
+        """Return whether `other`, which computes too, will spare `seq` what it needs next."""
+        if self._books.is_empty:
+            return computes_next_page_of(other, seq, self._cache.page_size)
+        return computes_towards(other, seq)
 
     def catch_up(self, seq: Sequence) -> None:
         """Go on from what others have computed of its prompt: pages, or where there are states a

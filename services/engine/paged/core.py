@@ -14,14 +14,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.admitting import Limits
-from services.engine.paged.batch import chunk_of, computes_next_page_of, computes_towards, lacks_slot
+from services.engine.paged.batch import chunk_of, lacks_slot
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Reserved
+from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Reserved, Wanted
 from services.engine.paged.core_reports import Reports, StepFigures
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.drafters import Drafting, RoomAhead, Wish
 from services.engine.paged.gate import BatchSlots, Gate
 from services.engine.paged.model_runner import Chunk, ModelRunner, Proposal, Sampled
+from services.engine.paged.pulls import PullHooks, Pulls
 from services.engine.paged.sequence import (
     RUNNING,
     Phase,
@@ -32,7 +33,7 @@ from services.engine.paged.sequence import (
 )
 from services.engine.paged.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
 from services.kv.carried_cache import CarriedCache
-from services.kv.prefix_cache import Hold, PrefixCache, SequencePages
+from services.kv.prefix_cache import Hold, PrefixCache
 from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
 from services.values.kv import CacheEvents, PageBooks
 from services.values.rank_reports import RankLoad
@@ -69,10 +70,14 @@ class EngineCore:
         self._active: list[Sequence] = []  # They have pages, and stand in order of admission.
         self._kept: set[Sequence] = set()  # These have ENDED, but a transfer may still read their pages.
         self._events: list[tuple[Sequence, Reported]] = []
+        self.pulls = Pulls(
+            *(cache, self.carried, self._carrying, runner.draft, clock, self._active),
+            PullHooks(self._publish, self._offer, self._report_reserved, self._gate.note_news),
+        )
         self._figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
-        self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts)
+        self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts, self.pulls)
         self.retractions = 0
         self._served_at: dict[str, int] = {}  # It counts the steps, by the tenant that was first in one.
 
@@ -108,18 +113,12 @@ class EngineCore:
         also every page in the draft model's pool."""
         if seq.phase is not Phase.RECEIVING:
             return  # It was cancelled meanwhile.
-        if with_draft:
-            self._note_received(seq)
+        self.pulls.note_draft(seq, len(seq.ids), with_draft)
         seq.computed = len(seq.ids)
         self._publish(seq)
         self._carrying.note_border(seq)
         seq.phase, seq.first_token = Phase.LANDED, first_token
         self._let_in_landed()
-
-    def _note_received(self, seq: Sequence) -> None:
-        assert seq.pages is not None and self.runner.draft is not None
-        received = seq.pages.pages[seq.stored // self.page_size :]
-        self.runner.draft.received(received, len(seq.ids) - seq.stored)
 
     def renegotiate(self, seq: Sequence, start: int) -> None:
         """Admit a RECEIVING sequence, whose pages nobody writes, anew with a shorter prefix: its delta is to
@@ -165,8 +164,7 @@ class EngineCore:
         Raises:
             RunnerFailed: the batch was not computed; `fail_active` is due.
         """
-        retractions = self.retractions
-        admitted = self._let_in_landed() | self._admit()
+        retractions, admitted = self.retractions, self._let_in_landed() | self._admit()
         batch = self._decode_chunks()
         num_decoding = len(batch)
         num_drafts = sum(chunk.num_drafts for _, chunk in batch)
@@ -242,7 +240,10 @@ class EngineCore:
         self._append(seq, first_token)
 
     def _admit(self) -> bool:
-        changed = self._let_in()
+        changed = self.pulls.refill()
+        if self.pulls.lacking:
+            return changed  # They are the next to get pages.
+        changed |= self._let_in()
         while (exchange := self._gate.exchange(self._active, self._has_place)) is not None:
             comes, leaves = exchange
             self._send_back(leaves)
@@ -273,23 +274,23 @@ class EngineCore:
         return admitted
 
     def _enter(self, seq: Sequence) -> None:
-        assert seq.pages is not None
         seq.phase = Phase.RECEIVING if seq.receives else Phase.COMPUTING
         self._active.append(seq)
-        self._carrying.begin(seq, self._active)
+        if (wanted := self.pulls.begin(seq)) is None:
+            self._carrying.begin(seq, self._active)
         if seq.admitted_s is None or seq.receives:
-            if seq.admitted_s is None:
-                seq.admitted_s = self._clock()
+            seq.admitted_s = self._clock() if seq.admitted_s is None else seq.admitted_s
             seq.reused_tokens = seq.computed
-            self._emit(seq, self._reserved(seq, seq.pages, seq.admitted_s - seq.submitted_s))
+            self._report_reserved(seq, wanted)
         self._offer(seq)
         seq.receives = False  # After a retraction the tail is computed here.
 
-    def _reserved(self, seq: Sequence, pages: SequencePages, queue_s: float) -> Reserved:
-        first = pages.prefix_len // self.page_size
-        last = -(-len(seq.ids) // self.page_size)
-        carried = self.carried.units_of(seq.carried) if seq.receives and seq.carried is not None else ()
-        return Reserved(pages.prefix_len, tuple(pages.pages[first:last]), queue_s, carried)
+    def _report_reserved(self, seq: Sequence, wanted: Wanted | None) -> None:
+        assert seq.pages is not None and seq.carried is not None and seq.admitted_s is not None
+        start = seq.pages.prefix_len
+        delta = tuple(seq.pages.pages[start // self.page_size : -(-len(seq.ids) // self.page_size)])
+        carried = () if seq.phase is Phase.COMPUTING else self.carried.units_of(seq.carried)
+        self._emit(seq, Reserved(start, delta, seq.admitted_s - seq.submitted_s, carried, wanted))
 
     # -- the batch --------------------------------------------------------------------------------
 
@@ -335,7 +336,7 @@ class EngineCore:
             if budget <= 0:
                 break
             self._catch_up(seq)
-            if any(self._computes_for(other, seq) for other, _ in chunks):
+            if any(self._carrying.computes_for(other, seq) for other, _ in chunks):
                 continue  # It can have that at a later step.
             end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
             if (size := end - seq.computed) > 0:
@@ -348,11 +349,6 @@ class EngineCore:
         self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
         if len(tenants) > 1:
             self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
-
-    def _computes_for(self, other: Sequence, seq: Sequence) -> bool:
-        if self.carried.is_empty:
-            return computes_next_page_of(other, seq, self.page_size)
-        return computes_towards(other, seq)
 
     def _catch_up(self, seq: Sequence) -> None:
         assert seq.pages is not None
@@ -453,14 +449,15 @@ class EngineCore:
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
         seq.phase = Phase.DECODING
-        assert seq.admitted_s is not None
+        began_s = seq.began_s or seq.admitted_s
+        assert began_s is not None
         finished = finish_reason(seq, self.max_context_tokens)
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
         if not (first or drafted) and finished is None and sampled.logprobs is None:
             self._emit(seq, sampled.token_id)
             return
-        compute_s = self._clock() - seq.admitted_s if first else 0.0
+        compute_s = self._clock() - began_s if first else 0.0
         self._emit(seq, newest_token(seq, sampled, finished, (drafted, accepted), compute_s))
         if finished is not None:
             self._active.remove(seq)

@@ -10,18 +10,29 @@ from services.values.request import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A source is asked for this of a sequence's prompt, in tokens."""
+
+    end: int  # What is behind it is computed in any case.
+    expected_end: int  # The source is said to hold as much.
+    resumes_at: int  # Without a source the sequence would compute from there on.
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """The sequence has its pages; `delta_pages` lie past the locked prefix, in token order.
 
     It is reported when the sequence is admitted for the first time, and again after it was renegotiated.
     Where the sequence receives KV, `carried` has for each group beside full attention, in the layout's order,
-    the units that are to take the state at the prompt's end, in token order (tails.units_at many).
+    the units that are to take the state at the prompt's end, in token order (tails.units_at many). Where it
+    pulls, they are to take the state at the expected end, or the one that it was told since.
     """
 
     prefix_len: int
     delta_pages: tuple[PageId, ...]
     queue_s: float
     carried: tuple[tuple[PageId, ...], ...] = ()
+    wanted: Wanted | None = None  # It waits for a source then.
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from services.engine.paged.admitting import Limits
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.gate import Gate
 from services.engine.paged.model_runner import RunnerFailed
+from services.engine.paged.pulls import Pulls
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.paged.step_time import StepTimes
 from services.kv.carried_cache import CarriedCache
@@ -66,6 +67,7 @@ class Reports:
     gate: Gate
     figures: StepFigures
     drafts: DraftCounts
+    pulls: Pulls
 
     def load(self, active: Collection[Sequence], num_kept: int, retractions: int) -> RankLoad:
         """`num_kept` sequences have ended, but a transfer may still read their pages."""
@@ -92,6 +94,7 @@ class Reports:
             carried=carried.pools(),
             resume_points=len(carried.points),
             evicted_points=carried.points.evictions,
+            granted_pages=self.pulls.granted_pages,
             tokens_per_step=self.drafts.tokens_per_step,
             drafts=self.drafts.by_source(),
             decode_steps=self.figures.decode_steps,
@@ -112,8 +115,9 @@ class Reports:
             AssertionError: they do not balance, or pages are held by no sequence.
         """
         books = self.cache.check()
+        num_holders += self.pulls.num_grants
         num_open = self.cache.num_open
-        assert num_open == num_holders, f"{num_open} open, {num_holders} sequences hold pages"
+        assert num_open == num_holders, f"{num_open} open, {num_holders} sequences and grants hold pages"
         self.carried.check()
         num_open = self.carried.num_open
         assert num_open == num_holders, f"{num_open} hold what is carried, {num_holders} sequences hold pages"

@@ -19,7 +19,7 @@ from services.engine.paged.admitting import (
     Patience,
     QueueRate,
 )
-from services.engine.paged.sequence import RUNNING, Phase, Sequence
+from services.engine.paged.sequence import RUNNING, WITH_SLOT, Phase, Sequence
 from services.engine.paged.step_time import StepTimes
 from services.engine.paged.waiting_queue import WaitingQueue, gives_way, tenant_of
 from services.kv.prefix_cache import PrefixCache
@@ -34,14 +34,14 @@ class BatchSlots:
         self._clock = clock
 
     def one_more_runs(self, active: SequenceOf[Sequence]) -> bool:
-        return self._allows(sum(seq.phase in RUNNING for seq in active) + 1, receiving=0)
+        return self._allows(sum(seq.phase in WITH_SLOT for seq in active) + 1, receiving=0)
 
     def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
         """Return whether one more would find a slot when all have landed; those that are overdue do not
         count."""
         now_s = self._clock()
         overdue = sum(self._is_overdue(seq, now_s) for seq in active)
-        receiving = sum(seq.phase not in RUNNING for seq in active) - overdue
+        receiving = sum(seq.phase not in WITH_SLOT for seq in active) - overdue
         return self._allows(len(active) - overdue + 1, receiving)
 
     def _is_overdue(self, seq: Sequence, now_s: float) -> bool:

@@ -194,6 +194,9 @@ class DraftModel(Protocol):
         """Note that its KV of `num_tokens` tokens came by wire into these pages, from the first one's start
         on."""
 
+    def held_tokens(self, pages: Sequence[PageId]) -> int:
+        """Return of how many leading tokens of a sequence with these pages it has the KV."""
+
     def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Return for each decoding sequence up to so many ids that may follow its newest one.
 

@@ -1,6 +1,7 @@
 """A sequence is one request inside the engine core.
 
     NEW --submitted--> WAITING
+       |--admitted, a source holds more--> PULLING --landed, failed--v
     WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED
        |                                                  ^                        |
        |--admitted, plan remote--> RECEIVING --landed-----|--------> DECODING      |
@@ -16,6 +17,8 @@ Retraction keeps the full pages in the tree, unlocked: whoever is retracted matc
 comes in again, and computes what was evicted meanwhile. In the prefill role nobody is retracted: a room
 may be reading the pages.
 
+One that pulls has its slot in the batch, for a source is waited for within bounds (paged/pulls.py).
+
 ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first
 token; its pages stay until the room has let go of them (`room_open`).
 """
@@ -30,7 +33,7 @@ from services.kv.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
 from services.values.errors import InvalidRequest
-from services.values.rank import Room
+from services.values.rank import PullSource, Room
 from services.values.request import FinishReason, GenerationRequest
 
 
@@ -39,12 +42,14 @@ class Phase(Enum):
     WAITING = auto()  # It is queued and holds nothing.
     RECEIVING = auto()  # Its pages are reserved; prefill writes them.
     LANDED = auto()  # Its pages are written and its first token known, but the batch has no slot yet.
+    PULLING = auto()  # A source writes its pages, or it waits for others in their place.
     COMPUTING = auto()  # Its prompt chunks are computed here.
     DECODING = auto()  # It gets one token a step, or with drafts several.
     ENDED = auto()
 
 
 RUNNING = (Phase.COMPUTING, Phase.DECODING)  # These are in the batch.
+WITH_SLOT = (*RUNNING, Phase.PULLING)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +67,8 @@ class Sequence:
     single_token: bool = False  # In the prefill role it ends after the first token.
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
+    source: PullSource | None = None  # It is asked once, when the sequence comes in for the first time.
+    lacking_pages: int = 0  # A source may still write those that it had.
     pages: SequencePages | None = None
     carried: SequenceCarried | None = None  # It is set while it has pages.
     computed: int = 0  # It counts tokens.
@@ -73,6 +80,7 @@ class Sequence:
     room_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
+    began_s: float | None = None  # Its source was done with then.
     # These are estimated at submission, for the load report.
     uncached_tokens: int = 0  # Their K and V are not here.
     uncomputed_tokens: int = 0  # They are to be computed here.

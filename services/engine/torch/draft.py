@@ -149,6 +149,9 @@ class TorchDraft:
     def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
         self.validity.received(pages, num_tokens)
 
+    def held_tokens(self, pages: Sequence[PageId]) -> int:
+        return self.validity.valid_len(pages)
+
     def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
         return self._pools.read(pages, 0)
 

@@ -23,7 +23,7 @@ from services.transfer.hello import Hello, check_hello, read_hello
 from services.transfer.receiving.room_watch import Landed, Renegotiated, RoomWatch
 from services.transfer.waits import within
 from services.values.errors import IsthmusError, PeerFailed, StaleGeneration, Unavailable
-from services.values.kv import KvLayout, KvTicket, PoolMemory
+from services.values.kv import KvLayout, KvTicket, PoolMemory, PullGrant, PullRequest
 from services.values.rank import RankAddress, RankId, Room
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -39,6 +39,15 @@ _MAX_STAMP_AGE_S = 3600.0
 
 _Message = handshake_pb2.HandshakeMessage
 _State = handshake_pb2.Status
+
+
+class PullRefused(PeerFailed):
+    """The source grants nothing."""
+
+    def __init__(self, word: str, held_tokens: int | None) -> None:
+        super().__init__(f"the source grants nothing: {word}")
+        self.word = word
+        self.held_tokens = held_tokens
 
 
 class SenderConnections:
@@ -201,6 +210,7 @@ class SenderLink:
         self._clock = clock
         self._seek = seek
         self._watches: dict[Room, RoomWatch] = {}
+        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}
         self._closing_when_idle = False
         self.alive = True
         self._reader = asyncio.create_task(self._read(), name=f"handshake-{address.id}")
@@ -233,6 +243,26 @@ class SenderLink:
         self._watches[ticket.room] = watch
         self._stream.send(_Message(ticket=convert.ticket_to_proto(ticket)))
         return watch
+
+    def ask(self, request: PullRequest) -> asyncio.Future[PullGrant]:
+        """Ask the peer what it holds of a prompt; its answer comes in the future, PullRefused where it is no.
+
+        Who awaits it no more calls `end_grant`. Raises PullRefused when the stream has ended.
+        """
+        if not self.alive:
+            raise PullRefused("gone", None)
+        answer: asyncio.Future[PullGrant] = asyncio.get_running_loop().create_future()
+        self._asked[request.room] = answer
+        self._stream.send(_Message(pull_request=convert.pull_request_to_proto(request)))
+        return answer
+
+    def end_grant(self, room: Room) -> None:
+        """Note that no ticket comes for what was asked for."""
+        if (answer := self._asked.pop(room, None)) is not None:
+            answer.cancel()
+        if self.alive:
+            self.send_abort(room)
+        self._half_close_if_idle()
 
     def send_renewal(self, room: Room, write_until_s: float) -> None:
         self._stream.send(_Message(renew=handshake_pb2.RenewLease(room=room, write_until_s=write_until_s)))
@@ -269,6 +299,8 @@ class SenderLink:
             watches, self._watches = self._watches, {}
             for watch in watches.values():
                 watch.on_lost()
+            for room in list(self._asked):
+                self._refused(room, "gone", None)
             await self._stream.close()
 
     def _take(self, message: _Message) -> None:
@@ -279,11 +311,18 @@ class SenderLink:
                 if (watch := self._last_word(message.abort_ack.room)) is not None:
                     ended = watch.on_unsettled if message.abort_ack.unsettled else watch.on_last_word
                     ended("the transfer was aborted")
+            case "pull_grant":
+                grant = convert.pull_grant_from_proto(message.pull_grant)
+                if (answer := self._asked.pop(grant.room, None)) is not None and not answer.done():
+                    answer.set_result(grant)
             case other:
                 log.warning("kv_unexpected_message prefill=%s message=%s", self.address.id, other)
 
     def _take_status(self, status: handshake_pb2.Status) -> None:
         if status.state == _State.STATE_ACCEPTED:
+            return
+        if status.room in self._asked:
+            self._refused(Room(status.room), status.reason, status.held_tokens)
             return
         if (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
@@ -297,6 +336,12 @@ class SenderLink:
                 ended = watch.on_unsettled if status.unsettled else watch.on_last_word
                 ended(f"{self.address.id}: the transfer {how}: {status.reason}")
 
+    def _refused(self, room: Room, word: str, held_tokens: int | None) -> None:
+        answer = self._asked.pop(room)
+        if not answer.done():
+            answer.set_exception(PullRefused(word, held_tokens))
+        self._half_close_if_idle()
+
     def _last_word(self, room: int) -> RoomWatch | None:
         """Take out the watch of the transfer's ticket, which this stream has nothing more to tell."""
         watch = self._watches.pop(Room(room), None)
@@ -304,7 +349,7 @@ class SenderLink:
         return watch
 
     def _half_close_if_idle(self) -> None:
-        if self._closing_when_idle and not self._watches:
+        if self._closing_when_idle and not (self._watches or self._asked):
             self._stream.half_close()
 
 

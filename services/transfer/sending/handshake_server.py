@@ -10,7 +10,7 @@ fence time, and need not wait for a word.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -18,7 +18,8 @@ from services.transfer.hello import check_hello, read_hello
 from services.transfer.sending.room import Send
 from services.transfer.sending.sender import KvSender
 from services.values.errors import ProtocolError, Unavailable
-from services.values.rank import Room
+from services.values.kv import PullRequest
+from services.values.rank import RankId, Room
 from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _GONE = "the rank sends no KV any more"
 
+# It is told which link a rank asks on, and answers through the sender.
+Lend = Callable[[int, RankId, PullRequest], None]
 _Messages = AsyncIterator[handshake_pb2.HandshakeMessage]
 _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 
@@ -34,9 +37,15 @@ _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
     """It is to be served with net/guard.ErrorInterceptor, which answers what is raised here."""
 
-    def __init__(self, sender: KvSender, sender_gone: asyncio.Event | None = None) -> None:
-        """`sender_gone` is set when nobody waits for the sender's thread any more."""
+    def __init__(
+        self, sender: KvSender, sender_gone: asyncio.Event | None = None, lend: Lend | None = None
+    ) -> None:
+        """`sender_gone` is set when nobody waits for the sender's thread any more.
+
+        Without `lend` every pull is refused.
+        """
         self._sender = sender
+        self._lend = lend
         self._sender_gone = sender_gone or asyncio.Event()
         self._link_ids = itertools.count()
 
@@ -55,10 +64,10 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             raise Unavailable(_GONE)
         link_id = next(self._link_ids)
         outbox: _Outbox = asyncio.Queue()
-        await self._greet(link_id, request_iterator, outbox)
+        peer = await self._greet(link_id, request_iterator, outbox)
         writer = asyncio.create_task(_write(outbox, context), name=f"handshake-{link_id}")
         try:
-            await self._read_while_it_lasts(link_id, request_iterator)
+            await self._read_while_it_lasts(link_id, peer, request_iterator)
         finally:
             self._sender.link_lost(link_id)
             writer.cancel()
@@ -70,7 +79,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
     ) -> handshake_pb2.DescribeRanksResponse:
         raise ProtocolError("this rank serves Connect at this endpoint; its engine has no processes beside")
 
-    async def _greet(self, link_id: int, messages: _Messages, outbox: _Outbox) -> None:
+    async def _greet(self, link_id: int, messages: _Messages, outbox: _Outbox) -> RankId:
         first = await anext(messages, None)
         if first is None:
             raise ProtocolError("the Handshake stream ended before Hello")
@@ -80,9 +89,10 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         outbox.put_nowait(own.message(self._sender.clock()))
         self._sender.hello(link_id, peer, _send_into(outbox))
         log.info("kv_link_up decode=%s link=%d", peer.rank, link_id)
+        return peer.rank
 
-    async def _read_while_it_lasts(self, link_id: int, messages: _Messages) -> None:
-        reading = asyncio.ensure_future(self._read(link_id, messages))
+    async def _read_while_it_lasts(self, link_id: int, peer: RankId, messages: _Messages) -> None:
+        reading = asyncio.ensure_future(self._read(link_id, peer, messages))
         gone = asyncio.ensure_future(self._sender_gone.wait())
         try:
             await asyncio.wait([reading, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +103,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             reading.cancel()
             gone.cancel()
 
-    async def _read(self, link_id: int, messages: _Messages) -> None:
+    async def _read(self, link_id: int, peer: RankId, messages: _Messages) -> None:
         async for message in messages:
             match message.WhichOneof("message"):
                 case "ticket":
@@ -103,6 +113,8 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
                     self._sender.renew(link_id, Room(message.renew.room), until_s)
                 case "abort":
                     self._sender.abort(link_id, Room(message.abort.room))
+                case "pull_request":
+                    self._pass_pull(link_id, peer, message.pull_request)
                 case other:
                     raise ProtocolError(f"a decode rank does not send {other} after its Hello")
 
@@ -113,6 +125,13 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             self._sender.refuse(link_id, Room(pb.room), str(error))
         else:
             self._sender.ticket(link_id, ticket)
+
+    def _pass_pull(self, link_id: int, puller: RankId, pb: handshake_pb2.PullRequest) -> None:
+        request = convert.pull_request_from_proto(pb)
+        if self._lend is None:
+            self._sender.refuse_pull(link_id, request.room, "gone")
+        else:
+            self._lend(link_id, puller, request)
 
 
 def _send_into(outbox: _Outbox) -> Send:

@@ -60,6 +60,7 @@ class Request:
     ticket_deadline_s: float
     # It is called before `on_end`, where a failure is known before.
     on_failed: Callable[[RoomEnd], None] = lambda end: None
+    with_draft: bool = True  # The draft model's pages are written, too, where both sides have them.
 
 
 @dataclass(slots=True, eq=False)

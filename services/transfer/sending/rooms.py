@@ -15,6 +15,7 @@ that performs the table's effects. It adds to them:
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.kv.handshake import RoomEffect, RoomEvent, expects_ticket, step_room
 from services.kv.page_digest import ReadPages
@@ -26,8 +27,9 @@ from services.transfer.sending.receivers import Peers
 from services.transfer.sending.room import Link, Outcome, Request, RoomEnd, Send, SendingRoom
 from services.transfer.transport import PeerName, Transport
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError
-from services.values.kv import KvLayout, KvTicket, PageId
+from services.values.kv import KvLayout, KvTicket, PageId, PullGrant
 from services.values.rank import RankId, Room
+from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2
 
 log = logging.getLogger(__name__)
@@ -183,6 +185,20 @@ class RoomTable:
             self._step(room, RoomEvent.FAILED, str(error))
             return
         room.sources.carried = tuple(units)
+
+    def grant(self, link_id: int, grant: PullGrant) -> None:
+        """Tell the puller that all is there for a ticket, if the room still waits for one."""
+        room, link = self._rooms.get(grant.room), self._links.get(link_id)
+        if room is None or room.request is None or room.request.prompt_len != grant.end:
+            return
+        if link is None:
+            self._step(room, RoomEvent.LINK_LOST, "the link to the puller was lost")
+        elif link.decode == room.decode:
+            link.send(handshake_pb2.HandshakeMessage(pull_grant=convert.pull_grant_to_proto(grant)))
+
+    def refuse_pull(self, link_id: int, room_id: Room, word: str, held_tokens: int) -> None:
+        if (link := self._links.get(link_id)) is not None:
+            _refuse(link, room_id, word, held_tokens)
 
     def cancel_room(self, room_id: Room) -> None:
         self._end_request(room_id, RoomEvent.CANCELLED, "the request was cancelled")
@@ -390,6 +406,8 @@ class RoomTable:
     def _start_writes(self, room: SendingRoom) -> None:
         assert room.ticket is not None and room.link is not None
         layout = room.link.layout
+        if room.request is not None and not room.request.with_draft:
+            layout = replace(layout, draft=None)
         room.delta = DeltaWrite(room.ticket, layout, room.sources)
         if room.ticket.want_digests:
             room.digests = DeltaDigests(room.ticket, layout, room.sources)
@@ -435,9 +453,9 @@ def _stop_writes(room: SendingRoom) -> None:
     room.digests = None  # Nobody will be told.
 
 
-def _refuse(link: Link, room_id: Room, reason: str) -> None:
+def _refuse(link: Link, room_id: Room, reason: str, held_tokens: int = 0) -> None:
     refused = handshake_pb2.Status.STATE_REFUSED
-    status = handshake_pb2.Status(room=room_id, state=refused, reason=reason)
+    status = handshake_pb2.Status(room=room_id, state=refused, reason=reason, held_tokens=held_tokens)
     link.send(handshake_pb2.HandshakeMessage(status=status))
 
 

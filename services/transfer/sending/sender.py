@@ -27,7 +27,7 @@ from services.transfer.hello import Hello
 from services.transfer.sending.room import Outcome, Request, RoomEnd, Send
 from services.transfer.sending.rooms import RoomTable
 from services.transfer.transport import Transport
-from services.values.kv import KvLayout, KvPath, KvTicket, PageId, PoolMemory
+from services.values.kv import KvLayout, KvPath, KvTicket, PageId, PoolMemory, PullGrant
 from services.values.rank import RankId, Room
 
 log = logging.getLogger(__name__)
@@ -166,6 +166,10 @@ class KvSender:
     def link_lost(self, link_id: int) -> None:
         self._post(lambda rooms: rooms.link_lost(link_id))
 
+    def refuse_pull(self, link_id: int, room: Room, word: str, held_tokens: int = 0) -> None:
+        """Tell who asked for a pull that there is none; `word` is one of common.proto's."""
+        self._post(lambda rooms: rooms.refuse_pull(link_id, room, word, held_tokens))
+
     # -- from the engine --------------------------------------------------------------------------------
 
     def open_room(
@@ -176,13 +180,17 @@ class KvSender:
         on_end: Callable[[RoomEnd], None],
         ticket_timeout_s: float = 30.0,
         on_failed: Callable[[RoomEnd], None] = lambda end: None,
+        *,
+        with_draft: bool = True,
     ) -> None:
-        """Open the transfer of a Prefill call that came. `on_end` is called once, from the sender's thread.
+        """Open the transfer of a Prefill call that came, or of a grant. `on_end` is called once, from the
+        sender's thread.
 
         After it no source page of the transfer is read any more; until then they must not be reused. Where it
         is known before that a transfer fails, `on_failed` tells.
         """
-        request = Request(prompt_len, decode, on_end, self.clock() + ticket_timeout_s, on_failed)
+        deadline_s = self.clock() + ticket_timeout_s
+        request = Request(prompt_len, decode, on_end, deadline_s, on_failed, with_draft)
         if not self._post(lambda rooms: rooms.open_room(room, request)):
             on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
 
@@ -201,6 +209,10 @@ class KvSender:
         once, after the last pages_ready, where the layout has per-request state.
         """
         self._post(lambda rooms: rooms.carried_ready(room, units))
+
+    def grant(self, link_id: int, grant: PullGrant) -> None:
+        """Tell the puller, once all is ready in the transfer's room."""
+        self._post(lambda rooms: rooms.grant(link_id, grant))
 
     def cancel_room(self, room: Room) -> None:
         """Note that the Prefill call was cancelled. on_end still comes, when the posted writes have ended."""

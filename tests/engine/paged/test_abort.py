@@ -138,7 +138,7 @@ async def test_a_stop_ends_though_a_writer_that_is_there_never_says_that_it_has_
         (link,) = pair.decode._links._links.values()
         (watch,) = link._watches.values()
         watch._lease_end_s = 0.0
-        pair.decode._lease = WriteLease(write_lease_s=0.1, fence_margin_s=0.1)
+        pair.decode.lease = WriteLease(write_lease_s=0.1, fence_margin_s=0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         (quarantine,) = pair.decode._quarantines

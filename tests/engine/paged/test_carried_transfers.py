@@ -189,7 +189,7 @@ def deferring(monkeypatch):
     transports, start = [], prefill_module.PagedPrefillEngine.start
 
     async def start_deferring(engine):
-        engine._open_transport = lambda: transports.append(DeferringTransport()) or transports[-1]
+        engine._open_writer = lambda: transports.append(DeferringTransport()) or transports[-1]
         await start(engine)
 
     monkeypatch.setattr(prefill_module.PagedPrefillEngine, "start", start_deferring)

@@ -174,5 +174,5 @@ async def test_who_computes_slowly_does_not_hang_and_without_a_limit_nobody_look
             assert (await pair.generate(PROMPT[:8], 3, Plan.LOCAL)).tokens == continuation(PROMPT[:8], 3)
 
     with subtests.test("without a limit nobody looks"):
-        async with Pair(limited(0.0)) as pair:
+        async with Pair(limited(0.0, pull="off")) as pair:
             assert pair.decode._watching == []

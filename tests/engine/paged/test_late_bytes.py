@@ -45,7 +45,7 @@ def late(monkeypatch):
     transports, start = [], prefill_module.PagedPrefillEngine.start
 
     async def start_late(engine):
-        engine._open_transport = lambda: transports.append(LateTransport()) or transports[-1]
+        engine._open_writer = lambda: transports.append(LateTransport()) or transports[-1]
         await start(engine)
 
     monkeypatch.setattr(prefill_module.PagedPrefillEngine, "start", start_late)

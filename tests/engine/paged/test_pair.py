@@ -296,7 +296,7 @@ async def test_the_pool_is_freed_after_the_transports_are_closed(monkeypatch):
         monkeypatch.setattr(cls, "close", lambda self, close=close: (closed.append(type(self)), close(self)))
     async with Pair() as pair:
         await pair.generate(range(9))
-    assert closed == [LocalTransport, FakeRunner] * 2
+    assert closed == [LocalTransport, LocalTransport, FakeRunner] * 2
 
 
 async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):

@@ -14,7 +14,7 @@ TOLD = (Reserved(0, (), 0.0), Token(7, None, None))
 async def test_a_call_ends_with_its_token_or_its_cancellation(subtests):
     with subtests.test("a token that meets the cancellation of its request is no error"):
         # A caller's cancellation ends the leg that it waits for at once, and the others a turn later.
-        computed, mailbox = _Computed(), asyncio.Queue()
+        computed, mailbox = _Computed(nothing_pulled), asyncio.Queue()
 
         async def call():
             never = asyncio.get_running_loop().create_future()
@@ -30,10 +30,15 @@ async def test_a_call_ends_with_its_token_or_its_cancellation(subtests):
             await calling
 
     with subtests.test("what is computed is told to the end"):
-        computed, mailbox = _Computed(), asyncio.Queue()
+        computed, mailbox = _Computed(nothing_pulled), asyncio.Queue()
         for event in TOLD:
             mailbox.put_nowait(event)
-        assert (await both(computed.wait(), _at_once(), computed.attend(mailbox)))[0] == TOLD
+        (reserved, _, token), _ = await both(computed.wait(), _at_once(), computed.attend(mailbox))
+        assert (reserved, token) == TOLD
+
+
+async def nothing_pulled(mailbox, reserved):
+    return None
 
 
 async def _forever(never):

@@ -18,10 +18,12 @@ from typing import TypeVar
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported
 from services.engine.paged.model_runner import RunnerFailed, Sampled
+from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Sequence
 from services.process.turn_watch import TurnWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
-from services.values.kv import CacheEvents, PageBooks
+from services.values.kv import CacheEvents, PageBooks, PullRequest
+from services.values.rank import Room
 from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,49 @@ class RoomEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    request: PullRequest
+    answer: Callable[
+        [Granted | Refused], None
+    ]  # The engine's thread calls it: it must neither raise nor wait.
+
+
+@dataclass(frozen=True, slots=True)
+class EndGrant:
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class PullUpTo:
+    seq: Sequence
+    end: int  # It is in tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class PullLanded:
+    seq: Sequence
+    end: int  # It is in tokens.
+    with_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    seq: Sequence
+    room: Room
+    end: int  # It is in tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class EndAside:
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
 class CheckBooks:
     answer: Callable[[PageBooks | AssertionError], None]
 
@@ -77,7 +122,10 @@ class Stop:
     free: bool  # The pool is freed too, for no transfer touches it any more.
 
 
-Command = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | CheckBooks | Stop
+PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
+Command = (
+    Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | PullCommand | CheckBooks | Stop
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +263,8 @@ class EngineThread:
                 core.room_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
+            case _:
+                _apply_to_pull(core, command)
 
     def _step(self, core: EngineCore) -> None:
         try:
@@ -252,6 +302,26 @@ class EngineThread:
         except RuntimeError:
             # The loop has been closed: nobody is left to tell.
             log.debug("engine_loop_closed")
+
+
+def _apply_to_pull(core: EngineCore, command: Command) -> None:
+    match command:
+        case Grant(request, answer):
+            ids, salt = request.token_ids, request.cache_salt
+            if (granted := core.pulls.grant(request.room, ids, salt, request.least_end)) is not None:
+                answer(granted)
+        case EndGrant(room):
+            core.pulls.grant_ended(room)
+        case PullUpTo(seq, end):
+            core.pulls.up_to(seq, end)
+        case PullLanded(seq, end, with_draft):
+            core.pulls.landed(seq, end, with_draft=with_draft)
+        case PullFailed(seq):
+            core.pulls.failed(seq)
+        case SetAside(seq, room, end):
+            core.pulls.set_aside(seq, room, end)
+        case EndAside(room):
+            core.pulls.end_aside(room)
 
 
 def _checked(core: EngineCore) -> PageBooks | AssertionError:

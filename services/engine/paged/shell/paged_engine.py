@@ -31,7 +31,12 @@ from services.engine.paged.core_events import Event, Failed, Offer, Reported, To
 from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import Chunk, ModelRunner, TailPages, scores_of
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.shell.engine_thread import CheckBooks, Command, EngineThread, StepReport
+from services.engine.paged.shell.engine_thread import (
+    CheckBooks,
+    Command,
+    EngineThread,
+    StepReport,
+)
 from services.engine.start_fault import start_fault
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
@@ -249,6 +254,10 @@ class PagedEngine:
         return books
 
     # -- for the two roles ------------------------------------------------------------------------
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
 
     async def _stop_transfers(self) -> bool:
         """Return once no transfer touches the pool: the thread frees it after that.

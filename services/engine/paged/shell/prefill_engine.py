@@ -1,89 +1,71 @@
 """The prefill role of our own engines computes the prompt, writes the delta, and chooses the first token."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core_events import Offer, Offered, Reserved, Token
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell.delta import DEFAULT_LEASE, WriteLease
 from services.engine.paged.shell.engine_thread import Cancel, RoomEnded, Submit
-from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
+from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox
+from services.engine.paged.shell.transferring_engine import OpenChannel, TransferringEngine
+from services.net import channels
 from services.transfer.sending.handshake_server import HandshakeService
 from services.transfer.sending.room import Outcome, RoomEnd
-from services.transfer.sending.sender import KvSender
 from services.transfer.transport import Transport
-from services.transfer.waits import Hearing, both
+from services.transfer.waits import both
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
 from services.values.rank import RankId, Rendezvous
-from services.values.rank_reports import RankLoad
-from services.values.request import GenerationRequest, PrefillResult
-
-# The sender posts, polls or digests a piece of one transfer in one go, which takes milliseconds.
-_MAX_SENDER_LIMIT_S = 30.0
+from services.values.request import GenerationRequest, PrefillResult, Pulled
 
 
-class PagedPrefillEngine(PagedEngine):
+class PagedPrefillEngine(TransferringEngine):
     """It implements services.engine.base.PrefillEngine. `sender` serves the Handshake stream."""
 
     def __init__(
         self,
         make_runner: Callable[[], ModelRunner],
-        open_transport: Callable[[], Transport],
+        open_writer: Callable[[], Transport],
         own_id: RankId,
         *,
         limits: Limits,
         cache: CacheSettings,
+        lends: bool = False,
+        open_listener: Callable[[], Transport] | None = None,
+        lease: WriteLease = DEFAULT_LEASE,
+        digest_share: float = 0.0,
         model_directory: Path | None = None,
+        open_channel: OpenChannel = channels.open_channel,
     ) -> None:
-        super().__init__(make_runner, limits, cache, model_directory=model_directory)
+        """It asks sources for what they hold where there is an `open_listener`."""
+        super().__init__(
+            make_runner,
+            own_id,
+            limits=limits,
+            cache=cache,
+            lease=lease,
+            digest_share=digest_share,
+            model_directory=model_directory,
+            open_channel=open_channel,
+            lends=lends,
+            pulls=open_listener is not None,
+        )
         self._offer = self._hand_on
-        self._open_transport = open_transport
-        self._own_id = own_id
-        self._sender: KvSender | None = None
-        self._sender_gone = asyncio.Event()
-
-    @property
-    def sender(self) -> KvSender:
-        assert self._sender is not None, "the engine has not been started"
-        return self._sender
-
-    def handshake(self) -> HandshakeService:
-        return HandshakeService(self.sender, self._sender_gone)
-
-    def load(self) -> RankLoad:
-        if self._sender is None:
-            return super().load()
-        return replace(super().load(), open_rooms=self._sender.open_rooms, kv_paths=self._sender.kv_paths)
+        self._open_writer = open_writer
+        self._open_listener = open_listener
 
     async def start(self) -> None:
         await super().start()
-        loop = asyncio.get_running_loop()
-        hearing = Hearing()
-        self._watching.append(asyncio.create_task(hearing.listen(), name="hearing"))
-        sender = KvSender(
-            self._open_transport,
-            self.memories,
-            self.layout,
-            self._own_id,
-            read_pages=self.read_pages,
-            heard_s=lambda: hearing.heard_s,
-            on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
-        )
-        await asyncio.to_thread(sender.start)
-        self._sender = sender
-        if self._limits.step_limit_s > 0:
-            limit_s = min(self._limits.step_limit_s, _MAX_SENDER_LIMIT_S)
-            self._watch(sender.watch, limit_s, self._abandon_sender, SenderHangs())
+        await self._start_sender(self._open_writer)
+        if self._open_listener is not None:
+            self._start_links(self._open_listener())
 
-    def _abandon_sender(self) -> str:
-        self._sender_gone.set()
-        return self.sender.abandon()
-
-    async def _stop_transfers(self) -> bool:
-        return self._sender is None or await asyncio.to_thread(self._sender.stop)
+    def handshake(self) -> HandshakeService:
+        return self.handshake_of(self.sender)
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if rendezvous.prefill != self._own_id:
@@ -95,10 +77,10 @@ class PagedPrefillEngine(PagedEngine):
         seq.room, seq.room_open = rendezvous.room, True
         with self._mailbox(seq) as mailbox:
             # Pages of a transfer that is not open are dropped, and the first may be offered at once.
-            ended, computed = self._open_room(seq, rendezvous), _Computed()
+            ended, computed = self._open_room(seq, rendezvous), _Computed(partial(self.pull, seq))
             self.post(Submit(seq))
             try:
-                (reserved, token), end = await both(
+                (reserved, pulled, token), end = await both(
                     computed.wait(), _room_end(ended), computed.attend(mailbox)
                 )
             except IsthmusError as error:
@@ -119,6 +101,7 @@ class PagedPrefillEngine(PagedEngine):
             queue_s=reserved.queue_s,
             compute_s=token.compute_s,
             prompt_logprobs=token.prompt_logprobs,
+            pulled=pulled,
         )
 
     def _open_room(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[RoomEnd]:
@@ -144,18 +127,23 @@ class PagedPrefillEngine(PagedEngine):
 
 
 class _Computed:
-    def __init__(self) -> None:
-        self._said: asyncio.Queue[tuple[Reserved, Token]] = asyncio.Queue()
+    def __init__(self, pull: Callable[[Mailbox, Reserved], Awaitable[Pulled | None]]) -> None:
+        self._pull = pull
+        self._said: asyncio.Queue[tuple[Reserved, Pulled | None, Token]] = asyncio.Queue()
 
-    async def wait(self) -> tuple[Reserved, Token]:
+    async def wait(self) -> tuple[Reserved, Pulled | None, Token]:
         return await self._said.get()
 
     async def attend(self, mailbox: Mailbox) -> None:
         """Raises what the sequence fails with, also when it is computed and its transfer still open."""
-        reserved, token = await mailbox.get(), await mailbox.get()
-        if not isinstance(reserved, Reserved) or not isinstance(token, Token):
-            raise ProtocolError(f"expected Reserved and Token, got {reserved!r} and {token!r}")
-        self._said.put_nowait((reserved, token))
+        reserved = await mailbox.get()
+        if not isinstance(reserved, Reserved):
+            raise ProtocolError(f"expected Reserved, got {reserved!r}")
+        pulled = await self._pull(mailbox, reserved)
+        token = await mailbox.get()
+        if not isinstance(token, Token):
+            raise ProtocolError(f"expected Token, got {token!r}")
+        self._said.put_nowait((reserved, pulled, token))
         raise ProtocolError(f"{await mailbox.get()!r} came after the only token")
 
 

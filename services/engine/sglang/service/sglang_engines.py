@@ -50,6 +50,7 @@ class SglangRank:
 
     tells_resume_points = False  # SGLang's events are of full attention alone.
     takes_turns = False  # SGLang's queue knows no tenants.
+    lends = pulls = False
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker
@@ -131,6 +132,9 @@ class SglangRank:
 class SglangDecodeEngine(SglangRank):
     plans = frozenset({Plan.REMOTE})
     moves_penalties = False
+
+    def handshake(self) -> None:
+        """Return nothing: SGLang's decode processes are written to, and write to nobody."""
 
     async def generate(
         self,

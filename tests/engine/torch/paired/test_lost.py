@@ -18,7 +18,7 @@ from engine.torch.paired.families import (
     new_text,
     torch_settings,
 )
-from services.engine.paged.shell import decode_engine as decode
+from services.engine.paged.shell import transferring_engine
 from services.engine.torch.pools import SlotPool
 from services.kv.carried_cache import CarriedCache
 from services.transfer.sending import delta_write
@@ -146,7 +146,7 @@ def sends_another_unit(patch):
         return merge_moves(sources, targets, group)
 
     patch.setattr(delta_write, "merge_moves", mutated)
-    patch.setattr(decode, "is_sampled", lambda room, share: False)
+    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
 
 
 RESUMES = (resumes_a_block_off, resumes_another_branch)

@@ -1,0 +1,224 @@
+"""A core's pulls, from either side: what a source writes of a sequence's prompt, what others may read here.
+
+    here    WAITING --admitted, a source holds more--> PULLING --landed--------------------> COMPUTING
+                                                          |----failed----------------------------^
+                                                          `----failed, set aside--> lacks pages--'
+    holder  grant(room, ids): the longest match, or the deepest checkpoint on it, locked --> Granted
+            --> a transfer's room reads it --> ended(room): unlocked
+
+Rule 1: a grant allocates nothing and waits for nothing. So two ranks that pull from each other never wait for
+        each other.
+Rule 2: what is granted is locked from the match until the room lets go of it.
+Rule 3: nothing on its way counts: pages are published when they have landed, and never while a source may
+        write them. Pages that it may still write wait in quarantine, and the sequence gets others.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from services.engine.paged import sequence
+from services.engine.paged.carrying import Carrying
+from services.engine.paged.core_events import Wanted
+from services.engine.paged.model_runner import DraftModel
+from services.engine.paged.sequence import Phase
+from services.kv.carried_cache import CarriedCache, SequenceCarried
+from services.kv.prefix_cache import PrefixCache, SequencePages
+from services.values.kv import PageId
+from services.values.rank import Room
+
+# A first grant may be of any size. What is locked cannot be evicted for those that run here.
+_MOST_SHARE = 8
+_MOST_GRANTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    end: int  # It is in tokens.
+    pages: tuple[PageId, ...]  # They are full attention's, from position 0 on.
+    carried: tuple[tuple[PageId, ...], ...]  # They are by group, as in core_events.Carried.
+    with_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    word: str  # It is one of common.proto's.
+    held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullHooks:
+    """A core is asked to do this for a sequence that pulls."""
+
+    publish: Callable[[sequence.Sequence], None]
+    offer: Callable[[sequence.Sequence], None]
+    # What the sequence has, and waits for, is told as Reserved.
+    report: Callable[[sequence.Sequence, Wanted | None], None]
+    note_news: Callable[[], None]
+
+
+class Pulls:
+    """It belongs to one core, and is called from its thread."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        carried: CarriedCache,
+        carrying: Carrying,
+        draft: DraftModel | None,
+        clock: Callable[[], float],
+        active: Collection[sequence.Sequence],
+        hooks: PullHooks,
+    ) -> None:
+        """`active` are the core's sequences that have pages, as they are at any time."""
+        self._cache = cache
+        self._carried = carried
+        self._carrying = carrying
+        self._draft = draft
+        self._clock = clock
+        self._active = active
+        self._hooks = hooks
+        self._granted: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+        # A source may still write these.
+        self._aside: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+
+    def __repr__(self) -> str:
+        return f"Pulls(grants={len(self._granted)} pages={self.granted_pages} aside={len(self._aside)})"
+
+    # -- what others may read -----------------------------------------------------------------------
+
+    @property
+    def num_grants(self) -> int:
+        return len(self._granted)
+
+    @property
+    def granted_pages(self) -> int:
+        return sum(len(pages.pages) for pages, _ in self._granted.values())
+
+    def grant(self, room: Room, ids: Sequence[int], salt: str, least_end: int) -> Granted | Refused | None:
+        """Hold what is here of `ids`, in whole pages; None where the room has its grant already."""
+        if room in self._granted:
+            return None
+        found = self._cache.look_up(ids, salt)
+        held = self._carried.resumable(found.deepest, found.cached_pages * self._cache.page_size)
+        if held < max(1, least_end):
+            return Refused("evicted", held)
+        if self._is_busy(held // self._cache.page_size):
+            return Refused("busy", held)
+        pages = self._cache.open(ids, salt, held, protect=False)  # Nobody here has requested it again.
+        carried = self._carried.grant(pages.node, held)
+        if carried is None:
+            self._cache.close(pages)
+            return Refused("busy", held)
+        self._granted[room] = pages, carried
+        with_draft = self._draft is not None and self._draft.held_tokens(pages.pages) >= held
+        return Granted(held, tuple(pages.pages), self._carried.units_of(carried), with_draft)
+
+    def grant_ended(self, room: Room) -> None:
+        """Note that nobody reads for the room any more, which may have no grant."""
+        if (held := self._granted.pop(room, None)) is None:
+            return
+        self._cache.close(held[0])
+        self._carried.close(held[1])
+        self._hooks.note_news()
+
+    def _is_busy(self, num_pages: int) -> bool:
+        if not self._granted:
+            return False
+        too_much = self.granted_pages + num_pages > self._cache.num_pages // _MOST_SHARE
+        return too_much or len(self._granted) >= _MOST_GRANTS
+
+    # -- what is written here -------------------------------------------------------------------------
+
+    def begin(self, seq: sequence.Sequence) -> Wanted | None:
+        """Begin to pull, where it comes in for the first time, and its source holds more than is here."""
+        source, seq.source = seq.source, None
+        if source is None or seq.receives or seq.retractions:
+            return None
+        assert seq.pages is not None and seq.matchable_tokens is not None
+        unit = self._cache.page_size if self._carried.is_empty else self._carried.index_block
+        end = seq.matchable_tokens // unit * unit
+        expected_end = min(source.tokens // unit * unit, end)
+        resumes_at = self._carried.resumable(seq.pages.node, seq.pages.prefix_len)
+        if expected_end <= resumes_at:
+            return None
+        seq.phase = Phase.PULLING
+        self._carrying.begin_to_pull(seq, expected_end, resumes_at)
+        return Wanted(end, expected_end, resumes_at)
+
+    def up_to(self, seq: sequence.Sequence, end: int) -> None:
+        """Reserve units for the state at another end than was expected; no ticket for the others has left."""
+        if seq.phase is Phase.PULLING:
+            self._carrying.pull_up_to(seq, end)
+            self._hooks.report(seq, None)
+
+    def landed(self, seq: sequence.Sequence, end: int, *, with_draft: bool) -> None:
+        """Note that a source has written what a sequence lacked before `end`, and writes no more."""
+        if seq.phase is not Phase.PULLING:
+            return  # It was cancelled meanwhile.
+        self.note_draft(seq, end, with_draft)
+        seq.reused_tokens += end - seq.computed
+        seq.computed, seq.stored = end, max(seq.stored, end)
+        self._hooks.publish(seq)
+        self._carrying.go_on(seq, self._active)
+        self._compute(seq)
+
+    def failed(self, seq: sequence.Sequence) -> None:
+        """Note that no source writes a sequence's pages, or only those that were set aside."""
+        if seq.phase is Phase.PULLING and not seq.lacking_pages:
+            self._carrying.begin_anew(seq, self._active)
+            seq.reused_tokens = seq.computed
+            self._compute(seq)
+
+    def _compute(self, seq: sequence.Sequence) -> None:
+        seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
+        self._hooks.offer(seq)
+
+    def note_draft(self, seq: sequence.Sequence, end: int, received: bool) -> None:
+        """Note that the draft model's pages, too, were written behind what was stored, if they were."""
+        if received and end > seq.stored:
+            assert seq.pages is not None and self._draft is not None
+            page_size = self._cache.page_size
+            pages = seq.pages.pages[seq.stored // page_size : -(-end // page_size)]
+            self._draft.received(pages, end - seq.stored)
+
+    # -- what may be written still --------------------------------------------------------------------
+
+    def set_aside(self, seq: sequence.Sequence, room: Room, end: int) -> None:
+        """Keep pages up to `end`, and units, from reuse that a source may write still for this room.
+
+        The sequence, which is PULLING, gets others before anybody new comes in.
+        """
+        assert seq.pages is not None and seq.carried is not None
+        num_pages, kept = len(seq.pages.pages), seq.pages.num_published
+        self._cache.shorten(seq.pages, max(kept, end // self._cache.page_size))
+        self._carried.quarantine(seq.carried)
+        self._aside[room] = self._cache.set_aside(seq.pages, kept), seq.carried
+        seq.carried, seq.lacking_pages = self._carried.hold_nothing(), num_pages - kept
+        self._hooks.note_news()
+
+    def end_aside(self, room: Room) -> None:
+        """Note that nobody writes what was set aside for this room."""
+        pages, carried = self._aside.pop(room)
+        self._cache.end_quarantine(pages)
+        self._carried.end_quarantine(carried)
+        self._hooks.note_news()
+
+    @property
+    def lacking(self) -> list[sequence.Sequence]:
+        return [seq for seq in self._active if seq.lacking_pages]
+
+    def refill(self) -> bool:
+        """Give those that lack pages others, as far as there are any, and let them compute.
+
+        Returns:
+            True where one has got some.
+        """
+        refilled = False
+        for seq in self.lacking:
+            assert seq.pages is not None
+            may_go_on = self._carried.may_open(computes=True)
+            if not (may_go_on and self._cache.extend(seq.pages, seq.lacking_pages)):
+                break
+            seq.lacking_pages, refilled = 0, True
+            self.failed(seq)
+        return refilled

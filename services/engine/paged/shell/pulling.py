@@ -1,0 +1,290 @@
+"""The shell around pulls: a rank asks a source for what that holds of a prompt, and grants others the same.
+
+    Pulling.pull(seq) --PullRequest--> source             Lending.requested <--PullRequest-- another rank
+       <--PullGrant, or refused--                            engine's thread: granted --> the sender's room
+       --KvTicket--> ... <--landed, failed--                 sender's thread: PullGrant, then as any transfer
+       engine's thread: published, or computed               the room has ended --> engine's thread: unlocked
+
+The states of a pull are in kv/handshake.py. It may take half of what computing instead would, a quarter of a
+second at least, and its grant a second; so it needs to know neither the way to a source nor how fast it is.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from services.engine.paged.core_events import Reserved
+from services.engine.paged.pulls import Granted, Refused
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell.delta import Delta
+from services.engine.paged.shell.engine_thread import (
+    EndAside,
+    EndGrant,
+    Grant,
+    PullFailed,
+    PullLanded,
+    PullUpTo,
+    SetAside,
+)
+from services.kv.handshake import PullEffect, PullEvent, PullState, step_pull
+from services.transfer.receiving.sender_links import PullRefused, SenderConnections, SenderLink
+from services.transfer.sending.room import RoomEnd
+from services.transfer.sending.sender import KvSender
+from services.transfer.waits import both, within
+from services.values.errors import IsthmusError, KvCorrupt, PeerFailed, ProtocolError
+from services.values.kv import PullGrant, PullRequest
+from services.values.rank import PullSource, RankId, Room
+from services.values.request import Pulled
+
+if TYPE_CHECKING:
+    from services.engine.paged.shell.paged_engine import Mailbox
+    from services.engine.paged.shell.transferring_engine import TransferringEngine
+
+log = logging.getLogger(__name__)
+
+# A source is told of a pull that is given up, and has so long to say that it writes no more. Then the pages
+# are replaced, which costs a quarantine and nothing else.
+_LAST_WORD_S = 0.05
+# A ticket follows its grant within a round trip and a step of the puller's.
+_MOST_KEPT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A source is waited for within these."""
+
+    of_computing: float = 0.5  # This share of what computing would take, where that is known.
+    least_s: float = 0.25
+    unknown_s: float = 2.0
+    most_s: float = 30.0
+    grant_s: float = 1.0
+
+    def limit_s(self, tokens: int, tokens_per_s: float) -> float:
+        """Return how long a pull may take that saves computing so many tokens."""
+        if tokens_per_s <= 0:
+            return self.unknown_s
+        return min(self.most_s, max(self.least_s, self.of_computing * tokens / tokens_per_s))
+
+
+BOUNDS = Bounds()
+
+
+class Pulling:
+    """An engine asks sources through this. Every method is called on its loop."""
+
+    def __init__(self, engine: "TransferringEngine", links: SenderConnections) -> None:
+        self.engine = engine
+        self.links = links
+
+    async def pull(self, seq: Sequence, mailbox: "Mailbox", reserved: Reserved, source: PullSource) -> Pulled:
+        """Have the source write what the sequence lacks, which then computes, whatever comes of it.
+
+        Raises what the sequence fails with meanwhile.
+        """
+        pull = _Pull(self, seq, reserved, source)
+        try:
+            await both(pull.run(), _nothing(), pull.attend(mailbox))
+        except BaseException:
+            pull.step(PullEvent.CANCELLED)
+            raise
+        return pull.told
+
+
+class _Pull:
+    def __init__(self, pulling: Pulling, seq: Sequence, reserved: Reserved, source: PullSource) -> None:
+        assert reserved.wanted is not None
+        self._engine = pulling.engine
+        self._links = pulling.links
+        self._seq = seq
+        self._source = source
+        self._reserved = reserved
+        self._wanted = reserved.wanted
+        gain = self._wanted.expected_end - self._wanted.resumes_at
+        self._limit_s = BOUNDS.limit_s(gain, self._engine.load().prefill_tokens_per_s)
+        self._grant_s = min(BOUNDS.grant_s, self._limit_s)
+        self._room = Room(secrets.randbits(64))
+        self._state = PullState.ASKED
+        self._link: SenderLink | None = None
+        self._grant: PullGrant | None = None
+        self._delta: Delta | None = None
+        self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
+        self._began = time.monotonic()
+        self.told = Pulled()
+
+    def __repr__(self) -> str:
+        return f"_Pull({self._room:016x} from {self._source.rank.id} {self._state.name})"
+
+    async def run(self) -> None:
+        try:
+            grant = await within(self._grant_s, self._ask())
+            if grant.end != self._wanted.expected_end:
+                await self._reserve_up_to(grant.end)
+        except TimeoutError:
+            self._fail(PullEvent.LATE, "late", "no grant came in time")
+        except PullRefused as refused:
+            self.told = replace(self.told, held_tokens=refused.held_tokens)
+            self._fail(PullEvent.REFUSED, refused.word, str(refused))
+        except ProtocolError as error:
+            self._fail(PullEvent.LATE, "failed", str(error))
+        except IsthmusError as error:
+            self._fail(PullEvent.REFUSED, "gone", str(error))
+        else:
+            await self._fill(grant)
+        self.told = replace(self.told, seconds=time.monotonic() - self._began)
+
+    async def _ask(self) -> PullGrant:
+        """Raises PullRefused, PeerFailed where the source cannot be asked, ProtocolError where its grant is
+        none."""
+        self._link = link = await self._links.link(self._source.rank)
+        wanted, seq = self._wanted, self._seq
+        request = PullRequest(
+            self._room,
+            self._source.rank.id.generation,
+            seq.request.cache_salt,
+            tuple(seq.ids[: wanted.end]),
+            self._reserved.prefix_len,
+            wanted.resumes_at + 1,
+            link.write_until_s(self._grant_s + _MOST_KEPT_S),
+        )
+        grant = await link.ask(request)
+        self._engine.check_granted_end(grant.end, wanted)
+        self.told = replace(self.told, held_tokens=grant.end)
+        return grant
+
+    async def _reserve_up_to(self, end: int) -> None:
+        if self._reserved.carried:
+            self._engine.post(PullUpTo(self._seq, end))
+            self._reserved = await within(self._limit_s, self._reserved_again.get())
+
+    async def _fill(self, grant: PullGrant) -> None:
+        assert self._link is not None
+        if not self._link.alive:
+            self._fail(PullEvent.REFUSED, "gone", "the stream to the source was lost")
+            return
+        self._grant = grant
+        self.step(PullEvent.GRANTED)
+        assert self._delta is not None
+        try:
+            landed, _ = await within(self._limit_s, self._delta.landed_as_written())
+        except TimeoutError:
+            self._fail(PullEvent.LATE, "late", f"it has not landed in {self._limit_s:.2f} s")
+        except KvCorrupt as error:
+            self._fail(PullEvent.STOPPED, "corrupt", str(error))
+        except PeerFailed as error:
+            stopped = self._delta.watch.is_over(self._engine.lease.fence_margin_s)
+            word = "failed" if self._link.alive else "gone"
+            self._fail(PullEvent.STOPPED if stopped else PullEvent.DOUBTED, word, str(error))
+        else:
+            tokens = grant.end - self._wanted.resumes_at
+            self.told = replace(self.told, tokens=tokens, bytes=landed.bytes_moved)
+            self.step(PullEvent.LANDED)
+        if self._state is PullState.STOPPING:
+            await self._await_last_word(self._delta)
+
+    async def _await_last_word(self, delta: Delta) -> None:
+        stopped = delta.watch.writer_stopped(self._engine.lease.fence_margin_s)
+        try:
+            await within(_LAST_WORD_S, stopped)
+        except TimeoutError:
+            self.step(PullEvent.LATE)
+        else:
+            self.step(PullEvent.STOPPED)
+
+    def _fail(self, event: PullEvent, word: str, reason: str) -> None:
+        log.info("kv_pull_failed source=%s word=%s reason=%r", self._source.rank.id, word, reason)
+        self.told = replace(self.told, refused=word)
+        self.step(event)
+
+    def step(self, event: PullEvent) -> None:
+        self._state, effects = step_pull(self._state, event)
+        for effect in effects:
+            self._perform(effect)
+
+    def _perform(self, effect: PullEffect) -> None:
+        match effect:
+            case PullEffect.SEND_TICKET:
+                self._send_ticket()
+            case PullEffect.END_GRANT:
+                if self._link is not None:
+                    self._link.end_grant(self._room)
+            case PullEffect.GIVE_UP:
+                assert self._delta is not None
+                self._delta.watch.abort()
+            case PullEffect.PUBLISH:
+                assert self._grant is not None
+                self._engine.post(PullLanded(self._seq, self._grant.end, self._grant.with_draft))
+            case PullEffect.SET_ASIDE:
+                assert self._grant is not None and self._delta is not None
+                self._engine.post(SetAside(self._seq, self._room, self._grant.end))
+                ended = partial(self._engine.post, EndAside(self._room))
+                self._engine.when_stopped(self._delta.watch, ended)
+            case PullEffect.COMPUTE:
+                self._engine.post(PullFailed(self._seq))
+
+    def _send_ticket(self) -> None:
+        assert self._grant is not None and self._link is not None
+        end, page_size = self._grant.end, self._engine.layout.page_size
+        start = min(self._reserved.prefix_len, end)
+        layout = self._link.layout if self._grant.with_draft else replace(self._link.layout, draft=None)
+        engine, room = self._engine, self._room
+        delta = Delta(engine, self._seq.request.request_id, self._link, layout, room)
+        self._delta = delta
+        pages = self._reserved.delta_pages[: (end - start) // page_size]
+        delta.send_ticket(start, end, pages, self._reserved.carried)
+
+    async def attend(self, mailbox: "Mailbox") -> None:
+        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
+        while True:
+            try:
+                async with asyncio.timeout(self._engine.lease.renew_every_s):
+                    event = await mailbox.get()
+            except TimeoutError:
+                if self._delta is not None and self._state is PullState.FILLING:
+                    self._delta.renew()
+            else:
+                if not isinstance(event, Reserved):
+                    raise ProtocolError(f"{event!r} came before the source was done with")
+                self._reserved_again.put_nowait(event)
+
+
+async def _nothing() -> None:
+    """The other leg of a pull is nobody's."""
+
+
+class Lending:
+    """An engine grants others what its core holds, and has its sender write it.
+
+    `requested` is called on the loop, all else on the engine's and the sender's thread.
+    """
+
+    def __init__(self, engine: "TransferringEngine", sender: KvSender, own_id: RankId) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._own_id = own_id
+
+    def requested(self, link_id: int, puller: RankId, request: PullRequest) -> None:
+        if request.holder_generation != self._own_id.generation or self._engine.is_stopping:
+            self._sender.refuse_pull(link_id, request.room, "gone")
+            return
+        self._engine.post(Grant(request, partial(self._answer, link_id, puller, request)))
+
+    def _answer(self, link_id: int, puller: RankId, request: PullRequest, answer: Granted | Refused) -> None:
+        room, sender = request.room, self._sender
+        if isinstance(answer, Refused):
+            sender.refuse_pull(link_id, room, answer.word, answer.held_tokens)
+            return
+        patience_s = min(_MOST_KEPT_S, request.keep_until_s - sender.clock())
+        ended: Callable[[RoomEnd], None] = partial(self._ended, room)
+        sender.open_room(room, answer.end, puller, ended, patience_s, with_draft=answer.with_draft)
+        sender.pages_ready(room, 0, answer.end, answer.pages)
+        if answer.carried:
+            sender.carried_ready(room, answer.carried)
+        sender.grant(link_id, PullGrant(room, answer.end, answer.with_draft))
+
+    def _ended(self, room: Room, end: RoomEnd) -> None:
+        self._engine.post(EndGrant(room))

@@ -1,0 +1,186 @@
+"""An engine of either role has these two ends of its transfers beside its thread.
+
+    sender   writes what is here into others' pools, and serves the Handshake: deltas of a prefill rank, and
+             what is granted to those that pull
+    links    have others write into our pool: the deltas of a decode rank, and what sources hold
+
+Each end has a transport of its own. A rank has only those that it needs.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from services.engine.paged.admitting import Limits
+from services.engine.paged.core_events import Reserved, Wanted
+from services.engine.paged.drafters import Speculation
+from services.engine.paged.model_runner import ModelRunner
+from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell.delta import WriteLease
+from services.engine.paged.shell.engine_thread import Cancel, EndQuarantine
+from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
+from services.engine.paged.shell.pulling import Lending, Pulling
+from services.grammar.matcher import Matcher
+from services.kv.page_digest import is_sampled
+from services.net import channels
+from services.transfer.receiving.room_watch import RoomWatch
+from services.transfer.receiving.sender_links import SenderConnections
+from services.transfer.sending.handshake_server import HandshakeService
+from services.transfer.sending.sender import KvSender
+from services.transfer.transport import Transport
+from services.transfer.waits import Hearing
+from services.values.errors import ProtocolError
+from services.values.rank import RankId, Room
+from services.values.rank_reports import RankLoad
+from services.values.request import GenerationRequest, Pulled
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+# The sender posts, polls or digests a piece of one transfer in one go, which takes milliseconds.
+_MAX_SENDER_LIMIT_S = 30.0
+
+
+class TransferringEngine(PagedEngine):
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        own_id: RankId,
+        *,
+        limits: Limits,
+        cache: CacheSettings,
+        lease: WriteLease,
+        digest_share: float = 0.0,
+        speculation: Speculation | None = None,
+        model_directory: Path | None = None,
+        open_channel: OpenChannel = channels.open_channel,
+        lends: bool = False,
+        pulls: bool = False,
+    ) -> None:
+        super().__init__(make_runner, limits, cache, speculation, model_directory)
+        self._own_id = own_id
+        self.lease = lease
+        self.lends = lends
+        self.pulls = pulls
+        self._digest_share = digest_share
+        self._open_channel = open_channel
+        self._listener: Transport | None = None  # Others write through it.
+        self._links: SenderConnections | None = None
+        self._quarantines: set[asyncio.Task[None]] = set()
+        self._sender: KvSender | None = None
+        self._sender_gone = asyncio.Event()
+        self._lending: Lending | None = None
+        self._pulling: Pulling | None = None
+
+    def load(self) -> RankLoad:
+        load, sender = super().load(), self._sender
+        if sender is None:
+            return load
+        return replace(load, open_rooms=sender.open_rooms, kv_paths=sender.kv_paths)
+
+    async def _start_sender(self, open_writer: Callable[[], Transport]) -> None:
+        """Start what writes into others' pools, and serves the Handshake."""
+        loop = asyncio.get_running_loop()
+        hearing = Hearing()
+        self._watching.append(asyncio.create_task(hearing.listen(), name="hearing"))
+        sender = KvSender(
+            open_writer,
+            self.memories,
+            self.layout,
+            self._own_id,
+            read_pages=self.read_pages,
+            heard_s=lambda: hearing.heard_s,
+            on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
+        )
+        await asyncio.to_thread(sender.start)
+        self._sender = sender
+        if self.lends:
+            self._lending = Lending(self, sender, self._own_id)
+        if self._limits.step_limit_s > 0:
+            limit_s = min(self._limits.step_limit_s, _MAX_SENDER_LIMIT_S)
+            self._watch(sender.watch, limit_s, self._abandon_sender, SenderHangs())
+
+    def _start_links(self, listener: Transport) -> None:
+        """Start what others write through into our pool, and what asks them to."""
+        listener.register(self.memories, self.layout.unit_bytes)
+        self._listener = listener
+        self._links = SenderConnections(
+            self._own_id,
+            self.layout,
+            self.memories,
+            listener.name,
+            listener.metadata(),
+            open_channel=self._open_channel,
+        )
+        if self.pulls:
+            self._pulling = Pulling(self, self._links)
+
+    def _abandon_sender(self) -> str:
+        self._sender_gone.set()
+        return self.sender.abandon()
+
+    async def _stop_transfers(self) -> bool:
+        untouched = self._sender is None or await asyncio.to_thread(self._sender.stop)
+        if self._links is not None:
+            await self._close_links(self._links)
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener.close()
+        return untouched
+
+    async def _close_links(self, links: SenderConnections) -> None:
+        """Give writers that were asked to stop time to say so; then the streams end and fence time begins."""
+        if self._quarantines:
+            patience_s = self.lease.write_lease_s + self.lease.fence_margin_s
+            await asyncio.wait(self._quarantines, timeout=patience_s)
+        await links.close()
+        await asyncio.gather(*self._quarantines)
+
+    @property
+    def sender(self) -> KvSender:
+        assert self._sender is not None, "the engine has not been started, or writes to nobody"
+        return self._sender
+
+    def handshake_of(self, sender: KvSender) -> HandshakeService:
+        lend = self._lending.requested if self._lending is not None else None
+        return HandshakeService(sender, self._sender_gone, lend)
+
+    def wants_digests(self, room: Room) -> bool:
+        return is_sampled(room, self._digest_share)
+
+    def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
+        self.post(Cancel(seq, quarantine=True))
+        self.when_stopped(watch, lambda: self.post(EndQuarantine(seq)))
+
+    def when_stopped(self, watch: RoomWatch, ended: Callable[[], None]) -> None:
+        """Call `ended` once the writer can write no more. Until then the engine does not stop."""
+
+        async def wait() -> None:
+            await watch.writer_stopped(self.lease.fence_margin_s)
+            ended()
+
+        task = asyncio.create_task(wait(), name=f"quarantine-{watch.room:016x}")
+        self._quarantines.add(task)
+        task.add_done_callback(self._quarantines.discard)
+
+    def check_granted_end(self, end: int, wanted: Wanted) -> None:
+        """Raise ProtocolError where a source grants what it was not asked for."""
+        unit = self._cache_settings.index_block if self.layout.carried else self.layout.page_size
+        if not wanted.resumes_at < end <= wanted.end or end % unit:
+            raise ProtocolError(f"the source grants {end} tokens of {wanted}")
+
+    async def pull(self, seq: Sequence, mailbox: Mailbox, reserved: Reserved) -> Pulled | None:
+        """Have its source write what it lacks, if it has one that holds more. Raises what it fails with."""
+        source = seq.request.pull_from
+        if reserved.wanted is None or source is None or self._pulling is None:
+            return None
+        return await self._pulling.pull(seq, mailbox, reserved, source)
+
+    def _sequence(
+        self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
+    ) -> Sequence:
+        seq, source = super()._sequence(request, receives=receives, matcher=matcher), request.pull_from
+        if source is not None and self._pulling is not None and source.rank.id.key != self._own_id.key:
+            seq.source = source
+        return seq

@@ -1,0 +1,374 @@
+"""A rank pulls what another holds of a prompt: exact tokens, computed only where it must be, no leaks."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.pair import FAKE, Pair, core_of
+from services.engine.fake import continuation, parse_carried
+from services.engine.paged.shell import pulling
+from services.engine.paged.shell.pulling import Bounds
+from services.transfer.local import LocalTransport, _LandedWrite
+from services.values.errors import PeerFailed, Unavailable
+from services.values.rank import Plan, PullSource, RankAddress, RankId
+from transfer.spoiling_transport import SpoilingTransport
+
+SETTINGS = replace(FAKE, kv_pages=128)
+HYBRIDS = ("state", "window:6,state", "chunk:12,window:6")
+PROMPT = list(range(100, 147))  # 11 pages and 3 tokens
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Sources have all the time that a busy machine may need, unless a test says otherwise."""
+    wait(monkeypatch, 20.0)
+
+
+def wait(monkeypatch, seconds):
+    monkeypatch.setattr(pulling, "BOUNDS", Bounds(0.0, seconds, seconds, seconds, seconds))
+
+
+class Ranks(Pair):
+    """Two of either role, with words for who holds what, and who asks whom."""
+
+    def __init__(self, settings=SETTINGS, **changes):
+        super().__init__(replace(settings, **changes), dp_size=2)
+
+    def address(self, engine) -> RankAddress:
+        addresses = zip((*self.decodes, *self.prefills), (*self.decode_peers, *self.peers), strict=True)
+        return next(address for other, address in addresses if other is engine)
+
+    def source(self, engine, tokens) -> PullSource:
+        return PullSource(self.address(engine), tokens)
+
+    async def hold(self, prompt=PROMPT, max_tokens=6, **options):
+        """The first decode rank holds a conversation's first turn. Return its second prompt."""
+        answer = await self.generate(prompt, max_tokens, Plan.LOCAL, **options)
+        return [*prompt, *answer.tokens, 7, 8]
+
+    async def ask(self, prompt, plan=Plan.LOCAL, source=None, tokens=None, **options):
+        """The second decode rank is asked, or the first prefill rank through it."""
+        source = self.decodes[0] if source is None else source
+        held = len(prompt) // 4 * 4 if tokens is None else tokens
+        pull_from = self.source(source, held)
+        answer = await self.generate(prompt, 8, plan, decode=1, pull_from=pull_from, **options)
+        carried = parse_carried(self.settings.fake_carried)
+        assert answer.tokens == continuation(prompt, 8, carried)
+        return answer.admitted
+
+
+async def test_what_a_source_holds_is_not_computed_again(subtests):
+    """By whom ever it is asked; what its answers were is among it, to the page."""
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            async with Ranks() as ranks:
+                prompt = await ranks.hold()
+                held = (len(prompt) - 3) // 4 * 4  # the last token's KV is of no use to anybody
+                admitted = await ranks.ask(prompt, plan)
+                assert admitted.pulled.tokens == admitted.pulled.held_tokens == held
+                assert admitted.pulled.bytes == held * 8 and admitted.pulled.refused == ""
+                assert admitted.computed_tokens == len(prompt) - held
+                assert admitted.reused_tokens == held
+                assert (await ranks.ask(prompt)).computed_tokens == len(prompt) - (len(prompt) - 1) // 4 * 4
+                await ranks.assert_nothing_held()
+    with subtests.test("prefill to prefill"):
+        async with Ranks() as ranks:
+            await ranks.generate(PROMPT, 4, Plan.REMOTE, prefill=1)
+            admitted = await ranks.ask(PROMPT, Plan.REMOTE, ranks.prefills[1])
+            assert admitted.pulled.tokens == 44
+            assert (admitted.prefill_prefix_len, admitted.computed_tokens) == (44, 3)
+            await ranks.assert_nothing_held()
+    with subtests.test("prefill to decode"):
+        async with Ranks() as ranks:
+            await ranks.generate(PROMPT, 4, Plan.REMOTE, prefill=1)
+            assert (await ranks.ask(PROMPT, source=ranks.prefills[1])).computed_tokens == 3
+            await ranks.assert_nothing_held()
+
+
+async def test_only_what_is_lacked_crosses():
+    async with Ranks() as ranks:
+        prompt = await ranks.hold()
+        await ranks.generate(PROMPT[:20], 2, Plan.LOCAL, decode=1)
+        admitted = await ranks.ask(prompt)
+        assert admitted.pulled.tokens == admitted.pulled.held_tokens - 20
+        assert admitted.pulled.bytes == admitted.pulled.tokens * 8
+        await ranks.assert_nothing_held()
+
+
+async def test_what_is_not_needed_is_not_asked_for(subtests):
+    async with Ranks() as ranks:
+        prompt = await ranks.hold()
+        await ranks.ask(prompt)
+        with subtests.test("the rank holds it by now"):
+            assert (await ranks.ask(prompt)).pulled is None
+        with subtests.test("the source is said to hold less"):
+            assert (await ranks.ask([*prompt, 9, 9, 9, 9], tokens=8)).pulled is None
+        with subtests.test("the source is the rank itself"):
+            assert (await ranks.ask([1, *prompt], source=ranks.decodes[1])).pulled is None
+        with subtests.test("log-probabilities of the prompt are wanted"):
+            sampling = replace(ranks.request([0]).sampling, prompt_logprobs=0)
+            assert (await ranks.ask([2, *prompt], sampling=sampling)).pulled is None
+        await ranks.assert_nothing_held()
+    with subtests.test("it may be left off"):
+        async with Ranks(pull="off") as ranks:
+            prompt = await ranks.hold()
+            assert (await ranks.ask(prompt)).pulled is None
+            assert ranks.decode.handshake() is None
+
+
+async def test_a_hybrid_is_pulled_to_its_deepest_checkpoint(subtests):
+    for carried in HYBRIDS:
+        for plan in Plan:
+            with subtests.test(carried=carried, plan=plan):
+                async with Ranks(fake_carried=carried, index_block=8) as ranks:
+                    prompt = await ranks.hold()
+                    admitted = await ranks.ask(prompt, plan)
+                    assert admitted.pulled.tokens == admitted.pulled.held_tokens
+                    assert admitted.pulled.tokens % 8 == 0 < admitted.pulled.tokens
+                    assert admitted.computed_tokens == len(prompt) - admitted.pulled.tokens
+                    # It is a checkpoint here now.
+                    again = [*prompt[: admitted.pulled.tokens], 3, 1, 4]
+                    assert (await ranks.ask(again)).computed_tokens <= 3 + (plan is Plan.REMOTE) * len(again)
+                    await ranks.assert_nothing_held()
+    with subtests.test("its end is another one than was expected"):
+        async with Ranks(fake_carried="window:6,state", index_block=8) as ranks:
+            prompt = await ranks.hold()
+            assert (await ranks.ask(prompt, tokens=8)).pulled.tokens > 8
+            longer = [*await ranks.hold([5, *PROMPT]), *range(30)]
+            admitted = await ranks.ask(longer)
+            assert 0 < admitted.pulled.tokens == admitted.pulled.held_tokens < len(longer) // 8 * 8
+            await ranks.assert_nothing_held()
+
+
+async def test_another_tenants_prefix_is_not_there():
+    async with Ranks() as ranks:
+        prompt = await ranks.hold(cache_salt="one")
+        admitted = await ranks.ask(prompt, cache_salt="two")
+        assert (admitted.pulled.refused, admitted.pulled.held_tokens) == ("evicted", 0)
+        assert (await ranks.ask(prompt, cache_salt="one")).pulled.tokens > 40
+        await ranks.assert_nothing_held()
+
+
+@asynccontextmanager
+async def computed_instead(**changes):
+    """Yield ranks and a prompt; what is asked for meanwhile is computed on the asked rank alone."""
+    async with Ranks(**changes) as ranks:
+        prompt = await ranks.hold()
+        yield ranks, prompt
+        await ranks.assert_nothing_held()
+
+
+async def test_a_source_that_does_not_write_costs_time_only(subtests, monkeypatch):
+    for plan in Plan:
+        with subtests.test("it holds nothing any more", plan=plan):
+            async with computed_instead() as (ranks, prompt):
+                other = [*range(300, 340)]
+                admitted = await ranks.ask(other, plan)
+                assert (admitted.pulled.refused, admitted.pulled.held_tokens) == ("evicted", 0)
+                assert admitted.computed_tokens == len(other)
+        with subtests.test("it is another life", plan=plan):
+            async with computed_instead() as (ranks, prompt):
+                former = ranks.address(ranks.decode)
+                former = RankAddress(RankId("decode", 0, former.id.generation ^ 1), former.endpoint)
+                answer = await ranks.generate(prompt, 8, plan, decode=1, pull_from=PullSource(former, 40))
+                assert answer.tokens == continuation(prompt, 8)
+                assert answer.admitted.pulled.refused == "gone"
+                assert answer.admitted.pulled.held_tokens is None
+        with subtests.test("nobody is there", plan=plan):
+            async with computed_instead() as (ranks, prompt):
+                nobody = RankAddress(RankId("decode", 7, 1), "127.0.0.1:1")
+                answer = await ranks.generate(prompt, 8, plan, decode=1, pull_from=PullSource(nobody, 40))
+                assert answer.tokens == continuation(prompt, 8)
+                assert answer.admitted.pulled.refused == "gone"
+        with subtests.test("it is being stopped", plan=plan):
+            async with computed_instead() as (ranks, prompt):
+                ranks.decode._stopping = True
+                assert (await ranks.ask(prompt, plan)).pulled.refused == "gone"
+                ranks.decode._stopping = False
+        with subtests.test("it says nothing", plan=plan):
+            async with computed_instead() as (ranks, prompt):
+                monkeypatch.setattr(core_of(ranks.decode).pulls, "grant", lambda *request: None)
+                wait(monkeypatch, 0.1)
+                admitted = await ranks.ask(prompt, plan)
+                wait(monkeypatch, 20.0)
+                assert admitted.pulled.refused == "late"
+                assert admitted.computed_tokens == len(prompt)
+                assert admitted.pulled.seconds < 10
+
+
+async def test_bytes_that_come_changed_are_not_used(subtests, monkeypatch):
+    monkeypatch.setattr("services.engine.choose.open_transport", lambda name, nixl: SpoilingTransport())
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            monkeypatch.setattr(SpoilingTransport, "spoils", 0)
+            async with computed_instead() as (ranks, prompt):
+                SpoilingTransport.spoils = 1
+                admitted = await ranks.ask(prompt, plan)
+                assert admitted.pulled.refused == "corrupt"
+                assert admitted.computed_tokens == len(prompt)
+                assert (await ranks.ask(prompt, plan)).pulled is None
+
+
+class Held:
+    """Writes do not land while it is closed; their bytes have, for the transport copies at once."""
+
+    def __init__(self, monkeypatch):
+        self.closed = False
+        poll = _LandedWrite.poll
+        monkeypatch.setattr(_LandedWrite, "poll", lambda write: not self.closed and poll(write))
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+async def until_quarantined(engine):
+    await until(lambda: engine.load().books.quarantined)
+
+
+async def test_pages_that_a_source_may_still_write_are_replaced(subtests, monkeypatch):
+    """The request goes on at once, on other pages; the first wait until the source has said its last word."""
+    held = Held(monkeypatch)
+    for carried in ("", "window:6,state"):
+        for plan in Plan:
+            with subtests.test(carried=carried, plan=plan):
+                async with Ranks(fake_carried=carried) as ranks:
+                    prompt = await ranks.hold()
+                    asked = ranks.prefill if plan is Plan.REMOTE else ranks.decodes[1]
+                    held.closed = True
+                    wait(monkeypatch, 0.2)
+                    task = asyncio.create_task(ranks.ask(prompt, plan))
+                    await until_quarantined(asked)
+                    if plan is Plan.LOCAL:  # Otherwise its own delta does not land either.
+                        admitted = await task
+                    assert (await asked.books()).quarantined == len(prompt) // 4
+                    assert ranks.decode.load().granted_pages == len(prompt) // 4
+                    held.closed = False
+                    admitted = await task
+                    assert admitted.pulled.refused == "late"
+                    assert admitted.computed_tokens == len(prompt)
+                    await ranks.assert_nothing_held()
+                    wait(monkeypatch, 20.0)
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(subtests, monkeypatch):
+    held = Held(monkeypatch)
+    for carried in ("", "window:6,state"):
+        for plan in Plan:
+            with subtests.test(carried=carried, plan=plan):
+                async with Ranks(fake_carried=carried) as ranks:
+                    prompt = await ranks.hold()
+                    asked = ranks.prefill if plan is Plan.REMOTE else ranks.decodes[1]
+                    held.closed = True
+                    task = asyncio.create_task(ranks.ask(prompt, plan))
+                    await until(lambda: ranks.decode.sender.writes_in_flight)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    await until_quarantined(asked)
+                    held.closed = False
+                    await ranks.assert_nothing_held()
+
+
+async def test_a_client_that_leaves_before_the_grant_ends_it(monkeypatch):
+    async with Ranks() as ranks:
+        prompt = await ranks.hold()
+        grants = []
+        monkeypatch.setattr(core_of(ranks.decode).pulls, "grant", lambda *request: grants.append(request))
+        task = asyncio.create_task(ranks.ask(prompt))
+        await until(lambda: grants)
+        monkeypatch.undo()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await ranks.assert_nothing_held()
+
+
+async def test_a_grant_without_a_ticket_ends_by_itself(monkeypatch):
+    monkeypatch.setattr(pulling, "_MOST_KEPT_S", 0.2)
+    monkeypatch.setattr(pulling._Pull, "_fill", lambda pull, grant: asyncio.sleep(3600))
+    async with Ranks() as ranks:
+        prompt = await ranks.hold()
+        task = asyncio.create_task(ranks.ask(prompt))
+        await until(lambda: ranks.decode.load().granted_pages)
+        await until(lambda: not ranks.decode.load().granted_pages)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await ranks.assert_nothing_held()
+
+
+async def test_an_engine_that_stops_meanwhile_ends_its_pulls(subtests, monkeypatch):
+    held = Held(monkeypatch)
+    with subtests.test("the one that pulls"):
+        async with Ranks(write_lease_s=0.5, fence_margin_s=0.1) as ranks:
+            prompt = await ranks.hold()
+            held.closed = True
+            task = asyncio.create_task(ranks.ask(prompt))
+            await until(lambda: ranks.decode.sender.writes_in_flight)
+            stopping = asyncio.create_task(ranks.decodes[1].stop())
+            with pytest.raises(Unavailable, match="stopping"):
+                await task
+            held.closed = False
+            await stopping
+    with subtests.test("the source"):
+        async with Ranks(write_lease_s=0.5, fence_margin_s=0.1) as ranks:
+            prompt = await ranks.hold()
+            held.closed = True
+            task = asyncio.create_task(ranks.ask(prompt))
+            await until(lambda: ranks.decode.sender.writes_in_flight)
+            stopping = asyncio.create_task(ranks.decode.stop())
+            await asyncio.sleep(0.05)
+            held.closed = False
+            assert (await task).pulled.refused in ("failed", "gone")
+            await stopping
+
+
+async def test_two_that_pull_from_each_other_end():
+    async with Ranks() as ranks:
+        one = await ranks.hold()
+        other = [*range(300, 347)]
+        await ranks.generate(other, 6, Plan.LOCAL, decode=1)
+        answers = await asyncio.gather(
+            *(
+                ranks.generate(prompt, 8, Plan.LOCAL, decode=1 - holder, pull_from=ranks.source(source, 40))
+                for _ in range(3)
+                for holder, (prompt, source) in enumerate(zip((one, other), ranks.decodes, strict=True))
+            )
+        )
+        assert [answer.tokens for answer in answers] == [
+            continuation(prompt, 8) for _ in range(3) for prompt in (one, other)
+        ]
+        assert sum(answer.admitted.pulled is not None for answer in answers) >= 2
+        await ranks.assert_nothing_held()
+
+
+async def test_many_at_once_are_exact_whatever_comes_of_each():
+    """The holder refuses some, for it lends no more than it may; two ask for the same."""
+    async with Ranks(kv_pages=256) as ranks:
+        prompts = [await ranks.hold([first, *PROMPT]) for first in range(12)]
+        admitted = await asyncio.gather(
+            *(ranks.ask(prompt, list(Plan)[i % 2]) for i, prompt in enumerate([*prompts, *prompts[:4]]))
+        )
+        told = [each.pulled for each in admitted if each.pulled is not None]
+        assert any(pulled.tokens for pulled in told)
+        assert {pulled.refused for pulled in told} <= {"", "busy"}
+        await ranks.assert_nothing_held()
+
+
+async def test_a_failed_source_fails_no_prefill_leg(monkeypatch):
+    """The peer's failure is not the request's: nobody sees PeerFailed."""
+
+    def fails(transport, peer, moves):
+        raise PeerFailed("the network is down")
+
+    async with Ranks() as ranks:
+        prompt = await ranks.hold()
+        write = LocalTransport.write
+        monkeypatch.setattr(LocalTransport, "write", fails)
+        task = asyncio.create_task(ranks.ask(prompt))
+        admitted = await task
+        monkeypatch.setattr(LocalTransport, "write", write)
+        assert admitted.pulled.refused == "failed"
+        await ranks.assert_nothing_held()
