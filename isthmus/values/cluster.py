@@ -106,6 +106,7 @@ class RankLoad:
     stalled: bool
     kv_paths: tuple[KvPath, ...]
     tokens_per_step: float
+    granted_pages: int  # Other ranks pull them now.
 
 
 @dataclass(frozen=True, slots=True)

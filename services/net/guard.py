@@ -52,7 +52,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
-        """If it `keeps` handlers, it wraps each handler once.
+        """It wraps each handler once, if it `keeps` handlers.
 
         It must not if an inner interceptor makes handlers for each call: they would be kept with what they
         know of their calls, such as API keys. `in_flight` limits the messages that calls hold.

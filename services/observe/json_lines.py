@@ -1,4 +1,4 @@
-"""With `--log-format=json` all log lines become JSON objects, one a line, whoever writes them.
+"""All log lines become JSON objects, one a line, with `--log-format=json`, whoever writes them.
 
     our own logging --JSON--+
     gRPC's C++ core, NIXL --+--> descriptors 1 and 2 --> pipe --> this file, a process of its own --> stderr
