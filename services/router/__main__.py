@@ -43,7 +43,6 @@ def _do_without_torch() -> None:
 
 
 async def _run(config: RouterConfig, name: str) -> None:
-    """Run the router until SIGTERM, or until it fails."""
     stopping, lifecycle, notifier = signals.stop_on_signals(), Lifecycle("the router"), Notifier()
     poller.start()
 

@@ -122,5 +122,4 @@ def _unpriced(rank: Candidate, pinned: RankKey | None) -> generation_pb2.Candida
 
 
 def _context_tokens(rank: Candidate) -> int:
-    """Return the limit of a request's tokens on the rank, or 0 where there is none."""
     return int(rank.holds_tokens) if rank.holds_tokens < math.inf else 0

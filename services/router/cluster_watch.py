@@ -78,7 +78,6 @@ class Pace:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the next turn, which may begin at 0 or below."""
         return self._free_s - self._clock()
 
     @contextmanager

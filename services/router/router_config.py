@@ -1,4 +1,4 @@
-"""Settings of the router."""
+"""These are the settings of the router."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -151,7 +151,6 @@ class OutputStream:
             self._came.set()
 
     def _close_tokens(self) -> None:
-        """Make an output of the tokens so far, as the next item comes after them."""
         if self._token_ids:
             self._items.append(Output(tuple(self._token_ids)))
             self._token_ids.clear()

@@ -60,7 +60,6 @@ class Commands:
         self._came.set()
 
     async def message(self) -> bytes:
-        """Wait until there is a command, and return it with those after it."""
         await self._came.wait()
         message = self._waiting.popleft()
         if self.joins and self._waiting:
@@ -292,7 +291,6 @@ class Connections:
         return client is not None and client.connected.is_set()
 
     async def close(self) -> None:
-        """Close all streams: all running requests fail with DecodeRankLost."""
         if self._retry is not None:
             self._retry.cancel()
         for connection in (*self.clients.values(), *self.watches.values(), *self._retiring.values()):

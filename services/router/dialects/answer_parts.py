@@ -60,8 +60,6 @@ class Parts:
         self._num_opened = 0
 
     def take(self, response: GenerateResponse) -> Iterator[Step]:
-        """Yield the steps that the response's reasoning, text and calls make; the last response closes the
-        last part."""
         if response.reasoning and self._shows_thinking:
             yield from self._grow(Kind.THINKING, response.reasoning)
         if response.text:

@@ -92,8 +92,6 @@ def _read_name(function: Body) -> str:
 
 
 def check_chosen(name: str, tools: Iterable[Tool], param: str) -> str:
-    """Return the name of the tool that must be called. Raises InvalidParameter where there is no
-    such tool."""
     if name not in {tool.name for tool in tools}:
         raise InvalidParameter(param, f"names {name!r}, which is none of the request's functions")
     return name

@@ -31,8 +31,6 @@ def json_text(data: Json) -> str:
 
 
 class Answer(Protocol):
-    """An Answer formats the responses to one call, as one JSON value or as events of one API."""
-
     request: GenerateRequest  # The router gets this request.
 
     @property
@@ -47,8 +45,7 @@ class Answer(Protocol):
         """Return the events of the next response in order. There may be none where it has nothing for the
         client. Raises as `whole` does."""
 
-    def failure(self, error: Exception) -> list[Event]:
-        """Return the events that end a started stream."""
+    def failure(self, error: Exception) -> list[Event]: ...
 
 
 REQUEST_ID = "x-request-id"

@@ -39,7 +39,7 @@ class TooSlow(InvalidRequest):
 
 
 class ConnectionsFull(NoCapacity):
-    """There are too many connections; the request itself was not looked at."""
+    pass
 
 
 _STATUSES: Mapping[type[Exception], int] = {

@@ -49,7 +49,6 @@ class OpenAiCall(Call):
 
     @property
     def streams_text_alone(self) -> bool:
-        """Return whether a chunk of text has no ids, log-probabilities or usage."""
         has_more = self.wants_logprobs or self.return_token_ids or self.usage_in_chunks
         return not (has_more or self.echo != NO_ECHO)
 

@@ -47,7 +47,6 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> None:
-    """Set the fields that a gRPC client left unset to the defaults."""
     for field in fields(SamplingDefaults):
         value = getattr(defaults, field.name)
         if value is not None and not sampling.HasField(field.name):

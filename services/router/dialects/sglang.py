@@ -46,7 +46,6 @@ class LogprobOptions:
 
 
 def read_logprobs(body: Body) -> LogprobOptions | None:
-    """Return the options, or None where no log-probabilities are requested. Raises InvalidParameter."""
     start = body.integer("logprob_start_len", -1, INT32_MAX)
     num_top = body.integer("top_logprobs_num", 0, UINT32_MAX) or 0
     if not body.flag("return_logprob"):
@@ -216,8 +215,6 @@ def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _read_prompts(body: Body) -> "tuple[str, list[_PutPrompt], bool]":
-    """Return the name of the prompts in the body, the functions that set them in a request, and whether they
-    are a list."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise InvalidParameter("text", "or input_ids must be set, and not both")

@@ -197,7 +197,6 @@ class BoundedConnection(H11Protocol):
             self._unread_timer = None
 
     def _end(self, reason: str, error: IsthmusError) -> None:
-        """Close the connection, with an answer where none has begun. The app sees a disconnected client."""
         if reason:
             self._report(reason)
         if self.cycle is not None and not self.cycle.response_complete:

@@ -146,7 +146,6 @@ class StoredResponses:
 
 
 def _tenant_and_id(request: Request) -> tuple[str, str]:
-    """Return the tenant, which comes from the header as there is no body, and the id. Raises Forbidden."""
     return callers.current().tenant_of(request.headers.get(TENANT, "")), request.path_params["id"]
 
 

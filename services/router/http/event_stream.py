@@ -108,7 +108,6 @@ class EventStream(Response):
         self._sent_s = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> float:
-        """Send what is due, and return the seconds until the next check."""
         if not self._has_begun:
             left_s = self._sent_s + HEADERS_S - time.monotonic()
             if left_s > 0:

@@ -101,9 +101,6 @@ log = logging.getLogger(__name__)
 
 
 class Generating(Generic[CallT]):
-    """This endpoint serves generations. `clock` returns seconds since the epoch, and `count` receives the
-    dialect's name."""
-
     def __init__(
         self,
         dialect: Dialect[CallT],

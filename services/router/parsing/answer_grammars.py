@@ -59,7 +59,6 @@ class MarkedWriting:
         return lark.grammar(f"{thought}{self._wrapped(lark, answer)}")
 
     def then(self, constraint: ToolConstraint, answer: str) -> str:
-        """Return the grammar of calls or `answer`, which is the body of a rule."""
         calls = [self._calls(constraint)] if constraint.schemas and self.writing else []
         answers = one_of(*calls, self._wrapped(constraint.lark, answer))
         return constraint.lark.grammar(f"{self._thought(constraint)}{answers}")

@@ -24,7 +24,6 @@ _BLANKS = " \t\r\n"
 
 
 def value_of(source: str) -> Any:
-    """Return the JSON value. Raises Unreadable for invalid JSON."""
     try:
         return _DECODER.decode(source)
     except (ValueError, RecursionError) as error:
@@ -87,7 +86,6 @@ class TypedText:
         self._root = schema if root is None else root
 
     def may_have(self, name: str) -> bool:
-        """Return whether the schema has such a property, or lists none."""
         properties = _member(self._schema, "properties")
         return not properties or _has(properties, name)
 

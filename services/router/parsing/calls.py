@@ -95,8 +95,6 @@ class Arguments:
 
 
 class TextArguments:
-    """This makes a JSON object of a call's arguments that are written one by one, as plain text."""
-
     def __init__(self, calls: Calls, name: str) -> None:
         name = name.strip()
         self._arguments = Arguments(calls, name)
@@ -149,8 +147,6 @@ def _checked(name: str) -> str:
 
 
 def object_call(source: str, arguments: tuple[str, ...] = ("arguments", "parameters")) -> ParsedCall:
-    """Return the call of an object with a name and, under the first of the keys `arguments` that it
-    has, arguments."""
     return _call_of_members(members_of(source), arguments)
 
 
@@ -182,7 +178,6 @@ def hermes(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _objects(calls: Calls, arguments: tuple[str, ...], known_only: bool = False) -> Reading[None]:
-    """Read one or more objects, each on a line or with a comma or semicolon between them."""
     yield from read_object(calls, arguments, known_only)
     while (yield from _goes_on(calls.reader)):
         yield from read_object(calls, arguments, known_only)

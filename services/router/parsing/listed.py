@@ -43,7 +43,6 @@ class Literals:
     takes_bare: bool = False
 
     def members(self, reader: Reader, sign: str, end: str, depth: int = 0) -> Reading[dict[str, Any]]:
-        """Read keys and values with `sign` between them, up to `end`. Raises Unreadable for anything else."""
         found: dict[str, Any] = {}
         while not (yield from self._ends(reader, end, bool(found))):
             yield from reader.blank()
@@ -177,7 +176,6 @@ def _lead(reader: Reader, leads: tuple[str, ...], must_lead: str) -> Reading[Non
 
 
 def _another(reader: Reader, in_list: bool) -> Reading[bool]:
-    """Return whether another call follows, after a comma or, as some write objects, after nothing."""
     yield from reader.blank()
     if (yield from reader.either(",", ";")):
         return not (in_list and (yield from reader.next_is("]")))

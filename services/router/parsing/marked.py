@@ -39,7 +39,6 @@ class Wrapping:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the closing markers, also with the line end that templates write before them."""
         return tuple(before + each for each in self.closes for before in ("\n", ""))
 
 
@@ -55,8 +54,6 @@ class CallMarkers:
 
 @dataclass(frozen=True, slots=True)
 class MarkedAnswer:
-    """`thinks` says that the prompt ended within thinking."""
-
     thinking: Thinking | None
     call_markers: CallMarkers | None
     calls: Calls

@@ -39,8 +39,7 @@ class AnswerParser(Protocol):
 
     def feed(self, text: str) -> Piece: ...
 
-    def finish(self) -> Piece:
-        """Return the rest. No text may be fed afterwards."""
+    def finish(self) -> Piece: ...
 
 
 class ReadingParser:
@@ -116,7 +115,6 @@ class ParserChoice:
 
     @property
     def writing(self) -> AnswerWriting | None:
-        """Return the grammar of such an answer, or None where it is not known."""
         if self.template is not None:
             return None
         if HARMONY in (self.tools, self.reasoning):

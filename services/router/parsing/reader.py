@@ -210,7 +210,6 @@ class _Search:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def held(self, text: str, left: int) -> int:
-        """Return how many of the last `left` characters may begin a marker."""
         for length in range(min(left, self._longest), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -221,9 +220,6 @@ _search_of = lru_cache(maxsize=256)(_Search)  # There are few, and all are in th
 
 
 class _JsonScan:
-    """This finds the end of a JSON value that begins with a bracket or a quote, in text that arrives
-    in pieces."""
-
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
 

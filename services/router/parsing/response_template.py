@@ -35,7 +35,6 @@ class ResponseTemplate:
         self._parser = _lenient(ResponseParser)
 
     def names(self, marker: str) -> bool:
-        """Return whether the template contains the marker, as it is or in a pattern."""
         spellings = (json.dumps(spelled, ensure_ascii=False)[1:-1] for spelled in (marker, re.escape(marker)))
         return any(spelled in self._written for spelled in spellings)
 

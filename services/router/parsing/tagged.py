@@ -32,7 +32,6 @@ class Tags:
     ends: str = ">"
 
     def read(self, calls: Calls, opening: str) -> Reading[None]:
-        """Read a block of calls, or a single one where a call's own tag was the opening."""
         if opening == self.call:
             yield from self._call(calls)
             return
@@ -198,8 +197,6 @@ def minimax_m3(calls: Calls, opening: str) -> Reading[None]:
 
 
 def _closes_or_opens(reader: Reader, name: str) -> Reading[bool]:
-    """Return whether the next tag closes this name; of a tag that opens another one the beginning
-    is taken."""
     yield from reader.expect(MINIMAX_M3)
     return (yield from reader.expect(f"</{name}>", "<")) != "<"
 

@@ -25,9 +25,9 @@ from services.values.request import Admitted, Pulled
 
 _REPORT_LAG_S = 0.05  # A request and a report that cross each other are at most this far apart.
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
-_CORRUPT_S = 60.0  # a source whose bytes were others than it has is not asked for so long
-_LENT_SHARE = 8  # a rank keeps at most this part of its pool for pulls
-_NO_FAULT = "evicted"  # the index was wrong, and learns it; the source did what it could
+_CORRUPT_S = 60.0  # A source that sent wrong bytes gets no request for so long.
+_LENT_SHARE = 8  # At most this part of a rank's pool is kept for pulls.
+_NO_FAULT = "evicted"  # The index was wrong, and learns it; the source is not to blame.
 
 _NO_LOAD = RankLoad()
 
@@ -80,7 +80,7 @@ class Balance:
         self._flights: dict[str, _Flight] = {}
         self._ranks: dict[RankKey, _KnownRank] = {}
         self._failures: dict[RankKey, _Failure] = {}
-        self._refusals: dict[RankKey, _Failure] = {}  # of sources
+        self._refusals: dict[RankKey, _Failure] = {}  # The keys are sources.
         self._silent: set[RankKey] = set()
 
     def __repr__(self) -> str:

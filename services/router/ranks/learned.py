@@ -70,7 +70,7 @@ class _Sender:
 class PullPace(NamedTuple):
     """A pull of one rank from another takes so long."""
 
-    begins_s: float  # whatever the size
+    begins_s: float  # This does not depend on the size.
     bytes_per_s: float
 
     def seconds(self, num_bytes: float) -> float:
@@ -85,7 +85,7 @@ class Speeds:
         self._rates: dict[RankKey, _Learned] = {}
         self._senders: dict[RankKey, _Sender] = {}
         self._sources: dict[RankKey, _Sender] = {}
-        self._pull_begins: dict[RankKey, _Learned] = {}  # by source
+        self._pull_begins: dict[RankKey, _Learned] = {}  # The keys are sources.
 
     def learn_rate(self, rank: RankKey, admitted: Admitted, now: float) -> None:
         tokens, compute_s = admitted.computed_tokens, admitted.prefill_compute_s

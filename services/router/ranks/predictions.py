@@ -47,7 +47,6 @@ class Guessed:
         self._hashes, self._parts, self._resumable, self._now = hashes, parts, resumable, now
 
     def depth(self, rank: RankKey) -> int:
-        """Return how many blocks, from the first on, the rank is guessed to hold."""
         depth, now = 0, self._now
         for end, until_s in self._parts:
             if until_s.get(rank, now) <= now:

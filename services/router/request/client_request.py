@@ -65,7 +65,6 @@ class ChatTools:
 
 
 def read_tools(request: GenerateRequest) -> ChatTools:
-    """Read the tools of a request. Raises InvalidRequest, which names the field."""
     if request.WhichOneof("prompt") != "chat":
         return ChatTools()
     chat = request.chat
@@ -157,7 +156,6 @@ class ClientRequest:
 
     @property
     def answer_name(self) -> str:
-        """Return the answer's name on ranks and in log lines."""
         return f"{self.request_id}#{self.index}" if self.index else self.request_id
 
     @property

@@ -178,7 +178,6 @@ class Generator:
         return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, with special tokens written out. Raises InvalidRequest and NotFound."""
         self._check_model(model)
         if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
             raise InvalidRequest(

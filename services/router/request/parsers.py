@@ -214,8 +214,6 @@ class Parsers:
         return AnswerText(self._decoder, stop, parser, tools.parallel, includes_stop, tools.past_ids)
 
     def _begun(self, tools: ChatTools, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Return the prompt up to the beginning of the answer's turn, if that is known, and the turn's text
-        so far."""
         continued = tools.continued
         if continued is None:
             return prompt_ids, ""

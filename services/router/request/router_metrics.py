@@ -192,11 +192,9 @@ class RouterMetrics:
         self._rejections.labels(type(error).__name__).inc()
 
     def message_refused(self) -> None:
-        """Count a message that never becomes a request."""
         self._messages_refused.inc()
 
     def unauthenticated(self, front: str, reason: str) -> None:
-        """Count a call without a valid key, which is not a request."""
         self._unauthenticated.labels(front, reason).inc()
 
     def placed(self, placed: Placed) -> None:

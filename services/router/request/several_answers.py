@@ -36,7 +36,6 @@ class HeldLogprobs:
         self.count = 0
 
     def add(self, response: GenerateResponse) -> None:
-        """Count a response. Raises InvalidRequest where there are too many."""
         self.count += _count(response.prompt_logprobs) * self._times_prompt + _count(response.logprobs)
         if self.count > self._most:
             raise InvalidRequest(
@@ -106,7 +105,6 @@ class SeveralAnswers:
         self._responses = merged([self._answer(each) for each in progress.answers])
 
     async def next_response(self) -> GenerateResponse:
-        """Return the next response of any answer. Raises as ResponseStream.next_response."""
         _, response = await anext(self._responses)
         return response
 

@@ -165,7 +165,6 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
 
 
 def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
-    """Return attributes of a request that may still be refused; `model` is the served one."""
     attributes: Attributes = {
         "gen_ai.operation.name": operation_of(request),
         "gen_ai.provider.name": PROVIDER,

@@ -67,7 +67,6 @@ def with_whole_characters(source: str) -> str:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return a digest of the sequence of parts."""
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part

@@ -50,7 +50,6 @@ class ChatTurns:
 
 
 def read_chat(chat: Chat) -> ChatTurns:
-    """Return the chat's turns. Raises InvalidRequest, which names the wrong field."""
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
@@ -158,7 +157,6 @@ class ToolSpellings:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` limits the memory; when it is full, the tenant with the most bytes loses entries."""
         self._known: TenantLru[_AsSent, str] = TenantLru(max_bytes // 2)
         self._first: TenantLru[bytes, str] = TenantLru(max_bytes // 2)
 

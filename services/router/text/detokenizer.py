@@ -160,7 +160,6 @@ class Detokenizer:
         self._released = 0  # This counts characters of the decoded window.
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new final text, which is empty while a character is incomplete."""
         audible = self._tokenizer.audible(token_ids)
         whole = self._push_whole(audible) if len(audible) > 1 else None
         return "".join(map(self._push_one, audible)) if whole is None else whole
@@ -223,8 +222,7 @@ class SpecialTokens(Protocol):
 
     def is_silent(self, token_id: int) -> bool: ...
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode ids, with special tokens written out."""
+    def text_of(self, token_ids: Sequence[int]) -> str: ...
 
 
 class MarkerDecoder:

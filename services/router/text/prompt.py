@@ -70,7 +70,6 @@ class PastAnswers:
     def remember(
         self, prompt_ids: "array[int]", ids: "array[int]", message: AnswerMessage, answer_id: str
     ) -> bool:
-        """Remember the finished answer to this chat. Return whether there was memory for it."""
         what = message_digest(message.content, message.calls)
         reasoning = message.reasoning.strip()
         keys = [digest(self._chain[-1], "assistant", what), self._key("answer", answer_id)]

@@ -176,7 +176,6 @@ class _Rendering:
         }
 
     def splice(self, remembered: Mapping[int, PastAnswer]) -> list[int] | set[int]:
-        """Return the prompt's ids, or the remembered answers that must be left out."""
         answers = {**remembered, **self._given}
         sentinels = Sentinels(secrets.token_hex(16))
         try:

@@ -68,7 +68,6 @@ class Written:
     parts: tuple[str, ...]
 
     def is_once(self, turn: Turn) -> bool:
-        """Return whether everything except thinking is there, once and in order."""
         expected = [str(number) for number in range(len(turn.calls))] or ["c"]
         return [part for part in self.parts if part != "r"] == expected and self.parts.count("r") <= 1
 

@@ -48,9 +48,6 @@ def _no_call() -> list[dict[str, Any]]:
 
 
 class TemplateContent:
-    """`render` renders a chat with the template, and may raise anything. `call` makes the messages before a
-    tool's message."""
-
     def __init__(
         self,
         render: Callable[[list[dict[str, Any]]], str],

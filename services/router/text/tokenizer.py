@@ -84,7 +84,6 @@ class Tokenizer:
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """Return generation_config.json, or an empty mapping where the model has none."""
         return self._generation_config
 
     @property
@@ -386,7 +385,6 @@ def _stated_context(config: dict[str, Any]) -> int | None:
 
 
 def _audible_ids(backend: Any) -> bytearray:
-    """Return one byte per id: 1 where the tokenizer has the id and it is not special."""
     ids = list(backend.get_vocab().values())
     audible = bytearray(max(ids, default=-1) + 1)
     for token_id in ids:

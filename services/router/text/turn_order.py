@@ -114,7 +114,6 @@ def _as_user(placed: PlacedTurn) -> PlacedTurn:
 
 
 def _folded(system: PlacedTurn, rest: list[PlacedTurn], place: SystemPlace) -> list[PlacedTurn]:
-    """Join the system turn with a user turn, or make it one where the chat has none."""
     users = [index for index, each in enumerate(rest) if each.turn.role == "user"]
     if not users or (place is SystemPlace.FIRST_USER and users[0] != 0):
         return [_as_user(system), *rest]
@@ -222,7 +221,6 @@ class _Trial:
         return min(self._places(chat), default=-1) >= 0
 
     def shows_late(self, role: str) -> bool:
-        """Return whether a late system turn is shown, and in its place."""
         before = [chat for chat in ("U", "SUA", "L") if self.shows(chat)]
         return all(self._shows_in_order(chat + role) for chat in before) and self._shows_in_order(
             f"UA{role}U"
