@@ -58,7 +58,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         fill_in(request.sampling, self._defaults)
         prompts: list[PackedIds] = []
         generated = self._generator.generate(
-            request, timeout_s, traceparent, ids=read.ids, tell_prompt=prompts.append
+            request, timeout_s, traceparent, ids=read.ids, report_prompt=prompts.append
         )
         # A client may have stopped reading.
         async with asyncio.timeout(self._generator.time_limit_s(timeout_s)):

@@ -74,10 +74,10 @@ async def test_a_client_that_leaves_closes_its_generation(stub, talker):
 class Reader(Talker):
     """A generator that tells its prompt, in two responses, and keeps what it was asked."""
 
-    async def generate(self, request, timeout_s, traceparent, *, ids=None, tell_prompt):
+    async def generate(self, request, timeout_s, traceparent, *, ids=None, report_prompt):
         self.asked = request
         self.ids_apart = None if ids is None else list(ids.ids)
-        tell_prompt(PackedIds.of(request.token_ids.ids) if ids is None else ids)
+        report_prompt(PackedIds.of(request.token_ids.ids) if ids is None else ids)
         for text in ("a", "b"):
             yield generation_pb2.GenerateResponse(text=text)
 

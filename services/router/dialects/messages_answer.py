@@ -178,7 +178,7 @@ def _event(name: str, **members: object) -> Event:
 _VERSION = "anthropic-version"  # All clients of Anthropic send this header.
 
 
-def asks(headers: Mapping[str, str]) -> bool:
+def sent_by_client(headers: Mapping[str, str]) -> bool:
     """Return whether Anthropic's client sent the request: OpenAI's clients use the same path."""
     return _VERSION in headers
 

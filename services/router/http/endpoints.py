@@ -47,7 +47,7 @@ class Models:
 
     async def all(self, request: Request) -> Response:
         models = await self._models(request)
-        if anthropic.asks(request.headers):
+        if anthropic.sent_by_client(request.headers):
             return JSONResponse(anthropic.models_json(models))
         return JSONResponse({"object": "list", "data": models})
 
@@ -62,7 +62,7 @@ class Models:
 
     async def _models(self, request: Request) -> list[Json]:
         models = self._generation.list_models().models
-        if anthropic.asks(request.headers):
+        if anthropic.sent_by_client(request.headers):
             return [anthropic.model_json(model.id, self._created) for model in models]
         return [self._model(model) for model in models]
 

@@ -170,7 +170,7 @@ async def _with_prompt(
     generate: Callable[..., AsyncGenerator[GenerateResponse, None]],
 ) -> AsyncGenerator[GenerateResponse, None]:
     prompts: list[PackedIds] = []
-    async with aclosing(generate(tell_prompt=prompts.append)) as responses:
+    async with aclosing(generate(report_prompt=prompts.append)) as responses:
         async for response in responses:
             if prompts:
                 response.MergeFromString(prompts.pop().field(_PROMPT_TOKEN_IDS))

@@ -31,7 +31,7 @@ from services.router.request.parsers import Parsers
 from services.router.request.progress import Progress
 from services.router.request.router_metrics import RouterMetrics
 from services.router.request.several_answers import answers_to, counts_of
-from services.router.request.story import attributes_of, tell
+from services.router.request.story import attributes_of, log_request
 from services.router.text.answer_ends import banned_ids
 from services.router.text.chat_memory import AnswerMemory, ConversationMemory
 from services.router.text.chat_turns import ToolSpellings
@@ -156,13 +156,13 @@ class Generator:
         `generate` does.
         """
         past = self._past(request)
-        asked = await self._check(request)
-        asked = await self._encoded(asked, await self._encoder().encode(request, past), past)
-        ids, sampling = asked.prompt.ids, asked.sampling
-        prompt = await self._cluster.hash(ids, asked.tenant, sampling.max_tokens)
-        prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=asked.answers)
-        max_wait_s = self._allowed_wait_s(asked, self._request_timeout_s)
-        explained = self._cluster.explain(prompt, asked.memory_key, max_wait_s)
+        checked = await self._check(request)
+        checked = await self._encoded(checked, await self._encoder().encode(request, past), past)
+        ids, sampling = checked.prompt.ids, checked.sampling
+        prompt = await self._cluster.hash(ids, checked.tenant, sampling.max_tokens)
+        prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=checked.answers)
+        max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
+        explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
         constraint = "" if sampling.constraint is None else sampling.constraint.kind.value
         return Explanation(len(ids), explained, constraint, past.outcomes if past is not None else {})
 
@@ -200,7 +200,7 @@ class Generator:
         traceparent: str = "",
         *,
         ids: PackedIds | None = None,
-        tell_prompt: Callable[[PackedIds], None] | None = None,
+        report_prompt: Callable[[PackedIds], None] | None = None,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield responses as they come. Each answer's last one has `finish`; with the last of all nothing is
         held any more.
@@ -209,7 +209,7 @@ class Generator:
             timeout_s: the client's; None means --request-timeout-s.
             traceparent: the client's, or "".
             ids: those of `request.token_ids`, if they are not in it.
-            tell_prompt: receives the prompt before the first response.
+            report_prompt: receives the prompt before the first response.
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: the request is refused.
@@ -223,22 +223,22 @@ class Generator:
         self._metrics.received()
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
-                span.set_attributes(story.asked(request, self._model_name))
-            asked = await self._admit(request, timeout_s, deadline)
-            with self._track(asked, span) as progress:
+                span.set_attributes(story.request_attributes(request, self._model_name))
+            checked = await self._admit(request, timeout_s, deadline)
+            with self._track(checked, span) as progress:
                 past = self._past(request)
                 encoder = self._encoder()
                 prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
-                asked = await self._encoded(asked, prompt, past)
-                scored_of(asked.sampling, len(prompt.ids))
-                progress.encoded(asked, self._clock())
+                checked = await self._encoded(checked, prompt, past)
+                scored_of(checked.sampling, len(prompt.ids))
+                progress.encoded(checked, self._clock())
                 self._metrics.past_answers(progress.past_answers)
                 answers = answers_to(self._context, progress)
                 async with aclosing(answers):
                     response = await answers.next_response()
-                    if tell_prompt is not None:
-                        tell_prompt(prompt)
-                    unfinished = asked.answered
+                    if report_prompt is not None:
+                        report_prompt(prompt)
+                    unfinished = checked.answered
                     while unfinished := unfinished - response.HasField("finish"):
                         yield response
                         response = await answers.next_response()
@@ -287,28 +287,28 @@ class Generator:
         self, request: generation_pb2.GenerateRequest, timeout_s: float, deadline: float
     ) -> ClientRequest:
         try:
-            asked = await self._check(request)
-            if self.is_running(asked.tenant, asked.request_id):
-                raise AlreadyRunning(f"request_id {asked.request_id!r} is running")
-            self._cluster.check_room(self._allowed_wait_s(asked, timeout_s), asked.answers)
+            checked = await self._check(request)
+            if self.is_running(checked.tenant, checked.request_id):
+                raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
+            self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
         except IsthmusError as error:
             self._metrics.rejected(error)
             raise
-        return replace(asked, deadline=deadline)
+        return replace(checked, deadline=deadline)
 
     async def _check(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
-        asked = self._read(request)
-        if (constraint := asked.sampling.constraint) is not None:
+        checked = self._read(request)
+        if (constraint := checked.sampling.constraint) is not None:
             await self._grammars.beside(self._grammars.check, constraint)
-        if asked.sampling.bad_words:
-            asked = await asyncio.to_thread(self._banned, asked)
-        asked.sampling.check_vocabulary(self._tokenizer.vocab_size)
-        return replace(asked, runs_few=self._runs_few(asked.tenant))
+        if checked.sampling.bad_words:
+            checked = await asyncio.to_thread(self._banned, checked)
+        checked.sampling.check_vocabulary(self._tokenizer.vocab_size)
+        return replace(checked, runs_few=self._runs_few(checked.tenant))
 
-    def _banned(self, asked: ClientRequest) -> ClientRequest:
-        sampling = asked.sampling
+    def _banned(self, checked: ClientRequest) -> ClientRequest:
+        sampling = checked.sampling
         bad = (*sampling.bad_token_ids, *banned_ids(self._tokenizer, sampling.bad_words))
-        return replace(asked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
+        return replace(checked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
 
     def _read(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
         self._check_model(request.model)
@@ -345,10 +345,10 @@ class Generator:
         )
 
     async def _encoded(
-        self, asked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
+        self, checked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
     ) -> ClientRequest:
-        sampling = await self._tool_constraints.put(asked.tools, asked.sampling, prompt.ids)
-        return asked.encoded(prompt, past, sampling)
+        sampling = await self._tool_constraints.put(checked.tools, checked.sampling, prompt.ids)
+        return checked.encoded(prompt, past, sampling)
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model_name:
@@ -384,10 +384,10 @@ class Generator:
         return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
 
     @contextmanager
-    def _track(self, asked: ClientRequest, span: Span) -> Iterator[Progress]:
-        progress = Progress(asked, self._clock(), span)
-        self._running[asked.tenant, asked.request_id] = progress
-        self._tenants[asked.tenant] += 1
+    def _track(self, checked: ClientRequest, span: Span) -> Iterator[Progress]:
+        progress = Progress(checked, self._clock(), span)
+        self._running[checked.tenant, checked.request_id] = progress
+        self._tenants[checked.tenant] += 1
         outcome = "finished"
         try:
             yield progress
@@ -401,26 +401,26 @@ class Generator:
             outcome = "Internal"  # This is a bug of ours.
             raise
         except BaseException:  # The call was cancelled, or its generator closed.
-            is_over = self._clock() >= asked.deadline - _DEADLINE_LEAD_S
+            is_over = self._clock() >= checked.deadline - _DEADLINE_LEAD_S
             outcome = DeadlineExceeded.__name__ if is_over else "cancelled"
             raise
         finally:
-            del self._running[asked.tenant, asked.request_id]
-            self._left(asked.tenant)
+            del self._running[checked.tenant, checked.request_id]
+            self._left(checked.tenant)
             progress.release()
-            self._cluster.ended(asked.answer_key)
-            self._tell_story(progress, outcome)
+            self._cluster.ended(checked.answer_key)
+            self._report_end(progress, outcome)
 
     def _left(self, tenant: str) -> None:
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
 
-    def _tell_story(self, progress: Progress, outcome: str) -> None:
+    def _report_end(self, progress: Progress, outcome: str) -> None:
         self._metrics.ended(progress, outcome, self._clock() - progress.began_s)
         if progress.span.is_recording():
-            told = story.answered(progress, self._model_name)
-            progress.span.set_attributes(attributes_of(progress) | told)
-        tell(progress, outcome)
+            answered = story.answer_attributes(progress, self._model_name)
+            progress.span.set_attributes(attributes_of(progress) | answered)
+        log_request(progress, outcome)
         for ended in self._listeners:
             ended(progress, outcome)

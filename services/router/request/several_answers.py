@@ -17,7 +17,7 @@ from services.router.request.client_request import ClientRequest
 from services.router.request.failover import AnswerContext
 from services.router.request.progress import Progress
 from services.router.request.response_stream import ResponseStream
-from services.router.request.story import tell_answer
+from services.router.request.story import log_answer
 from services.values.errors import InvalidRequest
 from services.wire.generation_messages import JoinedResponses
 from services.wire.isthmus.v1.common_pb2 import TokenLogprobs
@@ -134,7 +134,7 @@ class SeveralAnswers:
         finally:
             progress.leave()
             self._context.cluster.ended(progress.request.answer_key)
-            tell_answer(progress, outcome)
+            log_answer(progress, outcome)
 
 
 class BestAnswers:

@@ -29,7 +29,7 @@ Attributes = dict[str, str | int | float | tuple[str, ...]]
 log = logging.getLogger(__name__)
 
 
-def tell(progress: Progress, outcome: str) -> None:
+def log_request(progress: Progress, outcome: str) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     log_lines.event(
@@ -48,7 +48,7 @@ def tell(progress: Progress, outcome: str) -> None:
     )
 
 
-def tell_answer(progress: Progress, outcome: str) -> None:
+def log_answer(progress: Progress, outcome: str) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     log_lines.event(
@@ -164,7 +164,7 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
 
 
-def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
+def request_attributes(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
     attributes: Attributes = {
         "gen_ai.operation.name": operation_of(request),
         "gen_ai.provider.name": PROVIDER,
@@ -182,7 +182,7 @@ def asked(request: generation_pb2.GenerateRequest, model: str) -> Attributes:
     return attributes | {f"gen_ai.request.{name}": getattr(sampling, name) for name in names}
 
 
-def answered(progress: Progress, model: str) -> Attributes:
+def answer_attributes(progress: Progress, model: str) -> Attributes:
     attributes: Attributes = {
         "gen_ai.response.id": progress.request.request_id,
         "gen_ai.response.model": model,

@@ -53,7 +53,12 @@ class FakeBackend:
         self.closed = asyncio.Event()
 
     def generate(
-        self, request: GenerateRequest, timeout_s: float | None, traceparent: str, *, tell_prompt: Any = None
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        traceparent: str,
+        *,
+        report_prompt: Any = None,
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         self.timeouts_s.append(timeout_s)

@@ -176,5 +176,5 @@ async def test_what_was_parsed_is_counted_and_traced(tokenizer):
     assert value("isthmus_reasoning_tokens_total") == thought
     assert value("isthmus_tool_calls_total", {"outcome": "read"}) == 1
     assert value("isthmus_tool_calls_total", {"outcome": "broken"}) == 1
-    assert story.answered(progress, "m")["gen_ai.usage.reasoning.output_tokens"] == thought
-    assert story.answered(progress, "m")["gen_ai.response.finish_reasons"] == ("tool_calls",)
+    assert story.answer_attributes(progress, "m")["gen_ai.usage.reasoning.output_tokens"] == thought
+    assert story.answer_attributes(progress, "m")["gen_ai.response.finish_reasons"] == ("tool_calls",)

@@ -219,7 +219,7 @@ async def test_each_answer_of_a_chat_has_its_own_calls_and_name(tokenizer):
     chat = Chat(messages=[ChatMessage(role="user", content="a")], tools=[F])
     generator = generator_of(tokenizer, cluster)
     prompts = []
-    generated = generator.generate(GenerateRequest(chat=chat, n=2), tell_prompt=prompts.append)
+    generated = generator.generate(GenerateRequest(chat=chat, n=2), report_prompt=prompts.append)
     responses = [response async for response in generated]
     ids = set()
     for index in range(2):

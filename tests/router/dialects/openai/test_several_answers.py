@@ -38,7 +38,7 @@ class EachItsOwn(FakeBackend):
         timeout_s: float | None,
         traceparent: str,
         *,
-        tell_prompt: object = None,
+        report_prompt: object = None,
     ) -> AsyncGenerator[GenerateResponse, None]:
         self.requests.append(request)
         if request.text == "fail":
@@ -58,7 +58,7 @@ class AbortingOne(FakeBackend):
         timeout_s: float | None,
         traceparent: str,
         *,
-        tell_prompt: object = None,
+        report_prompt: object = None,
     ) -> AsyncGenerator[GenerateResponse, None]:
         if request.text == "a":
             yield finished("", reason=common_pb2.FINISH_REASON_ABORTED)

@@ -22,7 +22,7 @@ def test_what_was_asked_without_what_was_said():
             max_tokens=7, top_k=3, presence_penalty=0.5, stop=["secret"], seed=2**63
         ),
     )
-    assert story.asked(request, "m") == {
+    assert story.request_attributes(request, "m") == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "isthmus",
         "gen_ai.request.model": "m",
@@ -42,19 +42,19 @@ def test_json_and_completions_are_said_to_be_that_and_long_names_are_cut(subtest
     ]:
         with subtests.test(constraint=constraint, output_type=output_type):
             sampling = common_pb2.SamplingParams(constraint=common_pb2.Constraint(**constraint))
-            told = story.asked(generation_pb2.GenerateRequest(sampling=sampling), "m")
+            told = story.request_attributes(generation_pb2.GenerateRequest(sampling=sampling), "m")
             assert told.get("gen_ai.output.type") == output_type
     for prompt in [{"text": "t"}, {"token_ids": generation_pb2.TokenIds(ids=[1])}, {}]:
         with subtests.test(prompt=prompt):
             request = generation_pb2.GenerateRequest(**prompt, model="x" * 9999, conversation_id="y" * 9999)
-            told = story.asked(request, "m")
+            told = story.request_attributes(request, "m")
             assert told["gen_ai.operation.name"] == "text_completion"
             assert len(told["gen_ai.request.model"]) == len(told["gen_ai.conversation.id"]) == 128
 
 
 def test_of_a_request_that_no_rank_took_nothing_is_made_up():
     progress = Progress(ClientRequest("r", SamplingParams()), 0.0, trace.INVALID_SPAN)
-    assert story.answered(progress, "m") == {
+    assert story.answer_attributes(progress, "m") == {
         "gen_ai.response.id": "r",
         "gen_ai.response.model": "m",
         "gen_ai.usage.output_tokens": 0,
