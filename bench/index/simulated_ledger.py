@@ -64,12 +64,11 @@ class SimulatedLedger(RankLedger):
     def record(self, events: CacheEvents, now: float) -> None:
         raise AssertionError("nothing is recorded: it is drawn")
 
-    def forget_told(self) -> None:
-        """The changes that a failed write was to tell are untold is still untold, so the next one is as
-        old."""
+    def forget_reported(self) -> None:
+        """The changes that a failed write should have reported stay unreported, so the next one is as old."""
         if self._taken_s is not None:
             self._drawn_s = self._taken_s
-        super().forget_told()
+        super().forget_reported()
 
     def take_delta(self, max_hashes: int) -> CacheEvents:
         count = min(self._num_due(), max_hashes // 2, len(self._ring))

@@ -1,1 +1,1 @@
-"""This is the cluster-wide prefix index: written by ranks, kept in etcd, read by routers."""
+"""This package is the cluster-wide prefix index: ranks write it, etcd keeps it, routers read it."""

@@ -1,6 +1,6 @@
-"""Messages and prefix records become the bytes that are kept in etcd, and come back.
+"""This module encodes messages and prefix records as the bytes that are kept in etcd, and decodes them.
 
-`fill` and every `decode_*` raise ProtocolError when the value is torn, or says another place than its key.
+`fill` and every `decode_*` raise ProtocolError if the value is torn, or names another place than its key.
 """
 
 import math
@@ -27,7 +27,6 @@ def to_bytes(pb: Message) -> bytes:
 
 
 def fill(pb: Message, value: bytes) -> None:
-    """Fill the message from the bytes. Raises ProtocolError when they are no such message."""
     try:
         pb.ParseFromString(value)
     except DecodeError as error:

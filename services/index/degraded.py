@@ -1,4 +1,4 @@
-"""A router's index, or a rank's publishing, is behind for one of these reasons."""
+"""This module has the reasons why a router's index, or a rank's publishing, is behind."""
 
 from enum import Enum
 
@@ -8,13 +8,12 @@ from services.values.errors import ConfigError, IsthmusError, ProtocolError
 
 
 class Degraded(Enum):
-    """The value is the label of the metrics."""
-
-    LOADING = "index_loading"  # etcd is being listed.
+    # The values are labels of metrics.
+    LOADING = "index_loading"  # The router is listing etcd.
     AWAY = "etcd_away"
-    FULL = "etcd_full"  # Its quota is used up; an operator must compact, defragment and disarm the alarm.
-    REFUSED = "etcd_refuses"  # It refuses this user, or what we ask.
-    BEHIND = "index_behind"  # Nothing fails, and yet the watch does not show what was written.
+    FULL = "etcd_full"  # etcd's quota is used up; an operator must compact, defragment and disarm the alarm.
+    REFUSED = "etcd_refuses"  # etcd refuses this user, or our request.
+    BEHIND = "index_behind"  # Nothing fails, but the watch does not deliver what was written.
     NO_LEASE = "lease_lost"
 
 

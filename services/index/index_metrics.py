@@ -1,5 +1,6 @@
-"""Following and publishing the index shows Prometheus these; they are read when scraped, but for the
-histograms."""
+"""These are the metrics of following and publishing the index; all but the histograms are read by the
+scrape.
+"""
 
 from collections import Counter as Tally
 from collections.abc import Iterator

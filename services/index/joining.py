@@ -17,7 +17,7 @@ from services.wire.isthmus.v1 import index_pb2
 
 logger = logging.getLogger(__name__)
 
-_UNSAID_VERSION = 1  # Ranks from before registrations had a handshake version speak this one.
+_UNSAID_VERSION = 1  # Ranks of releases without a handshake version in registrations have this version.
 
 _ATTEMPTS = 5
 
@@ -36,7 +36,6 @@ def encode_registration(registration: Registration) -> bytes:
 
 
 def decode_registration(value: bytes) -> Registration:
-    """Return the registration. Raises ProtocolError when the value is torn or can never be right."""
     pb = index_pb2.Registration()
     fill(pb, value)
     return value_of(
@@ -53,12 +52,12 @@ async def register(
 ) -> None:
     """Put the registration under the lease.
 
-    `take_over` is set for the first time of an incarnation, when what is there can only be an earlier one's.
-    Later a foreign registration is a later incarnation's.
+    Set `take_over` the first time of an incarnation, when any other registration is from an earlier one.
+    Later another registration is from a later incarnation.
 
     Raises:
-        StaleGeneration: another incarnation has registered, and we must not take over.
-        Unavailable, EtcdNoSpace, LeaseNotFound: etcd did not take it.
+        StaleGeneration: Another incarnation has registered, and `take_over` is not set.
+        Unavailable, EtcdNoSpace, LeaseNotFound: etcd did not accept the write.
     """
     key, value = keys.registration(registration.id.key), encode_registration(registration)
     for _ in range(_ATTEMPTS):
@@ -77,7 +76,7 @@ def _check_own(ours: RankId, value: bytes) -> None:
         found = decode_registration(value).id
     except ProtocolError as error:
         logger.warning("registration_overwritten rank=%s error=%s", ours, error)
-        return  # Whoever wrote that is no incarnation of this rank.
+        return  # No incarnation of this rank can have written that.
     if found.generation != ours.generation:
         raise StaleGeneration(f"another life of rank {ours} has registered: {found.generation:016x}")
 
@@ -87,18 +86,18 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """All ranks and routers of a cluster must agree on this."""
+    """All ranks and routers of a cluster must have the same schema."""
 
-    index_block: int  # It counts tokens per index block.
+    index_block: int  # This is the number of tokens in an index block.
     hash_scheme: str
     version: int = SCHEMA_VERSION
 
 
 async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
-    """Write the cluster's schema if nobody has; else compare with it.
+    """Write the cluster's schema if there is none; otherwise compare with it.
 
     Raises:
-        ConfigError: the cluster was set up otherwise; the message says how.
+        ConfigError: The cluster has another schema; the message names the difference.
         Unavailable: etcd does not answer.
     """
     value = to_bytes(
@@ -118,15 +117,14 @@ async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
 async def keep_schema(
     etcd: Etcd, keys: ClusterKeys, schema: Schema, listings: Callable[[], int], interval_s: float = 1.0
 ) -> None:
-    """Check the schema for ever, again whenever etcd has been listed anew.
+    """Check the schema for ever, again after each new listing of etcd.
 
-    etcd may have lost everything; then nobody else may write it for long, and whoever comes first decides
-    what those after it must have. The log is warned of an etcd whose version is known not to keep what it was
-    given.
+    etcd may have lost everything; then a process must soon write the schema again, and the first one decides
+    what the others must have. It also logs a warning if etcd's version is known to lose data.
 
-    Raises ConfigError as check_schema the first time only: later it is the other who is wrong.
+    Raises ConfigError as check_schema does, but only the first time: later the other processes are wrong.
     """
-    checked_at = -1  # It counts listings.
+    checked_at = -1  # This is the number of listings at the last check.
     while True:
         if (now := listings()) != checked_at:
             try:

@@ -1,4 +1,4 @@
-"""These are the keys in etcd. All is pure.
+"""This pure module has the keys in etcd.
 
     /isthmus/<cluster>/schema
     /isthmus/<cluster>/ranks/<worker>/<rank>
@@ -8,7 +8,7 @@
     /isthmus/<cluster>/pins/<name>              name: 32 hex digits of the conversation's hash
     /isthmus/<cluster>/probe/<router>
 
-Epochs, chunks and sequence numbers are padded with zeros, so that key order is their order.
+Epochs, chunks and sequence numbers are padded with zeros, so that keys are sorted by number.
 """
 
 import hashlib
@@ -19,10 +19,9 @@ from functools import lru_cache
 from services.values.errors import ConfigError
 from services.values.rank import RankKey
 
-NAME = (
-    r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"  # A cluster, a worker or a router has such a name, a part of a key.
-)
-_DIGITS = 20  # The largest unsigned 64-bit number has as many.
+# The names of clusters, workers and routers are parts of keys, and must match this.
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
+_DIGITS = 20  # The largest unsigned 64-bit number has this many digits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ ParsedKey = SchemaKey | RegistrationKey | HeadKey | SnapshotKey | LogKey | PinKe
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return `name`, if it can stand in a key. Raises ConfigError, saying which `kind` of name is wrong."""
+    """Return `name` if it can be part of a key. Raises ConfigError that names its `kind`."""
     if not re.fullmatch(NAME, name):
         raise ConfigError(
             f"the {kind} name {name!r} must be 1 to 200 letters, digits or ._:@- and start with no sign"
@@ -76,17 +75,16 @@ def check_name(kind: str, name: str) -> str:
 
 
 def pin_name(conversation: str) -> str:
-    """Return what stands for a conversation in keys: ids may be long, hold anything, and are nobody's
-    business."""
+    """Return a conversation's name in keys, a hash: ids may be long, contain anything, and be private."""
     return hashlib.blake2b(conversation.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """These are the keys of one cluster. Raises ConfigError on a name that cannot stand in a key."""
+    """These are the keys of one cluster. Raises ConfigError if a name cannot be part of a key."""
 
     cluster: str
-    # Every key of the cluster begins with it, and none of another cluster.
+    # Every key of the cluster begins with this, and no key of another cluster does.
     prefix: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,14 +97,12 @@ class ClusterKeys:
 
     @property
     def registrations(self) -> bytes:
-        """Return what every rank's registration begins with."""
         return self.prefix + b"ranks/"
 
     def registration(self, rank: RankKey) -> bytes:
         return self.registrations + _rank_path(rank)
 
     def rank_prefix(self, rank: RankKey) -> bytes:
-        """Return what the keys of the rank's head, snapshot and log begin with."""
         return self.prefix + b"prefix/" + _rank_path(rank) + b"/"
 
     def head(self, rank: RankKey) -> bytes:
@@ -129,18 +125,16 @@ class ClusterKeys:
 
     @property
     def pins(self) -> bytes:
-        """Return what every conversation's pin begins with."""
         return self.prefix + b"pins/"
 
     def pin(self, name: str) -> bytes:
-        """Return the key of a pin, by its `name` from `pin_name`."""
         return self.pins + check_name("pin", name).encode()
 
     def probe(self, router: str) -> bytes:
         return self.prefix + b"probe/" + check_name("router", router).encode()
 
     def parse(self, key: bytes) -> ParsedKey | None:
-        """Return what the key names, or None where it is none that we write. It never raises."""
+        """Return what the key names, or None if we write no such key. It never raises."""
         if not key.startswith(self.prefix):
             return None
         parts = key[len(self.prefix) :].decode("utf-8", "replace").split("/")
@@ -160,7 +154,7 @@ def _number(value: int) -> bytes:
 
 
 def _parse(parts: list[str]) -> ParsedKey | None:
-    match parts:  # The most frequent ones stand first.
+    match parts:  # The most frequent kinds come first.
         case ["prefix", worker, rank, "log", seq]:
             return LogKey(_parse_rank(worker, rank), _parse_number(seq))
         case ["prefix", worker, rank, "snapshot", epoch, chunk]:
@@ -178,7 +172,7 @@ def _parse(parts: list[str]) -> ParsedKey | None:
     return None
 
 
-@lru_cache(maxsize=1 << 14)  # A mirror parses thousands of keys a second, of the same ranks.
+@lru_cache(maxsize=1 << 14)  # A mirror parses thousands of keys of the same ranks a second.
 def _parse_rank(worker: str, rank: str) -> RankKey:
     if not (rank.isascii() and rank.isdigit()) or (rank != "0" and rank.startswith("0")) or len(rank) > 9:
         raise ConfigError(f"not a rank number: {rank!r}")

@@ -1,15 +1,15 @@
-"""Pins say on which ranks a conversation lives. They are advisory, and written behind the request.
+"""Pins record on which ranks a conversation lives. They are advisory, and written after the request.
 
 pin() --changed, or half expired--> queue --up to 100 in one transaction--> etcd --watch--> every mirror
-        |--else: nothing                   |--etcd away: stays queued; full: forgotten
+        |--otherwise: nothing              |--etcd away: stays queued; full: dropped
 
-Of two routers that pin one conversation the later write stands, and all see it. Of very many pins a router's
-mirror knows the newest:
+If two routers pin one conversation, the later write wins, and all routers see it. If there are very many
+pins, a router's mirror knows the newest:
 
     begin_listing --put, for each that etcd has--> end_listing: these, and no others
 
-The watch does not remember which pins it has shown, for they may be millions. So a listing shows all of them
-again, by their names, and of none that it has gone.
+The watch does not remember which pins it has delivered, because they may be millions. So a listing delivers
+all of them again, and reports no deletions.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class KnownPin:
-    """This is a pin as etcd holds it; `revision` is that of its last write."""
+    """This is a pin in etcd; `revision` is that of its last write."""
 
     pin: Pin
     revision: int
@@ -59,9 +59,9 @@ class _Written:
 @dataclass(frozen=True, slots=True)
 class PinSettings:
     life_s: float = 1800.0
-    bucket_s: float = 120.0  # Pins of so long share a lease.
-    gather_s: float = 0.02  # Pins of so long go into one transaction.
-    recent_s: float = 2.0  # By then a pin that was written has come back, or etcd is away.
+    bucket_s: float = 120.0  # Pins of this period share a lease.
+    gather_s: float = 0.02  # Pins of this period share a transaction.
+    recent_s: float = 2.0  # Within this time a written pin comes back through etcd, unless etcd is away.
     max_queued: int = 10_000
     max_remembered: int = 100_000
     max_backoff_s: float = 5.0
@@ -73,7 +73,6 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(value: bytes) -> Pin:
-    """Return the pin. Raises ProtocolError when the value is torn."""
     pb = index_pb2.Pin()
     fill(pb, value)
     prefill = convert.rank_id_from_proto(pb.prefill) if pb.HasField("prefill") else None
@@ -81,9 +80,9 @@ def decode_pin(value: bytes) -> Pin:
 
 
 class PinWriter:
-    """One event loop owns it. `known` looks a pin up in the mirror, by the name of keys.pin_name.
+    """One event loop owns it. `known` finds a pin in the mirror, by the name of keys.pin_name.
 
-    `written` counts the pins that are in etcd, `dropped` those that were given up for want of room.
+    `written` counts the pins that were written to etcd, `dropped` those that were given up for lack of room.
     """
 
     def __init__(
@@ -105,10 +104,10 @@ class PinWriter:
         self._wake = asyncio.Event()
 
     def pin(self, conversation: str, decode: RankId, prefill: RankId | None = None) -> None:
-        """Remember where the conversation lives. It never blocks and never fails."""
+        """Record where the conversation lives. It never blocks and never fails."""
         name, pin = pin_name(conversation), Pin(decode, prefill)
         if self._is_fresh(name, pin):
-            self._queue.pop(name, None)  # It is back to what etcd has.
+            self._queue.pop(name, None)  # etcd has this pin already.
             return
         self._queue[name] = pin
         self._queue.move_to_end(name)
@@ -118,7 +117,7 @@ class PinWriter:
         self._wake.set()
 
     def recent(self, conversation: str) -> Pin | None:
-        """Return what was pinned here a moment ago, and may not have come back through etcd yet."""
+        """Return what was pinned here recently, and may not have come back through etcd yet."""
         name = pin_name(conversation)
         if name in self._queue:
             return self._queue[name]
@@ -126,26 +125,23 @@ class PinWriter:
         return None if written is None else written.pin
 
     def _recently_written(self, name: str) -> _Written | None:
-        """Return what was written lately, unless another router has moved it since."""
         written, known = self._remembered.get(name), self._known(name)
         if written is None or self._etcd.clock() - written.put_at >= self._settings.recent_s:
             return None
         return None if known is not None and known.revision > written.revision else written
 
     def _is_fresh(self, name: str, pin: Pin) -> bool:
-        """Return whether etcd has this pin, and will for a while."""
         written = self._remembered.get(name)
         if written is None or written.pin != pin:
             return False
         if self._recently_written(name) is None:
-            # By now it has come back, if nobody has moved the conversation or lost the pin.
+            # By now the mirror knows the pin, unless another router changed it or etcd lost it.
             known = self._known(name)
             if known is None or known.pin != pin:
                 return False
         return self._etcd.clock() - written.put_at < self._settings.life_s / 2
 
     async def run(self) -> None:
-        """Write what is queued, for ever."""
         backoff = Backoff(self._etcd.rng, max_s=self._settings.max_backoff_s)
         while True:
             if not self._queue:
@@ -156,7 +152,7 @@ class PinWriter:
                 await self.write_some()
                 backoff.reset()
             except EtcdNoSpace as error:
-                # A full etcd is answered by writing less, and pins are what is missed least.
+                # If etcd is full we must write less, and pins are the least important.
                 self.dropped += len(self._queue)
                 self._queue.clear()
                 logger.warning("pins_dropped error=%s", error)
@@ -170,7 +166,6 @@ class PinWriter:
         return len(self._queue)
 
     async def write_some(self) -> None:
-        """Write the oldest in one transaction; what was not written stays queued. Raises as Etcd does."""
         batch = dict(itertools.islice(self._queue.items(), _MAX_PUTS))
         if not batch:
             return
@@ -195,12 +190,12 @@ class PinWriter:
 
 
 class PinMirror(Mapping[str, KnownPin]):
-    """It maps keys.pin_name(conversation) to pins."""
-
     def __init__(self, max_pins: int) -> None:
         self._max_pins = max_pins
-        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # They stand in the order of their revisions.
-        self._listed: list[tuple[int, str, KnownPin]] | None = None  # It is a heap, the oldest first.
+        self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # They are sorted by revision.
+        self._listed: list[tuple[int, str, KnownPin]] | None = (
+            None  # This is a heap with the oldest pin first.
+        )
 
     def __repr__(self) -> str:
         return f"PinMirror(pins={len(self._pins)}, listing={self._listed is not None})"
@@ -215,7 +210,9 @@ class PinMirror(Mapping[str, KnownPin]):
         return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
-        """Put a pin, in a listing once for each name; what is not known yet is when the listing ends."""
+        """Put a pin. Within a listing, call it once for each name; new pins then appear when the listing
+        ends.
+        """
         if self._listed is not None:
             if name in self._pins:
                 self._pins[name] = pin
@@ -232,7 +229,6 @@ class PinMirror(Mapping[str, KnownPin]):
         self._pins.pop(name, None)
 
     def begin_listing(self) -> None:
-        """Forget what a listing that was broken off has brought; the next will bring it."""
         self._listed = []
 
     def end_listing(self) -> None:

@@ -1,6 +1,7 @@
-"""A rank writes these about its blocks, as values and packed hashes. All is pure. See index.proto.
+"""A rank writes these records about its blocks, with values and packed hashes. The module is pure. See
+index.proto.
 
-By their ages an index knows how far it is behind, without comparing clocks of two hosts:
+By their ages an index knows how far it is behind, without comparing the clocks of two hosts:
 
 an event happens -- age: on the rank's clock --> its delta is written -- delay: on the router's --> seen
 """
@@ -18,8 +19,8 @@ from services.values.rank import Generation
 HASH_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
 
-# Millions of 64-bit hashes wait here for their turn, 8 bytes each in memory. Nobody changes one.
-Hashes: TypeAlias = "array[int]"  # Its typecode is "Q".
+# Millions of 64-bit hashes wait in such arrays, in 8 bytes each. They are never changed in place.
+Hashes: TypeAlias = "array[int]"  # The typecode is "Q".
 
 
 def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
@@ -28,9 +29,9 @@ def hashes_of(blocks: Iterable[int] = ()) -> Hashes:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHead:
-    """A head names the snapshot that counts, which holds the effect of every delta with seq < base_seq.
+    """A head names the valid snapshot, which has the effect of every delta with seq < base_seq.
 
-    `age_s` says how long the oldest event that the snapshot is the first to report waited.
+    `age_s` is how long the oldest event waited that only the snapshot reports.
     """
 
     generation: Generation
@@ -42,8 +43,6 @@ class PrefixHead:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSnapshot:
-    """This is chunk `chunk` of the snapshot of one epoch."""
-
     generation: Generation
     epoch: int
     chunk: int
@@ -53,9 +52,9 @@ class PrefixSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDelta:
-    """`added` and `removed` have nothing in common, nor have the resumable ones.
+    """`added` and `removed` have no hash in common, and neither have the resumable ones.
 
-    `age_s` says how long the oldest event in it waited.
+    `age_s` is how long the oldest event in it waited.
     """
 
     generation: Generation
@@ -69,12 +68,11 @@ class PrefixDelta:
 
 
 def pack_hashes(hashes: Hashes) -> bytes:
-    """Return the hashes as 8 bytes each, little-endian."""
+    # Each hash has 8 bytes, little-endian.
     return _swapped(hashes).tobytes() if _BIG_ENDIAN else hashes.tobytes()
 
 
 def unpack_hashes(packed: bytes) -> Hashes:
-    """Return what was packed. Raises ProtocolError when the bytes are not whole hashes."""
     if len(packed) % HASH_BYTES:
         raise ProtocolError(f"packed hashes of {len(packed)} bytes are torn")
     hashes = array("Q", packed)
@@ -88,23 +86,28 @@ def _swapped(hashes: Hashes) -> Hashes:
 
 
 class Staleness:
-    """This keeps the oldest age reported within the last `window_s`. Times are seconds on one monotonic
-    clock."""
+    """This keeps the greatest age reported within the last `window_s`. Times are seconds on one monotonic
+    clock.
+    """
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
-        self._ages: deque[tuple[float, float]] = deque()  # It holds (reported at, age), ages falling.
+        self._ages: deque[tuple[float, float]] = (
+            deque()
+        )  # It holds (time of the report, age), with falling ages.
 
-    def told(self, age_s: float, now: float) -> None:
-        """Note that a delta or snapshot came whose oldest event had waited so long when it was written."""
+    def reported(self, age_s: float, now: float) -> None:
+        """Note that a delta or snapshot was applied whose oldest event had waited `age_s` when it was
+        written.
+        """
         while self._ages and self._ages[-1][1] <= age_s:
             self._ages.pop()
         self._ages.append((now, age_s))
 
     def age_s(self, now: float) -> float:
-        """Return the oldest age; 0 when nothing was reported lately.
+        """Return the greatest age; 0 without recent reports.
 
-        Then nothing has changed, or the way here is cut, which the delay shows.
+        In that case nothing has changed, or the connection is lost, which the probe's delay shows.
         """
         while self._ages and self._ages[0][0] < now - self._window_s:
             self._ages.popleft()

@@ -152,7 +152,7 @@ async def test_a_minute_away(tmp_path: Path) -> None:
 async def test_compacted_under_a_watcher_that_stands_still(tmp_path: Path) -> None:
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, first, second):
         async with client(*nodes.endpoints) as admin:
-            async with first.blocks.turn:  # it takes nothing in
+            async with first.blocks.lock:  # it takes nothing in
                 start = await admin.current_revision()
                 await until(lambda: second.revision > start + 20, timeout_s=30.0)
                 # Its stream ends, too: it must ask for revisions that are gone.

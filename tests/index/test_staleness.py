@@ -9,7 +9,7 @@ def test_it_is_the_greatest_age_of_the_window(told: list[tuple[float, float]], l
     staleness, now, all_told = Staleness(window_s=4.0), 100.0, []
     for pause_s, age_s in told:
         now += pause_s
-        staleness.told(age_s, now)
+        staleness.reported(age_s, now)
         all_told.append((now, age_s))
     now += later_s
     expected = max((age_s for at, age_s in all_told if at >= now - 4.0), default=0.0)

@@ -1,1 +1,1 @@
-"""This is a router's side of the index: a copy in memory, made of what etcd's watch shows."""
+"""This package is a router's side of the index: a copy in memory, built from etcd's watch."""

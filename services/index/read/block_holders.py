@@ -1,8 +1,9 @@
-"""This knows which ranks hold which blocks. All is pure.
+"""This pure module knows which ranks hold which blocks.
 
-A rank is a column, a bit in the mask of a set of ranks. A block has the number of its set; blocks share sets,
-for those of one conversation have the same few holders. A column that is given up is dead: its bits count no
-more, and are swept out of the table bit by bit, with each change some. So are sets that no block has.
+A rank is a column: a bit in a mask that represents a set of ranks. A block has the number of its set; blocks
+share sets, because those of one conversation have the same few holders. A column that is given up is dead:
+its bit counts no more, and is swept out of the table in small steps, one with each change. Sets that no block
+has are forgotten in the same way.
 """
 
 from array import array
@@ -14,19 +15,19 @@ from numpy.typing import NDArray
 from services.index.read.hash_table import HashTable, Numbers, PackedHashes
 from services.index.records import hashes_of
 
-_SWEPT_BUCKETS = 4096  # So many are swept with each change.
-_SETS_AT_ONCE = (
-    1024  # So many go with each change, and four times as many as it made: else they would grow faster.
-)
-_MOST_DEAD_COLUMNS = 64  # They are swept when they are as many, and as many as are alive.
+_SWEPT_BUCKETS = 4096  # Each step sweeps this many buckets.
+# Each step handles this many sets, or four times as many as the last change made, if that is more: otherwise
+# sets could be made faster than they are forgotten.
+_SETS_AT_ONCE = 1024
+_MOST_DEAD_COLUMNS = 64  # A sweep is due when dead columns exceed those alive by this many.
 _FEW_COLUMNS = 8
 _BITS_OF = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for octet in range(256))
-_MIN_SETS = 4096  # With fewer, none are looked for that no block has.
+_MIN_SETS = 4096  # With fewer sets, unused ones are not searched for.
 _DONE = object()
-_AT_ONCE = 128  # So many blocks of a prompt are looked up where its holders change often.
+_AT_ONCE = 128  # This many blocks of a prompt are looked up if its holders change often.
 
 Columns = NDArray[np.int64]
-Run = tuple[int, int]  # It is so many blocks of a prompt, and who holds them, as a mask.
+Run = tuple[int, int]  # It has a number of blocks of a prompt, and the mask of their holders.
 
 
 def packed(hashes: Iterable[int]) -> PackedHashes:
@@ -46,15 +47,17 @@ def columns_of(mask: int) -> list[int]:
 
 
 class _Sets:
-    """Masks have numbers here; 0 is nobody's."""
+    """Each mask has a number here; number 0 is the empty set."""
 
     def __init__(self) -> None:
         self.masks = [0]
         self._numbers = {0: 0}
         self._free: list[int] = []
         self._many = _MIN_SETS
-        self._in_use: bytearray | None = None  # It goes by number, from `begin_looking` on.
-        self.num_new = 0  # These are new since their tidying last went on.
+        self._in_use: bytearray | None = (
+            None  # It has a flag for each number, between `begin_looking` and `end_looking`.
+        )
+        self.num_new = 0  # This many are new since the last step of tidying.
 
     @property
     def num_at_once(self) -> int:
@@ -62,7 +65,6 @@ class _Sets:
 
     @property
     def are_many(self) -> bool:
-        """Return whether it is time to look which of them no block has any more."""
         return len(self._numbers) > self._many
 
     def number(self, mask: int) -> int:
@@ -83,12 +85,14 @@ class _Sets:
         return number
 
     def begin_looking(self) -> None:
-        """Count every set whose number is asked for from now on as in use."""
+        """From now on every set whose number is requested counts as in use."""
         self._in_use = bytearray(len(self.masks))
         self._in_use[0] = 1
 
     def in_use(self) -> NDArray[np.bool_]:
-        """Return what is in use by number, to be marked. Let go of it before numbers are asked for."""
+        """Return a view of the flags by number, for marking. Release it before a number is requested, which
+        may grow them.
+        """
         assert self._in_use is not None
         return np.frombuffer(self._in_use, np.bool_)
 
@@ -109,12 +113,14 @@ class BlockHolders:
     def __init__(self) -> None:
         self._table = HashTable()
         self._sets = _Sets()
-        self._num_blocks = np.zeros(0, np.int64)  # It goes by column.
-        self._alone = np.zeros(0, np.uint32)  # By column it has the number of its own set.
+        self._num_blocks = np.zeros(0, np.int64)  # It is indexed by column.
+        self._alone = np.zeros(
+            0, np.uint32
+        )  # It has for each column the number of the set of that column alone.
         self._free: list[int] = []
-        self._shown = 0  # These columns count.
+        self._shown = 0  # This is the mask of the columns that count.
         self._dead = self._num_dead_blocks = 0
-        self._tidying: Iterator[None] | None = None  # It goes on part by part.
+        self._tidying: Iterator[None] | None = None  # It continues with each change.
 
     def __repr__(self) -> str:
         return f"BlockHolders({self._table}, {len(self._sets.masks)} sets)"
@@ -126,8 +132,8 @@ class BlockHolders:
     # -- columns ----------------------------------------------------------------------------------
 
     def take_column(self) -> int:
-        """Return a column that holds nothing, and does not count before it is shown."""
-        self._tidy()  # It may never be changed.
+        """Return a column that holds nothing, and does not count before `show`."""
+        self._tidy()  # The column may never see a change, which would tidy.
         if not self._free:
             first, count = len(self._alone), max(64, len(self._alone))
             self._free = list(range(first + count - 1, first - 1, -1))
@@ -141,7 +147,6 @@ class BlockHolders:
         self._shown |= 1 << column
 
     def give_column(self, column: int) -> None:
-        """Let the column hold nothing any more."""
         self._shown &= ~(1 << column)
         self._dead |= 1 << column
         self._num_dead_blocks += self.num_blocks(column)
@@ -185,13 +190,12 @@ class BlockHolders:
         self._table.put(blocks, rows, new)
 
     def _changed(self, old: Numbers, columns: Columns, is_added: NDArray[np.bool_]) -> Numbers:
-        """Return the new numbers of blocks that were each changed once."""
         alone = self._alone.take(columns)
         new = alone * is_added
         is_changed = new != old
         is_shared = (old != 0) & (old != alone)
         if is_shared.any():
-            # Most blocks of a delta had the same holders.
+            # Most blocks of a delta have the same holders.
             steps = old[is_shared].astype(np.int64) << 32 | columns[is_shared] << 1 | is_added[is_shared]
             each, which = np.unique(steps, return_inverse=True)
             after = [self._step(step >> 32, step >> 1 & 0x7FFFFFFF, step & 1) for step in each.tolist()]
@@ -206,8 +210,9 @@ class BlockHolders:
         return self._sets.number(after), after != before
 
     def runs(self, hashes: Sequence[int]) -> list[Run]:
-        """Return runs, ascending: so many leading blocks are held by these ranks, some of whom hold none
-        behind them."""
+        """Return ascending (depth, mask): the ranks in the mask hold this many leading blocks; some of them
+        hold no more.
+        """
         runs: list[Run] = []
         holding, last, masks = self._shown, -1, self._sets.masks
         for depth, number in self._changes_along(hashes):
@@ -222,16 +227,17 @@ class BlockHolders:
         return runs
 
     def _changes_along(self, hashes: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """Yield blocks and the numbers of their holders, every change among them.
+        """Yield positions and set numbers, with every change of the set among them.
 
-        Whoever holds a block holds those before it: between two that the same hold nobody else does.
+        A rank that holds a block holds all blocks before it, so between two blocks with equal sets all sets
+        are equal.
         """
         number, last = self._table.number, len(hashes) - 1
         if not (first := number(hashes[0])):
             return [(0, 0)]
         at: Sequence[int] = (0, last // 4, last // 2, last - last // 4, last)
         numbers = [first, *(number(hashes[i]) for i in at[1:])]
-        if len(set(numbers)) == len(at):  # There may be many more.
+        if len(set(numbers)) == len(at):  # There may be many more changes.
             if last < _AT_ONCE:
                 return enumerate(self._table.find(packed(hashes)).tolist())
             at = [last * part // _AT_ONCE for part in range(_AT_ONCE + 1)]
@@ -255,7 +261,7 @@ class BlockHolders:
 
     def _tidy(self) -> None:
         if self._tidying is None:
-            if self._sets.are_many:  # Else sweeps that follow each other make more and more.
+            if self._sets.are_many:  # Otherwise successive sweeps would make more and more sets.
                 self._tidying = self._forget_sets()
             elif self._dead and self._is_sweep_due():
                 self._tidying = self._sweep_columns()
@@ -268,9 +274,9 @@ class BlockHolders:
         return 2 * self._num_dead_blocks > len(self._table) or dead > alive + _MOST_DEAD_COLUMNS
 
     def _sweep_columns(self) -> Iterator[None]:
-        """Sweep out the columns that are dead now.
+        """Remove the columns that are dead now from all sets.
 
-        Sets that are new since it began have none of them, and none is forgotten meanwhile.
+        Sets that are made after the beginning lack these columns, and no set is forgotten in the meantime.
         """
         columns, self._num_dead_blocks = self._dead, 0
         masks, new_of = self._sets.masks, np.arange(len(self._sets.masks), dtype=np.uint32)
@@ -290,7 +296,7 @@ class BlockHolders:
         self._free += columns_of(columns)
 
     def _forget_sets(self) -> Iterator[None]:
-        """Forget the sets that no block has, and that none is given meanwhile."""
+        """Forget the sets that no block has, unless a block gets one in the meantime."""
         self._sets.begin_looking()
         for start, stop in self._buckets():
             self._table.mark_numbers(start, stop, self._sets.in_use())
@@ -305,8 +311,9 @@ class BlockHolders:
         self._sets.end_looking()
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """Yield all buckets, some at a time, from the first on: the halves of those split meanwhile stand
-        behind them."""
+        """Yield ranges of buckets from the first on. Buckets that are split meanwhile have their other halves
+        at the end, so none is missed.
+        """
         start = 0
         while start < self._table.num_buckets:
             stop = min(start + _SWEPT_BUCKETS, self._table.num_buckets)

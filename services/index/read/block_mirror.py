@@ -1,10 +1,10 @@
-"""A mirror reads from the ranks' records, as the watch brings them, what the ranks hold.
+"""A mirror learns what the ranks hold from their records, as the watch delivers them.
 
     record --RankHistory--> apply, wait or ignore --apply--> index, in slices that requests come between
                |--a record is missing--> a gap: the rank's records are read again, beside the watch
 
-The blocks of a rank's snapshot take effect at once, when all of it is there. Which of them are resumable is
-taken in bit by bit: what is so no more before them, what is new after: none is seen without its block.
+The blocks of a rank's snapshot take effect all at once, when it is complete. Its resumable blocks are changed
+in slices, removals before that and additions after it, so that no resumable block is seen without its block.
 """
 
 import asyncio
@@ -27,16 +27,17 @@ from services.values.rank import Generation, RankId, RankKey
 logger = logging.getLogger(__name__)
 
 RecordKey = HeadKey | SnapshotKey | LogKey
-_SLICE_HASHES = 8192  # So many are taken in within about a millisecond.
-_RESUMABLE_COST = 8  # One that is reported as resumable costs as much as so many hashes.
+_SLICE_HASHES = 8192  # This many hashes are applied in about a millisecond.
+_RESUMABLE_COST = 8  # A resumable block costs as much as this many hashes.
 _TAKE_IN_S = 0.05
 _SLICE_RESUMABLE = _SLICE_HASHES // _RESUMABLE_COST
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """One rank's records have been read so far. `age_s` is that of its last delta or snapshot when
-    written."""
+    """This is how far one rank's records have been read. `age_s` is the age of its last delta or snapshot
+    when it was written.
+    """
 
     epoch: int
     next_seq: int
@@ -53,26 +54,27 @@ class _Reading:
 
 
 class BlockMirror:
-    """One event loop owns it. Hold `turn` while applying: a rank's records may be read again meanwhile.
+    """One event loop owns it. Hold `lock` while applying, since a rank's records may be read again at the
+    same time.
 
-    `told` is called with the rank and the age, when written, of each delta and snapshot that was applied.
+    `report` is called for each applied delta and snapshot, with the rank and the age at which it was written.
     """
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, told: Callable[[RankKey, float], None]) -> None:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, report: Callable[[RankKey, float], None]) -> None:
         self.index = PrefixIndex()
-        self.turn = asyncio.Lock()
-        self.gaps = 0  # A record was missing so often.
-        self.resyncs = 0  # A rank's records were read again for that so often.
+        self.lock = asyncio.Lock()
+        self.gaps = 0  # This counts missing records.
+        self.resyncs = 0  # This counts how often a rank's records were read again.
         self.added_blocks = 0
         self.removed_blocks = 0
         self._etcd = etcd
         self._keys = keys
-        self._told = told
+        self._report = report
         self._readings: dict[RankKey, _Reading] = {}
-        self._touched: set[RankKey] = set()  # These had records since the prefix was last whole.
+        self._touched: set[RankKey] = set()  # These had records since the last complete revision.
         self._rereads: set[asyncio.Task[None]] = set()
         self._taking_in: asyncio.TimerHandle | None = None
-        self._cost = 0  # This was taken in since the loop last had its turn.
+        self._cost = 0  # This is the cost since the loop last ran other tasks.
 
     def progress(self, rank: RankKey) -> RankProgress:
         reading = self._readings.get(rank) or _Reading()
@@ -80,13 +82,13 @@ class BlockMirror:
         return RankProgress(epoch, next_seq, reading.age_s, reading.history.current)
 
     def expect(self, rank: RankKey, generation: Generation) -> None:
-        """Take this for the rank's present incarnation: nothing of another counts."""
+        """Make this the rank's present incarnation, and drop the blocks of any other."""
         self._reading(rank).history.expect(generation)
         if self.index.generation(rank) != generation:
             self.index.remove_rank(rank)
 
     def restart(self) -> None:
-        """Forget what revisions mean; what the ranks held still counts."""
+        """Forget revisions, which a restored etcd counts anew, but keep the blocks of the ranks."""
         for reading in self._readings.values():
             reading.history.restart()
 
@@ -102,19 +104,21 @@ class BlockMirror:
             self._taking_in.cancel()
 
     async def give_way(self, cost: int) -> None:
-        """Let the requests have their turn, once as much as `cost` hashes add up to a slice."""
+        """Let requests run once the costs, counted in hashes, add up to a slice."""
         self._cost += cost
         if self._cost >= _SLICE_HASHES:
             self._cost = 0
             await asyncio.sleep(0)
 
     async def apply(self, key: RecordKey, change: KeyChange) -> None:
-        """Apply a record. Raises ProtocolError when the value is torn; then nothing has changed."""
+        """Apply a record. If the value is torn, it raises ProtocolError and changes nothing."""
         if change.value is not None:
             await self._offer(key.rank, decode_record(key, change.value), change.mod_revision)
 
     def look_for_gaps(self) -> None:
-        """Read again what is missing, now that all up to some revision has been applied: it is lost."""
+        """Read missing records again. Call it when everything up to some revision has been applied, so that a
+        missing record is lost.
+        """
         touched, self._touched = self._touched, set()
         for rank in touched:
             reading = self._reading(rank)
@@ -138,7 +142,7 @@ class BlockMirror:
         if step.snapshot is not None:
             await self._take_snapshot(life, reading, step.snapshot)
             if self._readings.get(life.key) is not reading:
-                return  # It was forgotten meanwhile.
+                return  # The rank was forgotten meanwhile.
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(
@@ -152,7 +156,9 @@ class BlockMirror:
             await self.give_way(len(delta.added) + len(delta.removed) + resumable * _RESUMABLE_COST)
 
     def _take_in_soon(self) -> None:
-        """Take in what waits though nobody asks: then it is right what is shown of how much ranks hold."""
+        """Apply waiting changes soon even without a request, so that the reported numbers of blocks are
+        right.
+        """
         if self._taking_in is None:
             self._taking_in = asyncio.get_running_loop().call_later(_TAKE_IN_S, self._take_in)
 
@@ -202,12 +208,12 @@ class BlockMirror:
 
     def _note_age(self, rank: RankKey, reading: _Reading, age_s: float) -> None:
         reading.age_s = age_s
-        self._told(rank, age_s)
+        self._report(rank, age_s)
 
     async def _read_again(self, rank: RankKey, reading: _Reading) -> None:
         """Read the rank's records beside the watch, which goes on.
 
-        Should a record be lost, the next snapshot makes up for it.
+        If a record is lost for good, the next snapshot makes up for it.
         """
         backoff = Backoff(self._etcd.rng)
         while True:
@@ -217,16 +223,16 @@ class BlockMirror:
             except IsthmusError as error:
                 logger.warning("index_resync_failed rank=%s error=%s", rank, error)
                 await backoff.sleep()
-        async with self.turn:
+        async with self.lock:
             for kv in kvs:
                 if self._readings.get(rank) is not reading:
-                    return  # It was forgotten meanwhile.
+                    return  # The rank was forgotten meanwhile.
                 key = self._keys.parse(kv.key)
                 if isinstance(key, HeadKey | SnapshotKey | LogKey):
                     try:
                         await self._offer(rank, decode_record(key, kv.value), kv.mod_revision)
                     except ProtocolError:
-                        continue  # It was counted when the watch delivered it.
+                        continue  # The torn value was counted when the watch delivered it.
         self.resyncs += 1
 
     def _reading(self, rank: RankKey) -> _Reading:

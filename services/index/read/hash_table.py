@@ -1,23 +1,24 @@
-"""Block hashes have small numbers, packed into arrays; many are looked up at once. All is pure.
+"""This pure module maps block hashes to small numbers in packed arrays, and looks many up at once.
 
-A hash lies in a row of its bucket, which its lowest bits say. The few for which the bucket has no row lie in
-a dict. Buckets are split in two some at a time, so that no change has to wait until all of them are:
+A hash is in a row of its bucket, which its lowest bits select. If the bucket has no free row, the hash is in
+a dict, beside the buckets. Buckets are split in two in small steps, so that no change has to wait until all
+are split:
 
     buckets  | split | not yet split | the other halves of those split |
              0     split           half                           half + split
 
-A row takes 13 bytes: the hash, its number, and its highest byte once more, by which a single one is looked
-for. So a hash takes 20 to 38.
+A row takes 13 bytes: the hash, its number, and a tag, the hash's highest byte, by which a single hash is
+searched. So a hash takes 20 to 38 bytes.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROW_BITS = 4
-_ROWS = 1 << _ROW_BITS  # A bucket's keys are two cache lines.
+_ROWS = 1 << _ROW_BITS  # A bucket's keys fill two cache lines.
 _MIN_BUCKETS = 64
 _TAG_SHIFT = 56
-# Splitting begins, and is done, at so many hashes to a row of the first half.
+# Splitting begins at the first, and is complete at the second number of hashes per row of the first half.
 _LEAST_LOAD, _MOST_LOAD = 0.6, 0.7
 
 PackedHashes = NDArray[np.uint64]
@@ -26,15 +27,13 @@ Rows = NDArray[np.int64]
 
 
 class HashTable:
-    """Each hash stands there once, with a number above 0."""
-
     def __init__(self) -> None:
         self._half, self._split = _MIN_BUCKETS, 0
         self._keys = np.zeros((_MIN_BUCKETS, _ROWS), np.uint64)
-        self._keys[0] = 1  # No hash of its bucket has a free row's key: elsewhere that is 0.
-        self._numbers = np.zeros((_MIN_BUCKETS, _ROWS), np.uint32)  # A free row has 0.
-        self._tags = bytearray(_MIN_BUCKETS * _ROWS)  # They belong to hashes that lie in the rows, or did.
-        self._is_over = np.zeros(_MIN_BUCKETS, np.bool_)  # Some of the bucket's are in `_over`.
+        self._keys[0] = 1  # A free row's key is a hash of another bucket: 1 in bucket 0, elsewhere 0.
+        self._numbers = np.zeros((_MIN_BUCKETS, _ROWS), np.uint32)  # A free row has number 0.
+        self._tags = bytearray(_MIN_BUCKETS * _ROWS)  # A free row may keep the tag of an earlier hash.
+        self._is_over = np.zeros(_MIN_BUCKETS, np.bool_)  # Some hashes of these buckets are in `_over`.
         self._over: dict[int, dict[int, int]] = {}  # The keys are buckets.
         self._in_rows = 0
         self._view()
@@ -51,11 +50,10 @@ class HashTable:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size, but for those few that lie beside the buckets."""
         return self._keys.nbytes + self._numbers.nbytes + self._is_over.nbytes + len(self._tags)
 
     def make_room(self, count: int) -> None:
-        """Make room for so many more hashes. Rows found before are no longer those."""
+        """Make room for `count` more hashes. Rows that were found before become invalid."""
         while True:
             load = (self._in_rows + count) / (self._half * _ROWS)
             due = int(self._half * min(1.0, (load - _LEAST_LOAD) / (_MOST_LOAD - _LEAST_LOAD)))
@@ -64,7 +62,6 @@ class HashTable:
             self._split_until(due)
 
     def number(self, block: int) -> int:
-        """Return the number of one hash; 0: it is not there."""
         bucket = block & (2 * self._half - 1)
         if bucket >= self._half + self._split:
             bucket -= self._half
@@ -77,11 +74,12 @@ class HashTable:
         return self._over[bucket].get(block, 0) if bucket in self._over else 0
 
     def find(self, hashes: PackedHashes) -> Numbers:
-        """Return the hashes' numbers; 0: it is not there."""
         return self.locate(hashes)[1]
 
     def locate(self, hashes: PackedHashes) -> tuple[Rows, Numbers]:
-        """Return the hashes' rows, for `put`, and their numbers; row -1: it is in none."""
+        """Return the hashes' rows, for `put`, and their numbers; a row is -1 if the hash is in none, and a
+        number 0 if it is absent.
+        """
         buckets = self._buckets(hashes)
         found = np.flatnonzero(self._keys.take(buckets, 0) == hashes[:, None])
         which = found >> _ROW_BITS
@@ -94,7 +92,9 @@ class HashTable:
         return rows, numbers
 
     def put(self, hashes: PackedHashes, rows: Rows, numbers: Numbers) -> None:
-        """Give the hashes these numbers; 0: it is gone. `rows` are as just found; no hash comes twice."""
+        """Set the numbers of hashes; 0 removes one. `rows` come from `locate` without a change since, and
+        hashes are distinct.
+        """
         is_in_row = rows >= 0
         self._put_in_rows(rows[is_in_row], numbers[is_in_row])
         is_new = ~is_in_row
@@ -105,7 +105,7 @@ class HashTable:
         self._insert(hashes[is_some], numbers[is_some])
 
     def renumber(self, start: int, stop: int, new_of: Numbers) -> None:
-        """Change each number in these buckets as `new_of` says. Those beside the buckets go with them."""
+        """Replace each number n in these buckets, and beside them, by new_of[n]."""
         old = self._numbers[start:stop].reshape(-1)
         new = new_of.take(old)
         rows = np.flatnonzero(new != old)
@@ -116,7 +116,7 @@ class HashTable:
             self._drop_if_empty(bucket)
 
     def mark_numbers(self, start: int, stop: int, in_use: NDArray[np.bool_]) -> None:
-        """Mark the numbers that hashes of these buckets have; 0 is among them."""
+        """Set `in_use` for all numbers in these buckets, and for 0."""
         in_use[self._numbers[start:stop]] = True
         for bucket in (start + np.flatnonzero(self._is_over[start:stop])).tolist():
             in_use[list(self._over[bucket].values())] = True
@@ -147,26 +147,26 @@ class HashTable:
                 hashes, numbers, rows = hashes[is_free], numbers[is_free], rows[is_free]
             keys[rows] = hashes
             self._tag_view[rows] = hashes >> _TAG_SHIFT
-            is_in = keys.take(rows) == hashes  # One of several that found the same row gets it.
+            is_in = keys.take(rows) == hashes  # If several hashes chose the same row, one gets it.
             in_rows[rows[is_in]] = numbers[is_in]
             self._in_rows += int(np.count_nonzero(is_in))
             hashes, numbers = hashes[~is_in], numbers[~is_in]
 
     def _split_until(self, end: int) -> None:
-        """Split buckets up to this one, and a little later all are split: then that is the first half."""
+        """Split the buckets up to `end`; when all are split, the whole table becomes the first half."""
         first, half, count = self._split, self._half, end - self._split
         size = self.num_buckets
-        # Nobody else has a view of them. Large ones stay where they are, or are moved by their pages.
+        # No other view of these arrays exists. realloc extends large ones in place, or remaps their pages.
         self._keys.resize((size + count, _ROWS), refcheck=False)
         self._numbers.resize((size + count, _ROWS), refcheck=False)
         self._is_over.resize(size + count, refcheck=False)
-        del self._tag_view  # Else it could not grow.
+        del self._tag_view  # The bytearray cannot grow while a view exists.
         self._tags += bytes(count << _ROW_BITS)
         self._view()
         keys, numbers = self._keys[first:end], self._numbers[first:end]
         moves = (keys & half) != 0
         tags = self._tag_view.reshape(-1, _ROWS)
-        np.copyto(tags[size:], tags[first:end])  # The hash moves or stays.
+        np.copyto(tags[size:], tags[first:end])  # Both halves get the tag, as the hash is in one of them.
         for both, of_split in ((self._keys, keys), (self._numbers, numbers)):
             np.copyto(both[size:], of_split, where=moves)
             np.copyto(of_split, 0, where=moves)
@@ -186,7 +186,7 @@ class HashTable:
             )
 
     def _view(self) -> None:
-        """Make two views for looking at a row without numpy's help, and one with it."""
+        # Memoryviews read a single row faster than numpy.
         self._key_view = self._keys.reshape(-1).data
         self._number_view = self._numbers.reshape(-1).data
         self._tag_view = np.frombuffer(self._tags, np.uint8)

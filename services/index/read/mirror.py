@@ -1,4 +1,4 @@
-"""A router has a copy of the index: ranks, blocks and pins, read from etcd's watch, never from etcd itself.
+"""A mirror is a router's copy of the index: ranks, blocks and pins, all read from etcd's watch.
 
 a rank:  --registration--> LIVE --its key goes (lease lapsed)--> SUSPECT, blocks kept --key comes back--> LIVE
                             |  ^                                   |  ^
@@ -6,11 +6,11 @@ a rank:  --registration--> LIVE --its key goes (lease lapsed)--> SUSPECT, blocks
                             +------------ mark_dead (key is there) ---+
                                                                    +--mark_dead (key is gone)--> forgotten
          --registration of a new generation--> LIVE, blocks of the old incarnation forgotten
-         --registration says draining--its key goes--> forgotten: a lapsed lease never says so first
+         --registration says draining--its key goes--> forgotten: the rank has left on purpose
 
 The ranks are listed first, so that they can be used while millions of blocks are still being read.
 
-A probe measures how long etcd takes from a router's own put until its own watch shows it. Its value is a
+A probe measures how long etcd takes from a router's own put until its own watch delivers it. Its value is a
 number and, after a blank, the fleet that the router places on: the model it serves. By their probes routers
 know how many they are.
 """
@@ -50,11 +50,11 @@ from services.values.rank_reports import Registration
 
 logger = logging.getLogger(__name__)
 
-_GONE_S = 5.0  # A router that stops leaves its probe behind until its lease has lapsed.
+_GONE_S = 5.0  # The probe of a router that has stopped remains until its lease lapses.
 
 
 class Probe:
-    """It puts a number under the router's probe key from time to time. `trouble` says why it could not."""
+    """It puts a number under the router's probe key periodically. `trouble` is the error of a failed put."""
 
     def __init__(
         self, etcd: Etcd, keys: ClusterKeys, router: str, *, fleet: str = "", interval_s: float = 1.0
@@ -67,39 +67,44 @@ class Probe:
         self._interval_s = interval_s
         self._lease = BucketLease(etcd, life_s=60.0, bucket_s=60.0)
         self._number = 0
-        self._put_at: float | None = None  # The one that has not been seen yet was put then.
+        self._put_at: float | None = (
+            None  # This is when the probe was put that the watch has not delivered yet.
+        )
         self._last_delay_s = 0.0
         self._seen_s: dict[str, float] = {}
 
     @property
     def delay_s(self) -> float:
-        """Return the delay of the last probe seen, or for how long the present one has been under way if that
-        is more."""
+        """Return the delay of the last probe that came back, or the time since the pending one was put, if
+        that is more.
+        """
         under_way_s = 0.0 if self._put_at is None else self._etcd.clock() - self._put_at
         return max(self._last_delay_s, under_way_s)
 
     def place_among_routers(self) -> tuple[int, int]:
-        """Return our place, from 0, among the fleet's routers by name, and how many they are.
+        """Return our place, from 0, among the fleet's routers sorted by name, and the number of routers.
 
-        Those count whose probes were seen as late as ours, or nearly; while etcd is away they stay.
+        A router counts if its last probe came about as late as ours; thus all stay while etcd is away.
         """
         since_s = self._seen_s.get(self._router, 0.0) - _GONE_S
         others = [name for name, seen_s in self._seen_s.items() if seen_s > since_s and name != self._router]
         return sum(name < self._router for name in others), len(others) + 1
 
     def seen(self, router: str, value: bytes | None) -> None:
-        """Note that the watch has shown a probe; None: it is gone."""
+        """Note that the watch has delivered a probe; None means that it was deleted."""
         if value is None or value.partition(b" ")[2] != self._fleet.encode():
             self._seen_s.pop(router, None)
             return
         self._seen_s[router] = self._etcd.clock()
-        # An older one of ours says nothing of the present delay.
+        # An older probe of ours does not measure the present delay.
         if router == self._router and self._put_at is not None and value == self._value():
             self._last_delay_s = self._etcd.clock() - self._put_at
             self._put_at = None
 
     async def run(self) -> None:
-        """Put probes for ever. One that is not seen is put again, and counts from its first put."""
+        """Put probes for ever. A probe that has not come back is put again, and its delay counts from the
+        first put.
+        """
         while True:
             try:
                 await self._put()
@@ -124,10 +129,10 @@ class Probe:
 
 
 Subscriber = Callable[[RankKey], None]
-_CHANGE_COST = 64  # One change costs as much as so many hashes.
+_CHANGE_COST = 64  # One change costs as much as this many hashes.
 _BEHIND_S = 10.0
 _OF_LATE_S = 10.0
-_NOBODY = "nobody"  # Its probe is never written.
+_NOBODY = "nobody"  # This name's probe is never written.
 
 
 class RankState(Enum):
@@ -137,9 +142,9 @@ class RankState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """`since_s` is when it took its state, on the mirror's clock.
+    """`since_s` is when it entered its state, on the mirror's clock.
 
-    `registered` says that its key is in etcd; else it has not been since `gone_s`.
+    `registered` means that its key is in etcd; otherwise the key has been missing since `gone_s`.
     """
 
     registration: Registration
@@ -150,20 +155,18 @@ class RankView:
 
     @property
     def draining(self) -> bool:
-        """Return whether it said itself that it takes no new requests."""
         return self.registration.draining
 
     @property
     def condition(self) -> str:
-        """Return one word: draining, live or suspect."""
         return "draining" if self.draining else self.state.value
 
 
 class Mirror:
     """One event loop owns it; `ranks`, `pins` and `index` are for reading.
 
-    `ranks_known` is set when the registrations have been read, `ready` when all has; both stay set. Without a
-    `router` it is only looked at: nothing is written, and the time that etcd takes is not known.
+    `ranks_known` is set once the registrations have been read, `ready` once everything has. Without a
+    `router` it only reads: nothing is written, and etcd's delay is not measured.
     """
 
     def __init__(
@@ -177,13 +180,15 @@ class Mirror:
         probe_interval_s: float = 1.0,
         observe_staleness: Callable[[float], None] = lambda staleness_s: None,
     ) -> None:
-        self.blocks = BlockMirror(etcd, keys, self._told)
+        self.blocks = BlockMirror(etcd, keys, self._reported)
         self.index = self.blocks.index
         self.ranks: dict[RankKey, RankView] = {}
         self.pins = PinMirror(max_pins)
         self.ranks_known = asyncio.Event()
         self.ready = asyncio.Event()
-        self.torn_values = 0  # Nobody of ours can have written these, or not whole; they are skipped.
+        self.torn_values = (
+            0  # This counts values that are damaged or not from our programs; they are skipped.
+        )
         self._etcd = etcd
         self._keys = keys
         self._observe_staleness = observe_staleness
@@ -197,11 +202,10 @@ class Mirror:
         self._is_router = router is not None
         self._subscribers: list[Subscriber] = []
         self._staleness = Staleness(_OF_LATE_S)
-        self._told_at: dict[RankKey, float] = {}  # A record of the rank last took effect then.
+        self._reported_at: dict[RankKey, float] = {}  # This is when a record of the rank last took effect.
 
     @property
     def revision(self) -> int:
-        """Return the revision of etcd up to which the mirror has read."""
         return self._watch.revision
 
     @property
@@ -210,15 +214,13 @@ class Mirror:
 
     @property
     def degraded_reason(self) -> Degraded | None:
-        """Return why the mirror may be behind, or None while it follows etcd."""
         if (trouble := self._watch.trouble or self._probe.trouble) is not None:
             return reason_of(trouble)
         return Degraded.BEHIND if self._probe.delay_s > _BEHIND_S else None
 
     @property
     def degraded(self) -> str | None:
-        """Return in words why the mirror may be behind, or None while it follows etcd. Routing goes on from
-        memory."""
+        """Return `degraded_reason` as a sentence. Routing continues with what is in memory."""
         reason = self.degraded_reason
         if reason is None:
             return None
@@ -228,22 +230,23 @@ class Mirror:
 
     @property
     def staleness_s(self) -> float:
-        """Return how far the index is behind the ranks: the oldest age reported of late, plus the way
-        here."""
+        """Return how far the index is behind the ranks: the greatest age reported recently, plus etcd's
+        delay.
+        """
         return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
 
     def rank_staleness_s(self, rank: RankKey) -> float:
-        """Return how far what is known of a rank is behind it.
+        """Return how far our knowledge of a rank is behind it.
 
-        It is the age of its last record, if that came of late, or for how long its records have been missing,
-        plus the way here.
+        This is the age of its last record, if that is recent, or the time for which its records have been
+        missing, plus etcd's delay.
         """
         view, progress, now = self.ranks.get(rank), self.progress(rank), self._etcd.clock()
         if view is None:
             return 0.0
-        told_at = self._told_at.get(rank, -math.inf)
-        age_s = progress.age_s if now - told_at < _OF_LATE_S else 0.0
-        missing_s = self.unregistered_s(view) if progress.current else now - max(told_at, view.since_s)
+        reported_at = self._reported_at.get(rank, -math.inf)
+        age_s = progress.age_s if now - reported_at < _OF_LATE_S else 0.0
+        missing_s = self.unregistered_s(view) if progress.current else now - max(reported_at, view.since_s)
         return max(age_s, missing_s) + self._probe.delay_s
 
     def place_among_routers(self) -> tuple[int, int]:
@@ -260,29 +263,30 @@ class Mirror:
         return known.pin if known else None
 
     def known_pin(self, name: str) -> KnownPin | None:
-        """Return the pin of a `name` from keys.pin_name, if there is one."""
         return self.pins.get(name)
 
     def unregistered_s(self, view: RankView) -> float:
-        """Return for how long the rank's key has been missing from etcd, and its records with it; 0: it is
-        there."""
+        """Return how long the rank's key, and so its records, have been missing from etcd; 0 if the key
+        exists.
+        """
         return 0.0 if view.registered else self._etcd.clock() - view.gone_s
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` whenever a rank appears, changes or is forgotten; return how to stop that."""
+        """Call `subscriber` whenever a rank appears, changes or is forgotten; return a function that stops
+        this.
+        """
         self._subscribers.append(subscriber)
         return lambda: self._subscribers.remove(subscriber)
 
     def mark_live(self, rank: RankKey) -> None:
-        """Note that the rank answered a direct health check."""
         view = self.ranks.get(rank)
         if view is not None and view.state is RankState.SUSPECT:
             self._set_view(rank, replace(view, state=RankState.LIVE, since_s=self._etcd.clock()))
 
     def mark_dead(self, rank: RankKey) -> None:
-        """Note that the rank failed a direct health check: forget it if its key is gone; else it is suspect.
+        """Note that the rank failed a direct health check: forget it if its key is gone, else suspect it.
 
-        While etcd is away it is suspect in any case: it could not say that it has come back.
+        While etcd is away it is only suspected, because the rank could not register again.
         """
         view = self.ranks.get(rank)
         if view is None:
@@ -293,8 +297,9 @@ class Mirror:
             self._forget(rank)
 
     async def run(self) -> None:
-        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError when etcd refuses us from
-        the start."""
+        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError if etcd refuses us from the
+        start.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow())
@@ -306,7 +311,7 @@ class Mirror:
     async def _follow(self) -> None:
         async with aclosing(self._watch.batches()) as batches:
             async for batch in batches:
-                async with self.blocks.turn:
+                async with self.blocks.lock:
                     await self._apply(batch)
                 if not batch.first:
                     self.ranks_known.set()
@@ -316,7 +321,7 @@ class Mirror:
     async def _apply(self, batch: WatchBatch) -> None:
         if batch.rewound:
             self.blocks.restart()
-        if batch.first:  # Nothing of a listing comes before.
+        if batch.first:  # This is the first page of a listing.
             self.pins.begin_listing()
         for change in batch.changes:
             try:
@@ -333,7 +338,7 @@ class Mirror:
     async def _apply_change(self, change: KeyChange) -> None:
         match self._keys.parse(change.key):
             case (HeadKey() | SnapshotKey() | LogKey()) as key:
-                # What was deleted has been summed up by a snapshot, or its lease has lapsed.
+                # A deletion needs no handling: a snapshot has replaced the record, or its lease has lapsed.
                 await self.blocks.apply(key, change)
                 if isinstance(key, HeadKey) and change.value is None and key.rank not in self.ranks:
                     self._forget(key.rank)
@@ -344,14 +349,14 @@ class Mirror:
             case ProbeKey(router):
                 self._probe.seen(router, change.value)
             case SchemaKey():
-                pass  # Each process compares it when it starts.
+                pass  # joining.py compares the schema.
             case None:
                 self.torn_values += change.value is not None
 
-    def _told(self, rank: RankKey, age_s: float) -> None:
-        self._told_at[rank] = self._etcd.clock()
-        if self.ready.is_set():  # What a listing shows may be hours old.
-            self._staleness.told(age_s, self._etcd.clock())
+    def _reported(self, rank: RankKey, age_s: float) -> None:
+        self._reported_at[rank] = self._etcd.clock()
+        if self.ready.is_set():  # Records of the first listing may be hours old.
+            self._staleness.reported(age_s, self._etcd.clock())
             self._observe_staleness(age_s + self._probe.delay_s)
 
     # -- ranks ------------------------------------------------------------------------------------
@@ -387,7 +392,7 @@ class Mirror:
 
     def _forget(self, rank: RankKey) -> None:
         self.blocks.forget(rank)
-        self._told_at.pop(rank, None)
+        self._reported_at.pop(rank, None)
         if self.ranks.pop(rank, None) is not None:
             self._tell(rank)
 
@@ -410,10 +415,10 @@ class Mirror:
 
 
 async def keep_from_garbage_collector(mirror: Mirror) -> None:
-    """Freeze what there is, modules and tokenizers included, once the index has been read; then return.
+    """Freeze all objects, including modules and tokenizers, once the index has been read; then return.
 
-    A full collection looks through all of that for 46 ms, in which no request is served, and afterwards only
-    through what requests have left since. The index adds little: 2.6 million blocks take 1.2 ms of the 46.
+    A full collection takes 46 ms for all of them, in which no request is served; after the freeze it only
+    visits objects made since. The index adds little: 2.6 million blocks take 1.2 ms of the 46.
     """
     await mirror.ready.wait()
     gc.freeze()

@@ -1,17 +1,18 @@
-"""This knows in memory which rank holds which index blocks. All is pure.
+"""This pure module knows which rank holds which index blocks.
 
 Sequence hashes make a set prefix-closed: a radix tree holds block i of a sequence only together with all
-blocks before it. So of a long prompt some blocks are looked up, and further ones where their holders differ.
+blocks before it. So only some blocks of a long prompt are looked up, and more of them where their holders
+differ.
 
-While a delta of many parts is only half applied, or after `correct` cut a block on which other sequences
-stand, the property may not hold; then a match is too short or too long. That is no worse than any stale
-entry: the index is a hint, and decode matches its own tree again.
+While a delta of many parts is half applied, or after `correct` has removed a block on which other sequences
+build, this may not hold; then a match is too short or too long. That is no worse than any stale entry: the
+index is a hint, and decode matches its own tree again.
 
-Deltas wait until somebody asks, or until there are many: all at once cost little more than one.
+Deltas wait until the next lookup, or until there are many: applying all at once costs little more than one.
 
-At the end of resumable blocks ranks can go on computing: they kept windows' tails and states there. Such
-blocks are few, and no rank has all before one that it has. So they are looked up the other way round: which
-of a prompt's blocks are anybody's, and whose.
+At the end of resumable blocks ranks can continue computing, because they kept windows' tails and states
+there. Such blocks are few, and a rank need not have those before one that it has. So they are looked up the
+other way round: which of a prompt's blocks are resumable on any rank, and on which.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,16 +31,15 @@ _MAX_SHARED = 1 << 14
 class ResumableBlocks:
     """Each rank has a set of sequence hashes, and each hash its ranks. An entry takes about 140 bytes.
 
-    Most blocks are one rank's or the same few ranks', so blocks share their set of ranks.
+    Most blocks have one rank or the same few ranks, so blocks share these sets.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[RankKey, set[int]] = {}
         self._ranks: dict[int, frozenset[RankKey]] = {}
-        self._shared: dict[frozenset[RankKey], frozenset[RankKey]] = {}  # It holds the values of `_ranks`.
+        self._shared: dict[frozenset[RankKey], frozenset[RankKey]] = {}  # It has the values of `_ranks`.
 
     def __len__(self) -> int:
-        """Return how many there are over all ranks."""
         return sum(map(len, self._blocks.values()))
 
     def num_blocks(self, key: RankKey) -> int:
@@ -51,7 +51,6 @@ class ResumableBlocks:
             self._ranks[block] = self._share(self._ranks.get(block, _NOBODY) | {key})
 
     def remove(self, key: RankKey, blocks: Iterable[int]) -> int:
-        """Remove the blocks, and return how many of them were there."""
         known = self._blocks.get(key)
         if known is None:
             return 0
@@ -67,13 +66,12 @@ class ResumableBlocks:
         return len(gone)
 
     def _share(self, ranks: frozenset[RankKey]) -> frozenset[RankKey]:
-        """Return an equal set, as a rule the one that other blocks have."""
         if len(self._shared) >= _MAX_SHARED:
-            self._shared.clear()  # Nobody may have many of them any more.
+            self._shared.clear()  # Many of them may be unused by now.
         return self._shared.setdefault(ranks, ranks)
 
     def changes(self, key: RankKey, blocks: AbstractSet[int]) -> tuple[AbstractSet[int], AbstractSet[int]]:
-        """Return what to remove and what to add, until the rank's are these."""
+        """Return what to remove and what to add so that the rank has exactly `blocks`."""
         known = self._blocks.get(key, set())
         return known - blocks, blocks - known
 
@@ -81,7 +79,7 @@ class ResumableBlocks:
         self.remove(key, tuple(self._blocks.get(key, ())))
 
     def along(self, hashes: Sequence[int]) -> Iterator[tuple[int, frozenset[RankKey]]]:
-        """Yield those of a sequence, deepest first: how many of its blocks lie before, and the ranks."""
+        """Yield the sequence's resumable blocks, deepest first: the depth in blocks, and the ranks."""
         if not self._ranks:
             return
         for depth in range(len(hashes), 0, -1):
@@ -89,15 +87,15 @@ class ResumableBlocks:
                 yield depth, ranks
 
     def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
-        """Return each rank's deepest one of the sequence within `most` blocks; ranks that have none are left
-        out."""
+        """Return for each rank its deepest resumable block within its limit in `most`; ranks without one are
+        absent.
+        """
         return deepest(self.along(hashes), most)
 
 
 def deepest(
     along: Iterable[tuple[int, AbstractSet[RankKey]]], most: Mapping[RankKey, int]
 ) -> dict[RankKey, int]:
-    """Return `ResumableBlocks.deepest` of what its `along` yields, or of guesses in the same form."""
     found: dict[RankKey, int] = {}
     for depth, ranks in along:
         for key in ranks & most.keys():
@@ -108,11 +106,11 @@ def deepest(
     return found
 
 
-_MOST_WAITING = 4096  # So many blocks take about a millisecond.
+_MOST_WAITING = 4096  # Applying this many blocks takes about a millisecond.
 
 
 class Held:
-    """This says who holds how much of one prompt, for as long as nothing changes."""
+    """This says which rank holds how much of one prompt, and is valid until the index changes."""
 
     __slots__ = ("_columns", "_keys", "_runs")
 
@@ -120,7 +118,6 @@ class Held:
         self._runs, self._columns, self._keys = runs, columns, keys
 
     def depth(self, key: RankKey) -> int:
-        """Return how many leading blocks the rank holds."""
         if not self._runs or (column := self._columns.get(key)) is None:
             return 0
         bit = 1 << column
@@ -130,15 +127,12 @@ class Held:
         return 0
 
     def num_beyond(self, depth: int) -> int:
-        """Return how many ranks hold more blocks than that."""
         return self._mask(depth).bit_count()
 
     def beyond(self, depth: int) -> list[RankKey]:
-        """Return those ranks, in no order."""
         return [self._keys[column] for column in columns_of(self._mask(depth))]
 
     def depths(self) -> dict[RankKey, int]:
-        """Return the depths of all that hold any."""
         depths: dict[RankKey, int] = {}
         deeper = 0
         for depth, mask in reversed(self._runs):
@@ -155,47 +149,46 @@ class Held:
 
 
 class PrefixIndex:
-    """Each rank has the sequence hashes of its present incarnation, 20 to 38 bytes a block, however many
+    """Each rank has the sequence hashes of its present incarnation, in 20 to 38 bytes a block, however many
     ranks hold it.
 
-    `resume_points` are the checkpoints of ranks that report them: all others can go on computing wherever
-    they hold.
+    `resume_points` are the checkpoints of ranks that report them; other ranks can continue wherever they hold
+    blocks.
     """
 
     def __init__(self) -> None:
         self.resume_points = ResumableBlocks()
         self._holders = BlockHolders()
-        self._generations: dict[RankKey, Generation] = {}  # It is that of the incarnation that holds them.
+        self._generations: dict[
+            RankKey, Generation
+        ] = {}  # This is the generation of the incarnation that holds the blocks.
         self._columns: dict[RankKey, int] = {}
         self._keys: dict[int, RankKey] = {}  # The keys are columns.
         self._waiting: list[tuple[int, bool, PackedHashes]] = []
         self._num_waiting = 0
-        self._more: dict[
-            int, int
-        ] = {}  # By column it has the blocks that wait to be added, less those to be removed.
+        # It has for each column the number of waiting additions minus that of waiting removals.
+        self._more: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"PrefixIndex({ {str(key): self.num_blocks(key) for key in self._columns} })"
 
     @property
     def total_blocks(self) -> int:
-        """Return the blocks of all ranks together; see `num_blocks`."""
         return sum(map(self.num_blocks, tuple(self._columns)))
 
     def generation(self, key: RankKey) -> Generation | None:
-        """Return the generation whose blocks are held, or None where nothing is known of the rank."""
         return self._generations.get(key)
 
     def num_blocks(self, key: RankKey) -> int:
-        """Return how many blocks a rank holds; what waits is counted as if it changed something. Any thread
-        may ask."""
+        """Return how many blocks a rank holds, counting waiting changes as effective. Any thread may
+        call it.
+        """
         column = self._columns.get(key)
         return 0 if column is None else self._holders.num_blocks(column) + self._more.get(column, 0)
 
     # -- snapshots: drafted in parts, seen at once -----------------------------------------------------
 
     def draft(self) -> int:
-        """Return a new snapshot without blocks, to be shown or dropped."""
         return self._holders.take_column()
 
     def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
@@ -203,9 +196,9 @@ class PrefixIndex:
         self._holders.change(blocks, np.full(len(blocks), draft), np.ones(len(blocks), np.bool_))
 
     def show_draft(self, draft: int, rank: RankId) -> None:
-        """Let the rank hold exactly this; whatever was known of this or another incarnation is forgotten.
+        """Let the rank hold exactly the draft's blocks, in place of those of this or another incarnation.
 
-        Its checkpoints stay: they take so long that the caller changes them, in slices.
+        Its checkpoints stay: changing them takes long, so the caller does it in slices.
         """
         key = rank.key
         self._give_column(key)
@@ -217,13 +210,11 @@ class PrefixIndex:
         self._holders.give_column(draft)
 
     def take_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
-        """Take all of a draft at once."""
         draft = self.draft()
         self.add_to_draft(draft, hashes)
         self.show_draft(draft, rank)
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
-        """Take a snapshot at once, its checkpoints too."""
         self.take_snapshot(rank, hashes)
         self.resume_points.remove_rank(rank.key)
         self.resume_points.add(rank.key, resumable)
@@ -238,7 +229,7 @@ class PrefixIndex:
         resumable_added: Iterable[int] = (),
         resumable_removed: Iterable[int] = (),
     ) -> bool:
-        """Apply a delta; return False, and change nothing, where this incarnation has no snapshot here."""
+        """Apply a delta; if this incarnation has no snapshot here, change nothing and return False."""
         key = rank.key
         if self._generations.get(key) != rank.generation:
             return False
@@ -259,7 +250,6 @@ class PrefixIndex:
                 self.take_in()
 
     def take_in(self) -> None:
-        """Apply what waits."""
         if waiting := self._waiting:
             self._waiting, self._num_waiting, self._more = [], 0, {}
             columns, is_added, hashes = zip(*waiting, strict=True)
@@ -282,11 +272,11 @@ class PrefixIndex:
             del self._keys[column]
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
-        """Forget the blocks beyond `present_depth`, which the rank said that it holds of this sequence.
+        """Remove the rank's blocks of this sequence beyond `present_depth`, which the rank reported to hold.
 
-        Call it with the blocks that were believed present when the request was sent. Blocks that the rank
-        holds and we did not know are not added: their eviction may have been reported already. Returns how
-        many were forgotten.
+        `hashes` are the blocks that it was believed to hold when the request was sent. If the rank holds
+        more, these are not added: their eviction may have been reported already. Returns the number of
+        removed blocks.
         """
         if key not in self._columns:
             return 0
@@ -300,15 +290,13 @@ class PrefixIndex:
     # -- look-ups --------------------------------------------------------------------------------------
 
     def held(self, hashes: Sequence[int]) -> Held:
-        """Look up once for all ranks who holds how much of a prompt."""
         self.take_in()
         runs = self._holders.runs(hashes) if hashes else []
         return Held(runs, self._columns, self._keys)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks of the sequence the rank holds."""
         return self.held(hashes).depth(key)
 
     def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        """Return `match` for every rank; ranks that hold nothing of the sequence are left out."""
+        """Return the number of leading blocks for every rank that holds any."""
         return self.held(hashes).depths()

@@ -1,14 +1,14 @@
-"""This decides what to do with each record of one rank, in whatever order, number and age they come.
+"""This pure module decides what to do with each record of one rank, whatever their order, number and age.
 
     NOTHING --head--> WAITING for its chunks --all there--> FOLLOWING: deltas base_seq, base_seq + 1, ...
                          ^                                     |--head of a newer epoch or incarnation--+
                          +-------------------------------------|----------------------------------------+
-                         |--a chunk never comes--+             |--delta out of turn: waits for its turn
-                         +--> a gap, told once an epoch: read the rank's records again
+                         |--a chunk never comes--+             |--delta out of order: it is kept
+                         +--> a gap, reported once an epoch: read the rank's records again
 
-What fences out the past: a head counts only if etcd wrote it after the last one that counted (its revision);
-a chunk or delta only if generation and epoch are the head's; a delta only in its turn. And once a
-registration has named the generation, records of any other incarnation are ignored. All is pure.
+Old records are excluded so: a head counts only if its etcd revision is above that of the last one that
+counted; a chunk or delta only if its generation and epoch are the head's; a delta only in order. And once a
+registration has named the generation, records of any other incarnation are ignored.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from enum import Enum
 from services.index.records import PrefixDelta, PrefixHead, PrefixSnapshot
 from services.values.rank import Generation
 
-_Life = tuple[Generation, int]  # It is a generation and an epoch.
+_Life = tuple[Generation, int]  # It consists of a generation and an epoch.
 _MAX_WAITING_DELTAS = 10_000
-_MAX_WAITING_SNAPSHOTS = 3  # An attempt to write one that fails leaves its chunks behind.
+_MAX_WAITING_SNAPSHOTS = 3  # A failed attempt to write a snapshot leaves its chunks behind.
 
 
 class Verdict(Enum):
     APPLY = "apply"
-    WAIT = "wait"  # It is kept; something it stands on has yet to come.
-    IGNORE = "ignore"  # It is past, of another incarnation, or a duplicate.
+    WAIT = "wait"  # The record is kept until the records before it come.
+    IGNORE = "ignore"  # The record is old, a duplicate, or of another incarnation.
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """APPLY says to put the snapshot, where there is one, for all blocks, and then to apply the deltas.
+    """With APPLY the snapshot, if there is one, replaces all blocks, and then the deltas are applied.
 
-    The snapshot comes in the chunks it was written in.
+    The snapshot has the chunks in which it was written.
     """
 
     verdict: Verdict
@@ -47,8 +47,6 @@ _WAIT = Step(Verdict.WAIT)
 
 
 class RankHistory:
-    """One rank's records have been read up to this place."""
-
     def __init__(self) -> None:
         self._expected: Generation | None = None
         self._head: PrefixHead | None = None
@@ -56,36 +54,34 @@ class RankHistory:
         self._following = False  # The head's snapshot has been applied.
         self._next_seq = 0
         self._chunks: dict[_Life, dict[int, PrefixSnapshot]] = {}
-        self._deltas: dict[int, PrefixDelta] = {}  # These of the head's epoch wait for their turn.
-        self._gap_told: _Life | None = None
+        self._deltas: dict[int, PrefixDelta] = {}  # These deltas of the head's epoch wait for earlier ones.
+        self._reported_gap: _Life | None = None
 
     def __repr__(self) -> str:
         return f"RankHistory(head={self._head}, following={self._following}, next_seq={self._next_seq})"
 
     @property
     def current(self) -> bool:
-        """Return whether a snapshot has been applied, and no delta is missing."""
         return self._following and not self._deltas
 
     @property
     def position(self) -> tuple[int, int]:
-        """Return the epoch that counts and the sequence number of the delta that comes next; zeros before
-        any."""
+        """Return the present epoch and the sequence number of the next delta; zeros before any."""
         return (self._head.epoch if self._head else 0, self._next_seq)
 
     def gap(self) -> bool:
-        """Return whether a record is missing; ask when everything up to some revision has been offered.
+        """Return whether a record is missing; call it when everything up to some revision has been offered.
 
-        It says so once an epoch: where reading again does not help, the rank's next snapshot will.
+        It reports this once an epoch: if reading again does not help, the rank's next snapshot will.
         """
         head = self._head
-        if head is None or self.current or self._gap_told == (head.generation, head.epoch):
+        if head is None or self.current or self._reported_gap == (head.generation, head.epoch):
             return False
-        self._gap_told = (head.generation, head.epoch)
+        self._reported_gap = (head.generation, head.epoch)
         return True
 
     def expect(self, generation: Generation) -> None:
-        """Note that a registration has named the rank's present incarnation: others are past."""
+        """Note the rank's present incarnation, from its registration: records of others are old."""
         self._expected = generation
         if self._head is not None and self._head.generation != generation:
             self._head, self._following = None, False
@@ -93,14 +89,13 @@ class RankHistory:
         self._chunks = {life: chunks for life, chunks in self._chunks.items() if life[0] == generation}
 
     def restart(self) -> None:
-        """Take the records from the beginning again; revisions seen so far mean nothing any more."""
+        """Forget all records and revisions, which mean nothing after a restore of etcd."""
         self._head, self._head_revision, self._following = None, 0, False
-        self._gap_told = None
+        self._reported_gap = None
         self._chunks.clear()
         self._deltas.clear()
 
     def offer(self, record: PrefixHead | PrefixSnapshot | PrefixDelta, revision: int) -> Step:
-        """Return what to do now that etcd says that `record` was written at `revision`."""
         if self._expected is not None and record.generation != self._expected:
             return _IGNORE
         match record:
@@ -116,8 +111,8 @@ class RankHistory:
             return _IGNORE
         self._head, self._head_revision, self._following = head, revision, False
         self._deltas.clear()
-        # Even a reader that missed no delta needs the snapshot: a cleared tree, or a write that
-        # failed, is told by nothing else.
+        # Even a reader that missed no delta needs the snapshot: nothing else reports a cleared tree, or
+        # what a failed write should have reported.
         life = (head.generation, head.epoch)
         self._chunks = {life: self._chunks.get(life, {})}
         return self._advance()
@@ -171,7 +166,7 @@ class RankHistory:
 
     def _whole_snapshot(self, head: PrefixHead) -> tuple[PrefixSnapshot, ...] | None:
         chunks = self._chunks.get((head.generation, head.epoch), {})
-        # A torn head may ask for billions.
+        # A damaged head may name billions of chunks.
         if len(chunks) < head.snapshot_chunks or not all(
             map(chunks.__contains__, range(head.snapshot_chunks))
         ):
@@ -179,8 +174,8 @@ class RankHistory:
         return tuple(chunks[chunk] for chunk in range(head.snapshot_chunks))
 
     def _take_deltas_in_turn(self) -> tuple[PrefixDelta, ...]:
-        taken = []
+        deltas = []
         while (delta := self._deltas.pop(self._next_seq, None)) is not None:
-            taken.append(delta)
+            deltas.append(delta)
             self._next_seq += 1
-        return tuple(taken)
+        return tuple(deltas)

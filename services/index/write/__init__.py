@@ -1,1 +1,1 @@
-"""This is a rank's side of the index: its registration, its blocks, under its lease."""
+"""This package is a rank's side of the index: its registration and its blocks, under its lease."""

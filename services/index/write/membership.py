@@ -1,4 +1,4 @@
-"""One rank has a place in the cluster: lease, registration and published blocks, for as long as it runs.
+"""A membership is one rank's place in the cluster: lease, registration and published blocks, while it runs.
 
 run --> schema checked --> lease --> registered --> publisher attached <--drain--> registered as draining
              ^                                            |                             |
@@ -6,7 +6,7 @@ run --> schema checked --> lease --> registered --> publisher attached <--drain-
                         the engine notices nothing
 cancelled --> lease revoked: everything of the rank is gone from etcd
 
-What etcd does after it has once let us register never ends a rank: whatever it says, we try again.
+Once etcd has accepted our registration, none of its errors ends the rank: we always try again.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 _COUNT_INTERVAL_S = 30.0
-# A key's owner may have ended; a new leader of etcd lets every lease begin anew.
+# A key's owner may have ended, but a new leader of etcd restarts the time of every lease.
 _LEASES_TO_WAIT = 3.0
 
 
 class Membership:
-    """`registered` is set while the registration is in etcd under a good lease."""
+    """`registered` is set while the registration is in etcd under a valid lease."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Membership:
         """Stay registered until cancelled; then deregister. An outage of etcd is waited out, however long.
 
         Raises an ExceptionGroup with:
-            ConfigError: at the start, the cluster was set up with another schema or etcd refuses this user.
-            StaleGeneration: a later incarnation of this rank has taken over; this one must stop.
-            What `events` raises.
+            ConfigError: At the start the cluster has another schema, or etcd refuses this user.
+            StaleGeneration: A later incarnation of this rank has taken over; this one must stop.
+            Any error that `events` raises.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -78,13 +78,13 @@ class Membership:
             await self._deregister()
 
     async def say_draining(self, draining: bool) -> bool:
-        """Say whether this rank takes no new requests, so that routers know; what it holds stays published.
+        """Report to routers whether this rank refuses new requests; its blocks stay published.
 
-        Returns False where nobody could be told.
+        Returns False if etcd could not be written.
         """
         self._registration = replace(self._registration, draining=draining)
         if not self.registered.is_set():
-            return False  # The next registration says it, if there is one.
+            return False  # The next registration reports it, if there is one.
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._register(take_over=False)
@@ -109,8 +109,8 @@ class Membership:
                     checked = True
                 lease = await self._register(take_over=not has_registered)
             except StaleGeneration as error:
-                # In an etcd restored from a backup that incarnation may have ended long ago. Its key then
-                # goes with its lease, and a rank does not end because of etcd.
+                # In an etcd restored from a backup that incarnation may have ended long ago. Then its key
+                # disappears with its lease; a rank must not end because of etcd.
                 now_s = self._etcd.clock()
                 if foreign_since_s is None:
                     foreign_since_s = now_s
@@ -127,7 +127,9 @@ class Membership:
                 await backoff.sleep()
                 continue
             if not has_registered:
-                await self._count_ranks()  # All may be starting: this scatters what they write first.
+                await (
+                    self._count_ranks()
+                )  # All ranks may be starting; knowing their number spreads their first writes.
             has_registered, foreign_since_s = True, None
             backoff.reset()
             self.publisher.attach(lease.id)
@@ -135,7 +137,7 @@ class Membership:
             await self._lost_or_disputed(lease)
             self.registered.clear()
             self.publisher.detach()
-            checked = False  # With the lease etcd may have lost all else.
+            checked = False  # If etcd lost the lease, it may have lost everything.
 
     async def _lost_or_disputed(self, lease: EtcdLease) -> None:
         ends = (lease.lost, self.publisher.disputed)
@@ -143,16 +145,16 @@ class Membership:
             await first_of(*ends, lease.reopened)
             if lease.reopened.is_set():
                 lease.reopened.clear()
-                self.publisher.doubt()  # Whoever answers now may have been restored from a backup.
+                self.publisher.doubt()  # The etcd that answers now may have been restored from a backup.
         self.lease_losses += lease.lost.is_set()
 
     def _lease_lapses_within_s(self) -> float:
-        # etcd may give more than was requested, and will have given as much to the other incarnation.
+        # etcd may grant more than was requested, and then granted as much to the other incarnation.
         granted_s = self._lease.ttl_s if self._lease else 0
         return _LEASES_TO_WAIT * max(self._ttl_s, granted_s)
 
     async def _register(self, take_over: bool) -> EtcdLease:
-        # There is one at a time: draining as a lease is lost would take two, and keep one for ever.
+        # A drain while a lease is lost would otherwise grant two leases, and keep one alive for ever.
         async with self._registering:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = await EtcdLease.grant(self._etcd, self._ttl_s)
@@ -160,9 +162,9 @@ class Membership:
             return self._lease
 
     async def _share_the_budget(self) -> None:
-        """Tell the publisher now and then how many ranks there are to share the write budget with.
+        """Update the publisher's number of ranks, which share the write budget.
 
-        It does so often at first, for where one rank starts many do.
+        This happens often at first, because ranks tend to start together.
         """
         backoff = Backoff(self._etcd.rng, first_s=1.0, max_s=_COUNT_INTERVAL_S)
         while True:

@@ -1,14 +1,14 @@
-"""This writes one rank's records to etcd, so that no other incarnation's can be taken for them.
+"""This module writes one rank's records to etcd so that they cannot be mixed up with another incarnation's.
 
     NO LOG --replace: the chunks of a new epoch; with the last, in one transaction, head flips to the epoch
-       ^      |       and what is older goes away--> LOG --append: log/<seq>, while it is short--> LOG
+       ^      |       and older records are deleted--> LOG --append: log/<seq>, while it is short--> LOG
        |      +-----------------<--- replace: log is long -------------------------------------+
        +--- a write failed, or may have failed; a new lease -----------------------------------+
 
-Every write is a transaction that holds only while `head` is the one that we wrote (or, before our first one,
-found): of two incarnations of a rank the later one's head ends the writing of the earlier one, whatever its
-lease says. And it holds only while the record before it is as we wrote it: an etcd restored from a backup,
-whose leases live on, has the same head and not all that came after it.
+Every write is a transaction that succeeds only while `head` is the one that we wrote (or, before our first
+one, found): if a rank has two incarnations, the later one's head stops the earlier one's writes, whatever
+happens to its lease. It also requires that the record before is as we wrote it: an etcd restored from a
+backup, whose leases live on, may have the same head but lack later records.
 """
 
 import logging
@@ -36,30 +36,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LogLimits:
-    """A log is summed up by a snapshot when a reader would rather read that.
+    """A snapshot replaces a log at the length from which a new reader is better off with it.
 
-    It may grow to twice the snapshot, so that rewriting costs about half as much again as the deltas, and a
-    reader who comes anew reads about three times what the rank holds. The other limits break both: of a small
-    pool `max_deltas` has more rewritten and `min_bytes` more read, of a very large one `max_bytes` has more
-    rewritten.
+    The log may grow to twice the snapshot, so that rewriting costs about half as much again as the deltas,
+    and a new reader reads about three times what the rank holds. The other limits override this: for a small
+    pool `max_deltas` rewrites more and `min_bytes` reads more, for a very large one `max_bytes` rewrites
+    more.
     """
 
     max_deltas: int = 512
     min_bytes: int = 64 << 10
     max_bytes: int = 4 << 20
-    max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # With its header a chunk is below 1 MiB.
+    max_chunk_hashes: int = (1 << 20) // HASH_BYTES - 64  # With its header a chunk has less than 1 MiB.
 
 
 class RecordsMoved(IsthmusError):
-    """The head or the record before is not the one that we knew: look at the head, go on or give up."""
+    """The head or the record before is not as we knew it: read the head, then continue or give up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """A write stands on the head and, since, the newest record of ours, and on when they were written."""
+    """A write requires that the head, and our newest record since, still have these revisions."""
 
-    head_revision: int  # 0 means that there is none.
-    newest: bytes | None = None  # None means the head.
+    head_revision: int  # 0 means that there is no head.
+    newest: bytes | None = None  # None means that the head is the newest.
     newest_revision: int = 0
 
 
@@ -73,8 +73,9 @@ class _Log:
 
 
 class PrefixWriter:
-    """Every method raises StaleGeneration when a later incarnation rules, RecordsMoved, Unavailable,
-    EtcdNoSpace or LeaseNotFound. After an error nobody knows what was written: call `start_over`."""
+    """Every method raises StaleGeneration if a later incarnation has taken over, RecordsMoved, Unavailable,
+    EtcdNoSpace or LeaseNotFound. After an error it is unknown what was written: call `start_over`.
+    """
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, rank: RankId, limits: LogLimits) -> None:
         self._etcd = etcd
@@ -82,16 +83,16 @@ class PrefixWriter:
         self._rank = rank
         self._limits = limits
         self._log: _Log | None = None
-        self._epoch = 0  # We used it last or, before us, an earlier incarnation did.
+        self._epoch = 0  # We, or before us an earlier incarnation, used this epoch last.
         self._next_seq = 0
-        self._has_ruled = False  # A head of ours has been in etcd since we were last to overrule others'.
+        self._has_ruled = False  # A head of ours has been in etcd since the last `overrule`.
 
     def __repr__(self) -> str:
         return f"PrefixWriter(rank={self._rank}, epoch={self._epoch}, next_seq={self._next_seq})"
 
     @property
     def has_log(self) -> bool:
-        """Return whether a snapshot of ours is in etcd, and everything appended since."""
+        """Return whether our snapshot is in etcd, and everything appended since."""
         return self._log is not None
 
     @property
@@ -103,15 +104,14 @@ class PrefixWriter:
         return log.size_bytes >= longest_bytes
 
     def start_over(self) -> None:
-        """Let nothing that was written count: only a snapshot may follow."""
+        """Discard the log, so that only a snapshot may follow."""
         self._log = None
 
     def overrule(self) -> None:
-        """Take whatever head is found next for an earlier incarnation's."""
+        """Treat the next head that is found as an earlier incarnation's."""
         self._has_ruled = False
 
     async def append(self, changes: CacheEvents, age_s: float, lease_id: int) -> None:
-        """Write one delta. There must be a log."""
         log = self._log
         assert log is not None, "a delta needs a snapshot to stand on"
         delta = PrefixDelta(
@@ -138,13 +138,13 @@ class PrefixWriter:
         lease_id: int,
         pause: Callable[[], Awaitable[None]],
     ) -> None:
-        """Write a snapshot of all that there is; `pause` is awaited between two of its chunks.
+        """Write a snapshot of all blocks; `pause` is awaited between chunks.
 
-        `age_s` is called when it takes effect.
+        `age_s` is called for the head, with which it takes effect.
         """
-        # What the log says since its head counts no more, so nothing stands on it.
+        # The log since its head is replaced, so the write need not depend on it.
         stand = _Stand(self._log.stand.head_revision if self._log else await self._check_head())
-        # Every attempt has a number of its own: the chunks of one that failed are never mixed in.
+        # Every attempt has a new epoch, so that chunks of a failed one are never mixed in.
         self._epoch += 1
         size = self._limits.max_chunk_hashes
         chunks: list[etcd_pb2.RequestOp] = []
@@ -161,8 +161,9 @@ class PrefixWriter:
         self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
-        """Return whether etcd has the newest record as we wrote it. There must be a log; raises
-        Unavailable."""
+        """Return whether etcd has the newest record as we wrote it. There must be a log. Raises
+        Unavailable.
+        """
         assert self._log is not None, "without a log there is no newest record"
         stand = self._log.stand
         found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
@@ -174,7 +175,6 @@ class PrefixWriter:
         return put_op(key, encode_snapshot(snapshot), lease_id)
 
     async def _check_head(self) -> int:
-        """Return the revision of the head that is there, 0 for none."""
         found = await self._etcd.get(self._keys.head(self._rank.key))
         if found is None:
             return 0
@@ -182,7 +182,7 @@ class PrefixWriter:
             head = decode_record(HeadKey(self._rank.key), found.value)
         except ProtocolError as error:
             logger.warning("index_head_overwritten rank=%s error=%s", self._rank, error)
-            return found.mod_revision  # Whoever wrote that is no incarnation of this rank.
+            return found.mod_revision  # No incarnation of this rank can have written that.
         assert isinstance(head, PrefixHead)
         if head.generation == self._rank.generation:
             self._has_ruled = True
@@ -233,7 +233,7 @@ class PrefixWriter:
 
 
 def _parts(contents: CacheEvents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
-    """Yield the snapshot's chunks: at most `size` hashes together, the resumable ones in the last of them."""
+    """Yield chunks of at most `size` hashes, held ones before resumable ones."""
     held, resumable = contents.stored, contents.resumable_stored
     for start in range(0, len(held) + len(resumable), size):
         first, end = max(0, start - len(held)), max(0, start + size - len(held))

@@ -1,14 +1,14 @@
-"""This tells etcd what one rank's radix tree holds.
+"""A publisher writes to etcd what one rank's radix tree holds.
 
-    COLLECT --events--> DUE --its turn in the flush interval--> WRITE one delta, or a snapshot --ok--> COLLECT
+    COLLECT --events--> DUE --flush interval is over--> WRITE one delta, or a snapshot --ok--> COLLECT
        ^  no lease         ^                           |--etcd away: wait, longer each time--+
        +--- lease lost ----|---------------------------+--etcd full: wait long, write less---+
        +--- another one ---|---------------------------+                                     |
-            has the head   +----- then a snapshot: nothing told before counts <--------------+
-                                                  (or: what was written last is not in etcd) ^
+            has the head   +----- then a snapshot: earlier records do not count <------------+
+                                                  (or: the last record is not in etcd)       ^
 
-Events are collected into memory at any time and merged there, so the engine never waits for etcd, and however
-long etcd is away, what waits for it is never more than the pool can hold.
+Events are merged in memory at any time, so the engine never waits for etcd, and however long etcd is away, no
+more waits to be written than the pool can hold.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ _NO_LEASE = 0
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    flush_s: float = 0.05  # Events of so long go into one delta.
-    writes_per_s: float = 2000.0  # All ranks of the cluster share it.
+    flush_s: float = 0.05  # Events of this period go into one delta.
+    writes_per_s: float = 2000.0  # All ranks of the cluster share this budget.
     max_delta_hashes: int = 1 << 16
     max_backoff_s: float = 2.0
     no_space_backoff_s: float = 30.0
@@ -43,7 +43,7 @@ class PublisherSettings:
 
 
 class Publisher:
-    """One event loop owns it; it writes under the lease that `attach` gave it, and sleeps without one."""
+    """One event loop owns it; it writes under the lease of `attach`, and sleeps without one."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Publisher:
         settings: PublisherSettings | None = None,
         ledger: RankLedger | None = None,
     ) -> None:
-        # Another incarnation's head was found where ours was; the registration tells which is the later one.
+        # Another incarnation has replaced our head; the registration decides which one is later.
         self.disputed = asyncio.Event()
         self.trouble: str | None = None
         self.degraded: Degraded | None = Degraded.NO_LEASE
@@ -69,29 +69,25 @@ class Publisher:
         self._wake = asyncio.Event()
         self._lease_id = _NO_LEASE
         self._doubted = False
-        self._began_at = 0.0  # The present write began then.
+        self._began_at = 0.0  # This is when the present write began.
 
     def __repr__(self) -> str:
         return f"Publisher({self._writer!r}, {self._ledger!r}, {self.pace!r})"
 
     @property
     def lag_s(self) -> float:
-        """Return how long, in seconds, the oldest event has waited to be written."""
         return self._ledger.age_s(self._etcd.clock())
 
     @property
     def num_blocks(self) -> int:
-        """Return how many blocks the tree holds."""
         return len(self._ledger.held)
 
     @property
     def num_resumable(self) -> int:
-        """Return how many of those the engine reported as resumable."""
         return len(self._ledger.resumable)
 
     @property
     def idle(self) -> bool:
-        """Return whether everything recorded has been written."""
         return self._writer.has_log and not self._ledger.has_news
 
     def attach(self, lease_id: int) -> None:
@@ -107,31 +103,29 @@ class Publisher:
         self._wake.set()
 
     def detach(self) -> None:
-        """Collect without writing until the next `attach`: the lease is lost, or the rank."""
+        """Collect without writing until the next `attach`, because the lease or the registration is lost."""
         self._lease_id = _NO_LEASE
         self.degraded = Degraded.NO_LEASE
 
     def doubt(self) -> None:
-        """Look whether etcd still has what was written last, for it has been away and may have been restored.
+        """Check whether etcd still has the last record: it was away, and may have been restored from a
+        backup.
 
-        A rank with nothing new to write would never find out.
+        A rank without news to write would never notice.
         """
         self._doubted = True
         self.pace.scatter(self._etcd.clock(), self._etcd.rng.random())
         self._wake.set()
 
     def record(self, events: CacheEvents) -> None:
-        """Record events. It never blocks."""
         self._ledger.record(events, self._etcd.clock())
         self._wake.set()
 
     async def collect(self, events: AsyncIterator[CacheEvents]) -> None:
-        """Record everything that the engine yields; return when it ends."""
         async for event in events:
             self.record(event)
 
     async def publish(self) -> None:
-        """Write what is recorded, for ever; while it is disputed that we may, wait for `attach`."""
         backoff = Backoff(self._etcd.rng, max_s=self._settings.max_backoff_s)
         while True:
             await self._due()
@@ -144,7 +138,7 @@ class Publisher:
                 self.detach()
                 self.disputed.set()
             except EtcdNoSpace as error:
-                # Registrations are tried again far sooner, and so are first when there is room again.
+                # Registrations are retried much sooner, so they come first when there is room again.
                 self._note(error)
                 await asyncio.sleep(self._settings.no_space_backoff_s * self._etcd.rng.uniform(0.5, 1.0))
             except IsthmusError as error:
@@ -154,8 +148,8 @@ class Publisher:
     async def flush(self) -> None:
         """Write one delta or one snapshot, if there is news and a lease.
 
-        After an error nothing that was written counts: the next flush writes a snapshot. Raises as
-        PrefixWriter.
+        After an error earlier records do not count: the next flush writes a snapshot. Raises as PrefixWriter
+        does.
         """
         if self._doubted:
             await self._look_again()
@@ -170,7 +164,7 @@ class Publisher:
             if self._lease_id == lease_id:
                 self.detach()
             raise
-        except BaseException:  # A cancelled write, too, may or may not have happened.
+        except BaseException:  # A cancelled write may have happened, too.
             self._start_over()
             raise
         self.trouble = self.degraded = None
@@ -182,7 +176,7 @@ class Publisher:
         logger.warning("index_write_failed rank=%s lag_s=%.3f error=%s", self._rank, self.lag_s, error)
 
     async def _look_again(self) -> None:
-        self._doubted = False  # This stands first, for there may be a new doubt while we wait.
+        self._doubted = False  # This comes first, because a new doubt may arise while we wait.
         try:
             intact = not self._writer.has_log or await self._writer.is_intact()
         except BaseException:
@@ -196,7 +190,7 @@ class Publisher:
 
     def _start_over(self) -> None:
         self._writer.start_over()
-        self._ledger.forget_told()
+        self._ledger.forget_reported()
 
     async def _due(self) -> None:
         while self._lease_id == _NO_LEASE or (self.idle and not self._doubted):
@@ -227,4 +221,4 @@ class Publisher:
             changes = self._ledger.take_delta(self._settings.max_delta_hashes)
             await self._writer.append(changes, self._taken_age_s(), lease_id)
             self.deltas_written += 1
-        self._ledger.told()
+        self._ledger.reported()

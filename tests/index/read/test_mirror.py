@@ -314,7 +314,7 @@ async def test_pins_that_went_while_nobody_watched_are_gone(own_server: Embedded
         for name in ("stays", "goes"):
             await writer.put(keys.pin(pin_name(name)), encode_pin(pin))
         await until(lambda: len(mirror.pins) == 2)
-        async with mirror.blocks.turn:  # it takes nothing in
+        async with mirror.blocks.lock:  # it takes nothing in
             start = mirror.revision
             await until(lambda: mirror.revision > start)  # its own probe's: now it stands still
             await own_server.kill()

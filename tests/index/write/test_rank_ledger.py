@@ -17,7 +17,7 @@ def told_everything(*told: CacheEvents) -> RankLedger:
     for each in told:
         ledger.record(each, now=0.0)
     ledger.take_snapshot()
-    ledger.told()
+    ledger.reported()
     return ledger
 
 
@@ -41,7 +41,7 @@ def test_store_and_evict_cancel_out(subtests: pytest.Subtests) -> None:
 
 
 def test_news_and_its_age(subtests: pytest.Subtests) -> None:
-    with subtests.test("age is that of the oldest untold event"):
+    with subtests.test("age is that of the oldest unreported event"):
         ledger = told_everything()
         ledger.record(events(stored=(1,)), now=10.0)
         ledger.record(events(stored=(2,)), now=11.0)
@@ -55,19 +55,19 @@ def test_news_and_its_age(subtests: pytest.Subtests) -> None:
         ledger.record(events(stored=(1,)), now=10.0)
         ledger.take_delta(10)
         assert ledger.age_s(11.0) == 0.0
-        ledger.forget_told()
+        ledger.forget_reported()
         assert ledger.age_s(12.0) == 2.0
         ledger.record(events(removed=(2,)), now=12.0)
         assert ledger.age_s(12.0) == 2.0
         ledger.take_snapshot()
-        ledger.forget_told()
+        ledger.forget_reported()
         assert ledger.age_s(13.0) == 3.0
         ledger.take_snapshot()
-        ledger.told()
-        ledger.forget_told()  # a new lease: all is told again, but nothing is news
+        ledger.reported()
+        ledger.forget_reported()  # a new lease: all is told again, but nothing is news
         assert ledger.age_s(14.0) == 0.0
     with subtests.test("too much news becomes a snapshot"):
-        ledger = RankLedger(max_untold=3)
+        ledger = RankLedger(max_unreported=3)
         ledger.take_snapshot()
         ledger.record(events(stored=(1, 2, 3)), now=0.0)
         assert not ledger.needs_snapshot
@@ -97,7 +97,7 @@ def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
         assert ledger.take_delta(9) == events((), (), (2,), (1,))
         assert ledger.taken_age_s(7.0) == 2.0
     with subtests.test("too much news of one kind is a snapshot of both"):
-        ledger = RankLedger(max_untold=2)
+        ledger = RankLedger(max_unreported=2)
         ledger.take_snapshot()
         ledger.record(events(stored=(1, 2, 3), resumable=(2,)), now=0.0)
         assert ledger.needs_snapshot
@@ -105,7 +105,7 @@ def test_both_kinds_are_told_together(subtests: pytest.Subtests) -> None:
         assert (set(snapshot.stored), set(snapshot.resumable_stored)) == ({1, 2, 3}, {2})
         assert not ledger.has_news
     with subtests.test("both kinds together may be too much"):
-        ledger = RankLedger(max_untold=2)
+        ledger = RankLedger(max_unreported=2)
         ledger.take_snapshot()
         ledger.record(events(stored=(1,), resumable=(1,)), now=0.0)
         assert not ledger.needs_snapshot
@@ -147,9 +147,9 @@ def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
         resumable = resumable - set(changes.removed) - set(changes.resumable_removed)
         now = (held - set(changes.removed)) | set(changes.stored), resumable | set(changes.resumable_stored)
     if fails:
-        ledger.forget_told()
+        ledger.forget_reported()
         return told
-    ledger.told()
+    ledger.reported()
     assert now[1] <= now[0]
     return now
 
@@ -157,7 +157,7 @@ def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
 @given(steps)
 def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
     """Of any number at most that many blocks' distance apart a rank can go on."""
-    ledger, held, resumable = RankLedger(max_untold=8), set[int](), set[int]()
+    ledger, held, resumable = RankLedger(max_unreported=8), set[int](), set[int]()
     told: Told = set(), set()
     for step in story:
         match step:
