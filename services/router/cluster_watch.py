@@ -216,11 +216,13 @@ class WatchMetrics:
             "isthmus_watchers", "Streams of WatchCluster and /v1/cluster/watch.", registry=registry
         )
         self.refused = Counter(
-            "isthmus_watchers_refused", "Those that were one too many (--max-watchers).", registry=registry
+            "isthmus_watchers_refused",
+            "Streams that were refused because there were too many (--max-watchers).",
+            registry=registry,
         )
         self.dropped = Counter(
             "isthmus_watch_dropped",
-            "Finished requests that a watcher was not told of because it reads too slowly.",
+            "Finished requests that a watcher did not receive because it reads too slowly.",
             registry=registry,
         )
 

@@ -108,7 +108,7 @@ class RouterConfig(ClusterConfig):
 
     max_priority: int = setting(
         0,
-        "highest priority that a client may ask for; above 0 it goes first and is never refused for load",
+        "highest priority that a client may request; above 0 it goes first and is never refused for load",
         bounds=Bounds(at_least=0),
     )
 
@@ -140,7 +140,7 @@ class RouterConfig(ClusterConfig):
 
     grpc_idle_s: float = setting(
         300.0,
-        "seconds after which a gRPC connection without a call is told to close; clients make another",
+        "seconds after which a gRPC connection without a call is closed; clients open another",
         bounds=Bounds(at_least=1),
     )
 
@@ -166,41 +166,43 @@ class RouterConfig(ClusterConfig):
 
     coalesce_ms: float = setting(
         50.0,
-        "while the router is short of CPU, tokens wait at most so long for others of their request; 0: never",
+        "longest wait of tokens for others of their request while the router is short of CPU; 0: never",
         bounds=Bounds(at_least=0, at_most=1000),
     )
 
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
-        "how requests sample that do not say: by the model's generation_config.json, or as OpenAI's do",
+        "sampling of requests that set no parameters: by the model's generation_config.json, or OpenAI's",
     )
 
     tool_parser: ToolParsers = setting(
         "auto",
-        "how the model writes calls of tools; auto: as its tokenizer says, or its chat template shows, if we "
-        "know that",
+        "format of the model's tool calls; auto: as its tokenizer states or its chat template shows, if "
+        "known",
     )
 
-    reasoning_parser: ReasoningParsers = setting("auto", "how it marks what it thinks, likewise")
+    reasoning_parser: ReasoningParsers = setting(
+        "auto", "format of the model's thinking; auto: as for tool calls"
+    )
 
     strict_tools: Literal["keep", "ignore"] = setting(
         "keep",
-        "ignore: strict tools are as others, whose calls are held to no schema unless one is required",
+        "ignore: strict tools are like others, whose calls follow no schema unless a call is required",
     )
 
     chat_template: str = setting(
-        "", "file of a chat template in Jinja, which takes the place of the model's own; default: the model's"
+        "", "file of a chat template in Jinja that replaces the model's own; default: the model's"
     )
 
     control_tokens: Literal["text", "special"] = setting(
         "text",
-        "control tokens written in a chat's messages (<|im_end|>): plain text, or what they name, so that "
-        "whoever writes a message can end it",
+        "control tokens written in a chat's messages (<|im_end|>): plain text, or control tokens, so that "
+        "the author of a message can end it",
     )
 
     images: Literal["refuse", "placeholder"] = setting(
         "refuse",
-        "images in HTTP bodies: refused by name, or a text in place of each that says it was left out",
+        "images in HTTP bodies: refused, or each replaced by a text that says so",
     )
 
     keep_thinking: Literal["template", "always"] = setting(
@@ -220,12 +222,12 @@ class RouterConfig(ClusterConfig):
 
     tls_client_ca: Path | None = setting(
         None,
-        "PEM of another authority of clients' certificates; ranks do not know it. Needs --tls-mutual",
+        "PEM of another authority of clients' certificates, which ranks do not accept. Needs --tls-mutual",
     )
 
     api_key_file: Path | None = setting(
         None,
-        "keys, one a line, of which each request must show one; read again when it changes. KEY tenant=NAME: "
+        "keys, one a line, of which each request must send one; read again when it changes. KEY tenant=NAME: "
         "its requests are that tenant's; KEY operator: it may watch everybody's",
     )
 
@@ -243,7 +245,7 @@ class RouterConfig(ClusterConfig):
         if self.tls_client_ca is None:
             return tls
         if tls is None or not tls.mutual:
-            raise ConfigError("--tls-client-ca needs --tls-mutual, which asks clients for a certificate")
+            raise ConfigError("--tls-client-ca needs --tls-mutual, which requires a certificate of clients")
         return replace(tls, client_ca=self.tls_client_ca)
 
     @property

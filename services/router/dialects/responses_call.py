@@ -119,7 +119,7 @@ def _check_include(body: Body) -> None:
         raise body.wrong("include", "must be a list")
     for name in include or ():
         if name in _REFUSED_INCLUDES:
-            raise body.wrong("include", f"must not have {name!r}: this server does not tell it here")
+            raise body.wrong("include", f"must not have {name!r}: this server does not report it here")
 
 
 def _read_format(text: Body) -> NamedConstraint | None:

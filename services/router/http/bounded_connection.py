@@ -76,8 +76,8 @@ class HttpMetrics:
         )
         self._ended_connections = Counter(
             "isthmus_http_connections_ended",
-            "HTTP connections that the router ended: full, above their number; slow_head and slow_body, for "
-            "a request that took too long to come; unread, for an answer that nobody read.",
+            "HTTP connections that the router closed: full, above their limit; slow_head and slow_body, for "
+            "a request that arrived too slowly; unread, for an answer that nobody read.",
             ["reason"],
             registry=registry,
         )

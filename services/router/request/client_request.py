@@ -124,7 +124,7 @@ def _choice(chat: Chat, schemas: Mapping[str, Any]) -> tuple[CallMode, str]:
         return CallMode.REQUIRED, choice.name
     mode = _MODES[choice.mode]
     if mode is CallMode.REQUIRED and not schemas:
-        raise InvalidRequest(name, "asks for a call, and there are no chat.tools")
+        raise InvalidRequest(name, "requires a call, and there are no chat.tools")
     return mode, ""
 
 

@@ -63,7 +63,7 @@ class RouterMetrics:
         )
         self._abandoned = histogram(
             "isthmus_abandoned_seconds",
-            "Request received until its client gave it up, of those that had no token yet.",
+            "Request received until its client gave it up, of those without a token.",
             buckets=_SECONDS,
         )
         self._prompt_length = histogram(
@@ -89,14 +89,14 @@ class RouterMetrics:
         )
         self._rejections = counter(
             "isthmus_rejections",
-            "Requests that ended before any rank had taken them, by the error's name.",
+            "Requests that ended before any rank admitted them, by the error's name.",
             ["reason"],
         )
         for mistake in MISTAKES:  # Service levels exclude these, from the first one on.
             self._rejections.labels(mistake)
         self._unauthenticated = counter(
             "isthmus_unauthenticated",
-            "Requests turned away for want of an API key, by front and by whether one was shown.",
+            "Requests refused without a valid API key, by front end and by whether a key was sent.",
             ["front", "reason"],
         )
         for front in FRONTS:
@@ -107,7 +107,7 @@ class RouterMetrics:
         )
         self._answers = counter(
             "isthmus_answers",
-            "Answers that a rank began: more than requests where these ask for several.",
+            "Answers that a rank began: more than requests where these have several.",
         )
         self._prompt = counter(
             "isthmus_prompt_tokens",
@@ -119,7 +119,7 @@ class RouterMetrics:
         self._computed = counter(
             "isthmus_computed_tokens",
             "Prompt tokens of admitted requests that a rank computed, at their first placement. What was "
-            "computed for those that failed or were left before, or again after a move, the ranks count: "
+            "computed for those that failed or moved earlier, or again after a move, the ranks count: "
             "isthmus_rank_computed_tokens.",
         )
         self._drift = counter(
@@ -127,15 +127,15 @@ class RouterMetrics:
         )
         self._past_answers = counter(
             "isthmus_past_answers",
-            "Past answers in chats: given (with their ids), found (remembered, and put in as they were), "
-            "changed (remembered, but written otherwise by the template), unknown.",
+            "Past answers in chats: given (with their ids), found (remembered, and inserted as they were), "
+            "changed (remembered, but shown differently by the template), unknown.",
             ["outcome"],
         )
         for outcome in OUTCOMES:
             self._past_answers.labels(outcome)
         self.remembered_answers = Gauge(
             "isthmus_remembered_answer_bytes",
-            "What past answers take that are remembered.",
+            "Bytes of remembered past answers.",
             registry=registry,
         )
         self._completion = counter("isthmus_completion_tokens", "Generated tokens.")
@@ -157,9 +157,12 @@ class RouterMetrics:
         for constraint in ConstraintKind:
             self._constrained.labels(constraint.value)
         self._moved = counter(
-            "isthmus_kv_moved_bytes", "KV bytes that crossed, for all placements of a request."
+            "isthmus_kv_moved_bytes", "KV bytes that were moved, for all placements of a request."
         )
-        self._saved = counter("isthmus_kv_saved_bytes", "KV bytes that needed not cross, likewise.")
+        self._saved = counter(
+            "isthmus_kv_saved_bytes",
+            "KV bytes that did not have to be moved, for all placements of a request.",
+        )
         self._moves = counter(
             "isthmus_request_moves",
             "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
@@ -351,7 +354,7 @@ class RankCollector(Collector):
         up = GaugeMetricFamily(
             "isthmus_rank_up",
             "1 while the router can use the rank; 0 while it is suspect, not connected or has failed, and "
-            "for half an hour after it went without saying so.",
+            "for half an hour after it went without draining.",
             labels=_RANK,
         )
         blocks = GaugeMetricFamily(
@@ -359,17 +362,17 @@ class RankCollector(Collector):
         )
         resumable = GaugeMetricFamily(
             "isthmus_index_rank_resumable_blocks",
-            "Index blocks at whose end the rank can go on computing, of ranks that tell them.",
+            "Index blocks after which the rank can resume, of ranks that report them.",
             labels=_RANK,
         )
         staleness = GaugeMetricFamily(
             "isthmus_index_rank_staleness_seconds",
-            "How far what the router knows of the rank's cache is behind it.",
+            "How far the router's knowledge of the rank's cache is behind.",
             labels=_RANK,
         )
         trust = GaugeMetricFamily(
             "isthmus_rank_trust",
-            "Of the tokens of late that the index said the rank had cached, the share that it had.",
+            "Share of the tokens recently predicted as cached on the rank that it had.",
             labels=_RANK_AND_KIND,
         )
         for role in Role:

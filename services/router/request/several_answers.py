@@ -40,8 +40,8 @@ class HeldLogprobs:
         if self.count > self._most:
             raise InvalidRequest(
                 "sampling.logprobs",
-                "must be asked for of fewer tokens, or of fewer others, or streamed: a "
-                f"call that is answered as a whole tells {self._most} of them, those of prompts among them",
+                "must be requested for fewer tokens, or for fewer others, or streamed: a "
+                f"call that is answered as a whole reports {self._most} of them, including those of prompts",
             )
 
 

@@ -55,7 +55,7 @@ WRONG = [
     ([F], {"tool_choice": ToolChoice(name="g")}, "chat.tool_choice.name is none"),
     ([F], {"tool_choice": ToolChoice(name="f", mode=3)}, "chat.tool_choice.mode and"),
     ([F], {"tool_choice": ToolChoice(mode=9)}, "chat.tool_choice.mode is not known"),
-    ([], {"tool_choice": ToolChoice(mode=3)}, "chat.tool_choice asks for a call"),
+    ([], {"tool_choice": ToolChoice(mode=3)}, "chat.tool_choice requires a call"),
     ([Tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)], {}, "chat.tools must be at most"),
 ]
 
