@@ -1,1 +1,1 @@
-"""SGLang is an engine here, in a process of its own; its ranks speak our Handshake through its plugin."""
+"""This engine is SGLang in its own processes, whose ranks use our Handshake through a plugin."""

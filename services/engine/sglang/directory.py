@@ -1,4 +1,4 @@
-"""A worker's service says over gRPC where its prefill processes serve their Handshake."""
+"""A worker's service reports over gRPC where its prefill processes serve their Handshake."""
 
 import json
 import time
@@ -17,20 +17,20 @@ from services.values.rank import RankId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
-_TIMEOUT_S = 15.0  # A stream has as long.
+_TIMEOUT_S = 15.0  # A stream has the same timeout.
 _FRESH_S = 3.0  # SGLang asks every second while a request waits.
 
-Place = tuple[int, int, int, int]  # It is dp_rank, cp_rank, tp_rank and pp_rank.
+Place = tuple[int, int, int, int]  # The parts are dp_rank, cp_rank, tp_rank and pp_rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
     endpoints: dict[Place, str]
-    topology: dict[str, Any]  # SGLang's ranks tell each other this.
+    topology: dict[str, Any]  # SGLang's ranks exchange this.
 
 
 class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
-    """It answers at the service's endpoint; SGLang's processes serve Connect themselves."""
+    """This answers at the service's endpoint; SGLang's processes serve Connect themselves."""
 
     def __init__(self, response: handshake_pb2.DescribeRanksResponse) -> None:
         self._response = response
@@ -49,7 +49,7 @@ class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
 
 
 def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handshake_pb2.DescribeRanksResponse:
-    """Return the answer to DescribeRanks; `ids` go by DP rank."""
+    """Return the answer to DescribeRanks; the keys of `ids` are DP ranks."""
     return handshake_pb2.DescribeRanksResponse(
         ranks=[
             handshake_pb2.EngineRank(
@@ -66,8 +66,10 @@ def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handsha
 
 
 def directory_from_proto(response: handshake_pb2.DescribeRanksResponse) -> Directory:
-    """Return the directory. Raises ProtocolError when a rank has no endpoint or the topology is not
-    SGLang's."""
+    """Return the directory.
+
+    Raises ProtocolError where a rank has no endpoint or the topology is not SGLang's.
+    """
     endpoints = {
         (entry.rank.rank, entry.cp_rank, entry.tp_rank, entry.pp_rank): entry.endpoint
         for entry in response.ranks
@@ -82,7 +84,7 @@ def directory_from_proto(response: handshake_pb2.DescribeRanksResponse) -> Direc
 
 
 async def look_up(endpoint: str, tls: TlsConfig | None) -> Directory:
-    """Ask the service at HOST:PORT. Raises IsthmusError."""
+    """Request the directory of the service at HOST:PORT. Raises IsthmusError."""
     async with channels.open_channel(endpoint, tls) as channel:
         with grpc_errors.renaming():
             response = await handshake_pb2_grpc.HandshakeStub(channel).DescribeRanks(
@@ -100,10 +102,10 @@ class _Asked:
 
 
 class Lookups:
-    """Directories are asked for in the background, by HOST:PORT.
+    """This requests directories in the background, by HOST:PORT.
 
-    A request that waits for one can end before the answer comes. What is said then of a worker is not kept
-    for the next request: it may have had another incarnation since, at the same address.
+    A request that waits for one can end before the answer comes. The next request does not use that answer if
+    it is old: the worker may have had another incarnation since, at the same address.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Our service tells the plugin inside SGLang's processes this, in one environment variable of JSON."""
+"""Our service passes these settings to the plugin in SGLang's processes, in an environment variable."""
 
 import json
 import os
@@ -16,9 +16,9 @@ VARIABLE = "ISTHMUS_SGLANG_PLUGIN"
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
     worker: str
-    generations: tuple[int, ...]  # They go by DP rank.
+    generations: tuple[int, ...]  # The index is the DP rank.
     model_fingerprint: int
-    num_kv_heads: int  # They are the whole model's.
+    num_kv_heads: int  # These are the whole model's.
     head_dim: int
     host: str  # The process listens on it.
     advertise_host: str
@@ -31,7 +31,7 @@ class PluginSettings:
     tls_peer_name: str = ""
     nixl_backend: str = UCX
     expects_rdma: bool = False
-    # They are those of the draft's checkpoint, where it has one of its own, with the whole of its heads.
+    # These belong to the draft's checkpoint, if it has one of its own, with all of its heads.
     draft_fingerprint: int = 0
     draft_kv_heads: int = 0  # 0 means as many as the model's.
     draft_head_dim: int = 0

@@ -1,6 +1,6 @@
-"""Our service and SGLang's processes say this to each other: one line of JSON per message. All is pure.
+"""Our service and SGLang's processes exchange these messages, one line of JSON each. This module is pure.
 
-The plugin reports to our service, and the service asks a scheduler.
+The plugin sends reports to our service, and the service sends orders to a scheduler.
 """
 
 import json
@@ -30,7 +30,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(line: bytes, kinds: Kinds) -> Any:
-    """Return the message. Raises ProtocolError."""
+    """Return the message. Raises ProtocolError for a line that is none."""
     try:
         told = json.loads(line.decode())
         return kinds[told.pop("kind")](**told)
@@ -39,11 +39,13 @@ def decode(line: bytes, kinds: Kinds) -> Any:
 
 
 class LineSplitter:
-    """Bytes, as they come, become whole lines. One that is too long loses what came first: nobody can read
-    it."""
+    """This splits received bytes into whole lines.
+
+    A line that is too long loses its beginning, and nobody can read it.
+    """
 
     def __init__(self) -> None:
-        self._begun: list[bytes] = []  # A line without its end is here.
+        self._begun: list[bytes] = []  # This is the beginning of a line whose end has not come.
         self._begun_bytes = 0
 
     def feed(self, received: bytes) -> list[bytes]:
@@ -65,7 +67,7 @@ class LineSplitter:
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """The plugin's manager stands in a process of SGLang's."""
+    """The plugin's manager is ready in a process of SGLang's."""
 
     role: str
     dp_rank: int
@@ -74,21 +76,22 @@ class Active:
     pp_rank: int
     tp_size: int
     pid: int
-    endpoint: str  # It is that of its Handshake, and empty on decode.
+    endpoint: str  # This is the endpoint of its Handshake, and empty on decode.
     page_size: int
-    page_bytes: int  # They are the whole model's.
+    page_bytes: int  # These are the whole model's.
     num_pages: int
     dtype: str
     num_layers: int
-    state_kinds: list[str]  # These are SGLang's words for what it keeps beside the KV.
-    carried: list[dict[str, Any]]  # They are the layout's groups beside full attention, by `group_fields`.
-    draft: dict[str, Any] | None  # It is the draft's KV, by `draft_fields`.
-    topology: dict[str, Any]  # It is SGLang's own description of a prefill rank.
+    state_kinds: list[str]  # These are SGLang's words for what it stores beside the KV.
+    # These are the layout's groups other than full attention, by `group_fields`.
+    carried: list[dict[str, Any]]
+    draft: dict[str, Any] | None  # This is the draft's KV, by `draft_fields`.
+    topology: dict[str, Any]  # This is SGLang's own description of a prefill rank.
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSent:
-    """A decode process has told prefill where a transfer's delta goes."""
+    """A decode process has sent prefill the target of a transfer's delta."""
 
     room: int
     decode_prefix_len: int
@@ -101,16 +104,17 @@ class Moved:
 
     room: int
     num_pages: int
-    size_bytes: int  # They are pages' bytes.
-    carried_bytes: dict[str, int]  # Tails, states and the draft's KV have these, by SGLang's word for them.
+    size_bytes: int  # These are the pages' bytes.
+    # These are the bytes of tails, states and the draft's KV, by SGLang's word for them.
+    carried_bytes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PathFound:
-    """A prefill process has written KV by a way by which it had not before."""
+    """A prefill process has written KV by a path that it had not used before."""
 
     dp_rank: int
-    path_kind: str  # `kind` is the report's own.
+    path_kind: str  # The name differs from `kind`, which is the report's own.
     reach: str
     lanes: str
 
@@ -132,19 +136,21 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Requests of a rank gained this in one step of its scheduler, or ended for these reasons. None is in
-    both."""
+    """Requests of a rank gained these tokens in one step of its scheduler, or ended.
+
+    No request is in both fields.
+    """
 
     chunks: list[
         dict[str, Any]
     ]  # They have rid, output_ids (new ones) and meta_info: SGLang's words, as over HTTP.
-    # By rid it has the new ids of those of which there is nothing else to tell: nearly all of a step's.
+    # These are by rid the new ids of requests with nothing else to report, which are nearly all of a step's.
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    load: dict[str, Any]  # It is in SGLang's own words (managers/load_snapshot.py).
+    load: dict[str, Any]  # This is in SGLang's own words (managers/load_snapshot.py).
 
 
 Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
@@ -153,14 +159,14 @@ REPORTS = kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outpu
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    # They are those of SGLang's TokenizedGenerateReqInput, with sampling_params as a dict and input_ids by
+    # These are those of SGLang's TokenizedGenerateReqInput, with sampling_params as a dict and input_ids by
     # `pack_ids`.
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The request is to end; it is no error where there is no such request any more."""
+    """This ends the request; it is no error where the request has ended already."""
 
     rid: str
 
@@ -172,14 +178,14 @@ ORDERS = kinds_of(Generate, Abort)
 def pack_ids(ids: Iterable[int]) -> str:
     """Pack token ids of a prompt for JSON.
 
-    A scheduler computes nothing while it reads them, and to read them as a list of numbers takes it five
+    A scheduler computes nothing while it reads them, and reading them as a list of numbers would take five
     times as long.
     """
     return b64encode(array("i", ids)).decode()
 
 
 def unpack_ids(packed: str) -> "array[int]":
-    """Return what `pack_ids` packed, on this machine, as 64-bit numbers, which SGLang wants."""
+    """Return what `pack_ids` packed on this machine, as the 64-bit numbers that SGLang needs."""
     return array("q", np.frombuffer(b64decode(packed), np.int32).astype(np.int64).tobytes())
 
 

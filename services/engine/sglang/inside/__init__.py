@@ -1,1 +1,1 @@
-"""This runs in SGLang's own processes: its NIXL classes with our Handshake, and a door to its schedulers."""
+"""This package runs in SGLang's own processes, as its NIXL classes and beside its schedulers."""

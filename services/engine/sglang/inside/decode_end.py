@@ -1,4 +1,4 @@
-"""The decode end of transfers: it finds prefill processes, and opens the streams to them."""
+"""The decode end of transfers finds prefill processes, and opens the streams to them."""
 
 import logging
 import threading
@@ -21,8 +21,8 @@ from services.wire.isthmus.v1 import handshake_pb2
 
 log = logging.getLogger(__name__)
 
-# At the first contact with a prefill worker the scheduler waits this long for its directory; what
-# takes longer is asked for again by SGLang, a second later.
+# At the first contact with a prefill worker the scheduler waits this long for its directory. If that takes
+# longer, SGLang asks again a second later.
 _DIRECTORY_WAIT_S = 0.2
 
 
@@ -67,7 +67,7 @@ class DecodeEnd(OwnProcess):
             log.warning("kv_directory_unavailable prefill=%s reason=%r", bootstrap_addr, str(error))
             return False
         if directory is None:
-            return False  # The answer has yet to come.
+            return False  # The answer has not come yet.
         self._learn(bootstrap_addr, directory)
         return True
 
@@ -88,7 +88,7 @@ class DecodeEnd(OwnProcess):
         self._loop_thread.soon(self._decode_streams.open, endpoint)
 
     def message_of(self, parts: Frames, prompt_len: int) -> handshake_pb2.HandshakeMessage:
-        """Return what SGLang says to prefill as our message. Raises ProtocolError."""
+        """Return SGLang's frames for prefill as our message. Raises ProtocolError."""
         message = frames.message_of_decode(parts, prompt_len)
         if message.HasField("ticket") and not message.ticket.no_pages:
             places = self._memory.carried_places
@@ -107,7 +107,10 @@ class DecodeEnd(OwnProcess):
             self._rooms.pop(room, None)
 
     def _on_stream_lost(self, endpoint: str, reason: str) -> None:
-        """Fail, on the loop, the transfers that it would have written; the worker is looked up anew."""
+        """Fail the transfers that the stream's process would have written; this runs on the loop.
+
+        The worker's directory is requested again.
+        """
         with self._rooms_lock:
             rooms = [room for room, endpoints in self._rooms.items() if endpoint in endpoints]
         for room in rooms:
@@ -123,7 +126,7 @@ class DecodeEnd(OwnProcess):
 
 
 def _server_info(topology: dict[str, Any]) -> PrefillServerInfo:
-    """Return what CommonKVBootstrapServer makes of what a prefill rank says."""
+    """Return what CommonKVBootstrapServer builds from a prefill rank's description."""
     plain_dp = topology["system_dp_size"] == 1
     return PrefillServerInfo(
         attn_tp_size=topology["attn_tp_size"],

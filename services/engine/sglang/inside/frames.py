@@ -1,5 +1,6 @@
-"""SGLang's NIXL control messages, as frames of bytes, become our Handshake messages, and come back. All is
-pure.
+"""This module converts SGLang's NIXL control messages (frames of bytes) to our Handshake and back.
+
+It is pure.
 
     decode's scheduler                                        prefill's scheduler
     registration frames --> Hello.engine_memory ~~ stream ~~> registration frames
@@ -9,8 +10,8 @@ pure.
     ack frames <----------- AbortAck <----------- stream ---- ack frames
 
 The frames are those of SGLang 0.5.23, disaggregation/nixl/conn.py and common/conn.py; integers are ASCII
-unless packed. Where SGLang puts its own socket's address into a frame, to be answered there, the receiving
-side puts the number of the stream on which the message came (`ReturnAddress`).
+unless packed. Where SGLang puts its own socket's address into a frame for the answer, the receiving side puts
+the number of the stream on which the message came (`ReturnAddress`).
 """
 
 import struct
@@ -34,11 +35,11 @@ _ABORT = b"ABORT"
 _ABORT_ACK = b"ABORT_ACK"
 _STATUS = b"KV_STATUS"
 
-# These are sglang.srt.disaggregation.base.conn.KVPoll's.
+# These are the values of sglang.srt.disaggregation.base.conn.KVPoll.
 POLL_FAILED = 0
 POLL_SUCCESS = 4
 
-_NUM_REGISTRATION_FRAMES = 25  # The guard is among them.
+_NUM_REGISTRATION_FRAMES = 25  # The guard is one of them.
 # Only SGLang itself reads these frames of the registration, counted without the guard.
 _OPAQUE = (7, 12, 13, 14, 15, 19, 21, 22, 23)
 _MAX_ROOM = 1 << 63
@@ -46,17 +47,17 @@ _MAX_ROOM = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class ReturnAddress:
-    """It stands for a stream where SGLang expects the address of a socket."""
+    """This represents a stream where SGLang expects the address of a socket."""
 
     host: str
-    port: int  # It is the stream's number, and also chooses SGLang's transfer queue.
+    port: int  # This is the stream's number, and also chooses SGLang's transfer queue.
 
     @property
     def endpoint(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
 
-# -- registration: where a decode process's memory lies ------------------------------------------------
+# A registration has the addresses of a decode process's memory.
 
 
 def memory_of_registration(frames: Frames) -> tuple[handshake_pb2.EngineMemory, bytes, int]:
@@ -85,8 +86,10 @@ def memory_of_registration(frames: Frames) -> tuple[handshake_pb2.EngineMemory, 
 
 
 def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Frames:
-    """Return the frames. Raises ProtocolError when a decode process's Hello does not say where its memory
-    lies."""
+    """Return the frames.
+
+    Raises ProtocolError where a decode process's Hello lacks the addresses of its memory.
+    """
     if not hello.HasField("engine_memory") or not hello.engine_memory.agent_name:
         raise ProtocolError("the decode rank's Hello has no engine_memory: its engine is another one")
     memory = hello.engine_memory
@@ -113,11 +116,11 @@ def registration_frames(hello: handshake_pb2.Hello, back: ReturnAddress) -> Fram
     return [GUARD, *body]
 
 
-# -- ticket: where one request's delta goes ------------------------------------------------------------
+# A ticket has the target of one request's delta.
 
 
 def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicket:
-    """Return what SGLang's metadata says. Raises ProtocolError when the frames are not as expected."""
+    """Return the ticket of SGLang's metadata frames. Raises ProtocolError for unexpected frames."""
     if len(frames) != 11 or frames[0] != GUARD or frames[1] == REGISTRATION:
         raise ProtocolError(f"not a request's metadata as SGLang 0.5.23 writes it: {len(frames)} frames")
     pages = np.frombuffer(frames[5], dtype=np.int32).tolist()
@@ -138,11 +141,12 @@ def ticket_of_metadata(frames: Frames, prompt_len: int) -> handshake_pb2.KvTicke
 def targets_of_state(
     ticket: handshake_pb2.KvTicket, layout: KvLayout, places: Sequence[int]
 ) -> list[handshake_pb2.GroupTarget]:
-    """Return where windows' tails and a state go, which SGLang says in lists of indices, one for each of its
-    components; `places` has those of the layout's carried groups.
+    """Return the targets of windows' tails and of a state.
 
-    Raises:
-        ProtocolError: they are not what the layout's groups take at the prompt's end.
+    SGLang has a list of indices for each of its components; `places` are the components of the layout's other
+    groups.
+
+    Raises ProtocolError where the lists are not what the layout's groups need at the prompt's end.
     """
     lists = _unpack_lists(ticket.engine_state)
     if places and max(places) >= len(lists):
@@ -152,7 +156,10 @@ def targets_of_state(
 
 
 def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: ReturnAddress) -> Frames:
-    """Return the frames. Raises ProtocolError when the ticket's runs or transfer id cannot be SGLang's."""
+    """Return the frames.
+
+    Raises ProtocolError where the ticket's runs or transfer id cannot be SGLang's.
+    """
     if not 0 < ticket.room < _MAX_ROOM:
         raise ProtocolError(f"room {ticket.room:016x} is not one that SGLang can name")
     pages = indices_of_runs(ticket.runs)
@@ -179,7 +186,7 @@ def indices_of_runs(runs: Sequence[handshake_pb2.PageRun]) -> list[int]:
     return [int(page) for page in pages_of(convert.runs_from_proto(runs))]
 
 
-# -- last words ----------------------------------------------------------------------------------------
+# These are the last messages about a transfer.
 
 
 def status_of_frames(frames: Frames) -> handshake_pb2.Status:
@@ -194,7 +201,7 @@ def status_of_frames(frames: Frames) -> handshake_pb2.Status:
 
 
 def status_frames(status: handshake_pb2.Status, writer_rank: int) -> Frames:
-    """Return the frames: LANDED is success; any other last word is a failure."""
+    """Return the frames: LANDED is success; any other final state is a failure."""
     landed = status.state == handshake_pb2.Status.STATE_LANDED
     poll = POLL_SUCCESS if landed else POLL_FAILED
     return [_STATUS, _ascii(status.room), _ascii(poll), _ascii(writer_rank), status.reason.encode()]
@@ -224,20 +231,17 @@ def abort_ack_frames(ack: handshake_pb2.AbortAck, writer_rank: int) -> Frames:
 
 
 def message_of_decode(frames: Frames, prompt_len: int) -> handshake_pb2.HandshakeMessage:
-    """Return what a decode process says after its Hello: a ticket or an abort. Raises ProtocolError."""
+    """Return a decode process's ticket or abort after its Hello. Raises ProtocolError."""
     if frames and frames[0] == _ABORT:
         return handshake_pb2.HandshakeMessage(abort=abort_of_frames(frames))
     return handshake_pb2.HandshakeMessage(ticket=ticket_of_metadata(frames, prompt_len))
 
 
 def message_of_prefill(frames: Frames) -> handshake_pb2.HandshakeMessage:
-    """Return what a prefill process says after its Hello: a last word. Raises ProtocolError."""
+    """Return a prefill process's final message after its Hello. Raises ProtocolError."""
     if frames and frames[0] == _ABORT_ACK:
         return handshake_pb2.HandshakeMessage(abort_ack=abort_ack_of_frames(frames))
     return handshake_pb2.HandshakeMessage(status=status_of_frames(frames))
-
-
-# ------------------------------------------------------------------------------------------------------
 
 
 def _ascii(number: int) -> bytes:
@@ -256,8 +260,7 @@ def _pack(code: str, numbers: Sequence[int]) -> bytes:
 
 
 def _unpack_lists(frame: bytes) -> list[list[int]]:
-    """Unpack what SGLang's pack_int_lists(..., "i") writes: how many lists there are, their sizes, then all
-    of them."""
+    """Unpack SGLang's pack_int_lists(..., "i"): the number of lists, their sizes, then all lists."""
     if not frame:
         return []
     (count,) = _unpack("I", frame[:4])

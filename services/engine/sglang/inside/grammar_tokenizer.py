@@ -1,7 +1,7 @@
-"""SGLang's grammars get a tokenizer where SGLang was started without one: they alone do.
+"""SGLang's grammars get a tokenizer where SGLang was started without one; nothing else does.
 
-Without a tokenizer SGLang's GrammarManager makes no backend and ends every request with a grammar; text is
-the router's business, and a tokenizer in the other parts of SGLang would only take time at each token.
+Without a tokenizer SGLang's GrammarManager creates no backend and ends every request with a grammar. The
+router handles text, and a tokenizer in the other parts of SGLang would only take time at each token.
 """
 
 import logging
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def give_tokenizer(manager: Any, scheduler: Any) -> None:
-    """Give a GrammarManager that has started a backend, if the model's tokenizer is one that it can use."""
+    """Give a GrammarManager that has started a backend, if it can use the model's tokenizer."""
     if manager.grammar_backend is not None:
         return
     try:
         manager.grammar_backend = _backend(scheduler)
-    except Exception:  # A tokenizer's library and the backend's raise whatever they like.
+    except Exception:  # The libraries of a tokenizer and of the backend may raise any exception.
         log.warning("sglang_grammars_missing effect=constraints_are_refused", exc_info=True)
 
 
@@ -38,7 +38,7 @@ def _backend(scheduler: Any) -> Any:
     )
     return create_grammar_backend(
         scheduler.server_args,
-        tokenizer_of_file(tokenizer, Path(serving.tokenizer_path)),  # It is made as the router's is.
+        tokenizer_of_file(tokenizer, Path(serving.tokenizer_path)),  # It is built as the router's is.
         config.vocab_size,
         config.hf_eos_token_id,
         think_end_ids=config.think_end_ids,

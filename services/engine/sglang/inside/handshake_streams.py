@@ -1,18 +1,14 @@
-"""A process of SGLang's speaks the Handshake: its control messages become ours, over gRPC.
+"""A process of SGLang's uses the Handshake: its control messages become ours, over gRPC.
 
-The decode side has one stream per prefill process:
+The decode side has one stream per prefill process. `send(endpoint, message)` puts a message into the stream's
+outbox. The first message opens the stream: both sides send a Hello, and each checks the other's. Status and
+AbortAck become frames for `deliver`. When the stream ends it is forgotten, and `lost(endpoint, reason)` is
+called; the next message opens a new one.
 
-    send(endpoint, message) --> outbox --> [stream made at the first word: Hello, theirs, checked] --> words
-    Status, AbortAck --> frames --> deliver
-    the stream ends --> forgotten, `lost(endpoint, reason)`; the next word makes a new one
-
-One prefill process serves many:
-
-    Hello --> checked --> our Hello --> registration frames --+
-    KvTicket --> checked --> ACCEPTED --> metadata frames ----+--> inbox, which SGLang's thread reads
-    Abort --> abort frames -----------------------------------+
-    Status, AbortAck <-- `send`, by the stream's number <-- SGLang's threads
-    the stream ends --> abort frames for every transfer of it that is open
+One prefill process serves many streams. It checks a Hello, answers with its own, and turns it into
+registration frames. It checks a KvTicket, answers ACCEPTED, and turns it into metadata frames; an Abort
+becomes abort frames. All frames go to the inbox, which SGLang's thread reads. SGLang's threads `send` Status
+and AbortAck by the stream's number. When a stream ends, every open transfer of it gets abort frames.
 """
 
 import asyncio
@@ -37,11 +33,11 @@ from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 log = logging.getLogger(__name__)
 
 _Message = handshake_pb2.HandshakeMessage
-_CONNECT_TIMEOUT_S = 15.0  # A peer that is not there is known at once; this is for a starved one.
+_CONNECT_TIMEOUT_S = 15.0  # A missing peer is known at once; this is for one that gets no CPU time.
 
 
 class DecodeStreams:
-    """It lives on one asyncio loop; every method is called there and returns at once."""
+    """This belongs to one asyncio loop; every method is called there and returns at once."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class DecodeStreams:
         task.add_done_callback(self._tasks.discard)
 
     def send(self, endpoint: str, message: _Message) -> None:
-        """Send a message; a ticket is given the generation of whoever answers there."""
+        """Send a message; a ticket gets the generation of the rank that answers there."""
         self.open(endpoint)
         self._outboxes[endpoint].put_nowait(message)
 
@@ -93,7 +89,7 @@ class DecodeStreams:
             with (
                 grpc_errors.renaming(),
                 contextlib.suppress(asyncio.InvalidStateError),
-            ):  # It has ended, and read says why.
+            ):  # The stream has ended, and _read raises the reason.
                 await call.write(self._own_message())
             first = await _read(call)
         peer, _ = read_hello(first)
@@ -108,7 +104,7 @@ class DecodeStreams:
                 self._take(await _read(call), hello.writer_rank)
         finally:
             writer.cancel()
-            # A write that fails tells that the stream has ended, which the reader has seen as well.
+            # A failed write shows that the stream has ended, which the reader has seen as well.
             await asyncio.gather(writer, return_exceptions=True)
 
     def _take(self, message: _Message, writer_rank: int) -> None:
@@ -142,7 +138,7 @@ async def _read(call: grpc.aio.StreamStreamCall) -> _Message:
 
 
 _Status = handshake_pb2.Status
-_HOST = "isthmus"  # SGLang prints it where it would print a decode rank's address.
+_HOST = "isthmus"  # SGLang prints this in place of a decode rank's address.
 
 
 @dataclass(slots=True)
@@ -158,7 +154,7 @@ class _DecodeProcess:
 
 
 class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
-    """It lives on one asyncio loop; `send` is called there."""
+    """This belongs to one asyncio loop; `send` is called there."""
 
     def __init__(
         self,
@@ -167,9 +163,9 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         deliver: Callable[[Frames], None],
         refuse: Callable[[int, str], None],
     ) -> None:
-        """`deliver` takes frames for SGLang, and raises ProtocolError for what it cannot read.
+        """`deliver` takes frames for SGLang, and raises ProtocolError for frames that it cannot read.
 
-        `refuse` fails a transfer of which a ticket was turned down.
+        `refuse` fails a transfer whose ticket was refused.
         """
         self._own = own
         self._own_message = own_message
@@ -179,7 +175,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
         self._streams: dict[str, _DecodeProcess] = {}
 
     def send(self, endpoint: str, message: _Message) -> None:
-        """Send a last word to the stream whose ReturnAddress has this endpoint, unless it has ended."""
+        """Send a final message to the stream whose ReturnAddress has this endpoint, unless it has ended."""
         stream = self._streams.get(endpoint)
         if stream is None:
             log.info("kv_status_undelivered endpoint=%s", endpoint)
@@ -224,7 +220,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
                 stream.rooms.discard(message.abort.room)
                 self._deliver(frames.abort_frames(message.abort, stream.back))
             case "renew":
-                pass  # SGLang's decode keeps the pages until the last word, so there is no lease.
+                pass  # SGLang's decode keeps the pages until the final message, so there is no lease.
             case other:
                 raise ProtocolError(f"a decode rank does not send {other} after its Hello")
 

@@ -1,11 +1,10 @@
-"""SGLang's loops wait for events where they would spin.
+"""SGLang's loops wait for events instead of spinning.
 
-While transfers are under way, a scheduler without a batch goes round and round, and the DP controller always
-does. Where cores are few that takes them from those who make the events: other ranks, tokenizers, the threads
-of the transfer, our streams. With `--sleep-on-idle` (always on a CPU) they wait instead:
-
-    scheduler, nothing to compute --> SGLang's own idle poll + our fds ----> a request, or news of a transfer
-    DP controller ------------------> poll of its socket ------------------> a message of SGLang's own
+While transfers are in progress, a scheduler without a batch spins, and the DP controller always does. Where
+cores are few this takes them from the processes that create the events: other ranks, tokenizers, the
+transfer's threads, our streams. With `--sleep-on-idle` (always on a CPU) they wait instead. An idle scheduler
+waits in SGLang's own idle poll, with our descriptors added, for a request or for news of a transfer. The DP
+controller polls its socket for a message of SGLang's own.
 """
 
 import os
@@ -14,16 +13,16 @@ from functools import cache
 from select import POLLIN  # zmq's is the same.
 from typing import Any
 
-# What makes no event (a peer that is looked up, a timeout) is seen this often.
+# Conditions without an event (a peer's directory, a timeout) are checked this often.
 _ROOMS_WAIT_MS = 10
 _CONTROLLER_WAIT_MS = 1000
 
 
-more_fds: list[int] = []  # They are readable when there is something else for the scheduler.
+more_fds: list[int] = []  # They are readable when there is other work for the scheduler.
 
 
 class WakeUp:
-    """It wakes who polls `fd`; `set` may be called from any thread."""
+    """It wakes the thread that polls `fd`; `set` may be called from any thread."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -42,7 +41,7 @@ def room_news() -> WakeUp:
 
 
 def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Wait after Scheduler.on_idle, which returns at once while transfers are under way."""
+    """Wait after Scheduler.on_idle, which returns at once while transfers are in progress."""
     poller = getattr(scheduler.idle_sleeper, "poller", None)
     if poller is None:
         return  # There is no --sleep-on-idle, or the rank follows another one's requests.
@@ -55,7 +54,7 @@ def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) ->
 
 
 def wait_for_requests(controller: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Make DataParallelController.event_loop wait, which asks its socket without a pause."""
+    """Make DataParallelController.event_loop wait, which polls its socket without a pause."""
     if controller.server_args.sleep_on_idle:
         controller.recv_from_tokenizer = WaitingSocket(controller.recv_from_tokenizer)
 

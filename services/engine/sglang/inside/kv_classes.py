@@ -1,7 +1,7 @@
-"""SGLang's NIXL classes use our Handshake instead of ZMQ and its HTTP registry: manager, sender, receiver.
+"""SGLang's NIXL manager, sender and receiver use our Handshake instead of ZMQ and its HTTP registry.
 
-SGLang keeps what it does with KV: queues, radix trees, NIXL writes, deferred release. What is replaced is how
-its processes speak to each other:
+SGLang keeps its handling of KV: queues, radix trees, NIXL writes, deferred release. Only the communication of
+its processes is replaced:
 
     SGLang                                     here
     PULL socket of each process                inbox, filled by our streams
@@ -9,7 +9,7 @@ its processes speak to each other:
     registry over HTTP (PUT/GET /route)        Handshake.DescribeRanks of the prefill service
     heartbeat over HTTP                        the stream itself: it ends when the peer does
 
-A process of SGLang's is spawned, and gRPC is first used in it by the manager's constructor.
+SGLang spawns its processes, and the manager's constructor is the first to use gRPC in them.
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class IsthmusKVManager(PrefillEnd, DecodeEnd):
-    """Each process of SGLang's that holds KV has one; its role says which end is used."""
+    """Each of SGLang's processes with KV has one; its role decides which end is used."""
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
@@ -74,8 +74,7 @@ class NoBootstrapServer(BaseKVBootstrapServer):
 
 class IsthmusKVSender(NixlKVSender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Begin; `num_kv_indices` are pages of the prompt past decode_prefix_len, which SGLang itself never
-        checks."""
+        """Begin; `num_kv_indices` counts pages past decode_prefix_len, which SGLang never checks."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.check_ticket_of(self.bootstrap_room, num_kv_indices)
 
@@ -103,7 +102,7 @@ class _ToPrefill:
 
 
 class IsthmusKVReceiver(NixlKVReceiver):
-    prompt_len = 0  # It counts tokens; the plugin's hook sets it.
+    prompt_len = 0  # This is in tokens; the plugin's hook sets it.
 
     @classmethod
     def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> tuple[Any, Any]:
@@ -123,7 +122,7 @@ class IsthmusKVReceiver(NixlKVReceiver):
     def _send_bootstrap_message(
         self, *, bootstrap_info: dict[str, Any], message: Frames, operation: str
     ) -> bool:
-        """Return at once: a registration is the stream's Hello, so there is nothing more to send."""
+        """Return at once: the stream's Hello is the registration, so there is nothing more to send."""
         if operation == "_register_kv_args":
             bootstrap_info["stream"].open()
             return True

@@ -1,4 +1,4 @@
-"""Both roles need to know of the process that they are in: who it is, and what memory it has."""
+"""Both roles need the identity and the memory of their own process."""
 
 import queue
 from dataclasses import replace
@@ -92,7 +92,7 @@ class OwnProcess(NixlKVManager):
         )
 
     def _draft(self, item_bytes: tuple[int, ...], of_model: Buffers) -> Draft:
-        """Return the draft: where it has no checkpoint of its own it is a layer of the model's."""
+        """Return the draft; without a checkpoint of its own it is a layer of the model's."""
         settings, buffers = self._settings, replace(of_model, item_bytes=item_bytes)
         if settings.draft_kv_heads:
             heads = replace(
@@ -121,7 +121,7 @@ class OwnProcess(NixlKVManager):
         self.server_socket: Any = self._inbox
 
     def _fail_room(self, room: int, reason: str) -> None:
-        """Fail a transfer, also one whose request has not come yet: it must not wait for another ticket."""
+        """Fail a transfer, even before its request arrives, so that it does not wait for another ticket."""
         self.record_failure(room, reason)
         if room not in self.request_status:
             self.update_status(room, KVPoll.Bootstrapping)

@@ -1,6 +1,6 @@
 """This is the entry point `sglang.srt.plugins`: SGLang calls `register` in each process it starts.
 
-Nothing is opened here: the same function runs in processes that hold no KV.
+It opens nothing, since it also runs in processes that hold no KV.
 """
 
 import os
@@ -14,10 +14,9 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
 def register() -> None:
-    """Have SGLang make our KV managers, senders and receivers, take requests by our door, publish KV events
-    to us, and have grammars."""
+    """Make SGLang use our KV classes, requests, event publisher and grammar tokenizer."""
     if VARIABLE not in os.environ:
-        return  # It is installed beside SGLang, but we did not start it.
+        return  # It is installed beside SGLang, but we did not start this SGLang.
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -70,14 +69,14 @@ def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> An
 
 
 def _give_tokenizer(result: Any, manager: Any, scheduler: Any) -> None:
-    # SGLang silences the loggers that there are when it sets up its own.
+    # This is imported late, as SGLang silences existing loggers when it sets up its own.
     from services.engine.sglang.inside.grammar_tokenizer import give_tokenizer
 
     give_tokenizer(manager, scheduler)
 
 
 def _note_prompt_len(decode_request: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Note how long the prompt is, which a ticket says and SGLang's own metadata does not."""
+    """Record the prompt's length, which a ticket has and SGLang's own metadata lacks."""
     decode_request.kv_receiver.prompt_len = len(request.origin_input_ids)
 
 

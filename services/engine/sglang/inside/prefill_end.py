@@ -1,4 +1,4 @@
-"""The prefill end of transfers serves the Handshake, and counts what is written."""
+"""The prefill end of transfers serves the Handshake, and counts the bytes that are written."""
 
 import logging
 import threading
@@ -34,15 +34,16 @@ class PrefillEnd(OwnProcess):
         self._posting = threading.local()
         self._posted: dict[int, Posted] = {}  # The keys are transfers.
         self._unwritten: dict[int, tuple[Any, ...]] = {}  # It maps transfers to CUDA events to wait for.
-        self._unusable: dict[str, str] = {}  # It maps decode's agents to why they cannot be written to.
+        # It maps decode's agents to the reason why they cannot be written to.
+        self._unusable: dict[str, str] = {}
         self._paths: tuple[KvPath, ...] = ()
         self._paths_lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def register_to_bootstrap(self) -> None:
-        """Listen, then have SGLang describe this rank to `_register_topology_row`.
+        """Listen, then let SGLang describe this rank to `_register_topology_row`.
 
-        The base constructor calls it before NIXL stands: what comes earlier waits in the inbox.
+        The base constructor calls it before NIXL is ready; earlier messages wait in the inbox.
         """
         own = self._own_hello()
 
@@ -61,10 +62,10 @@ class PrefillEnd(OwnProcess):
         super().register_to_bootstrap()
 
     def _start_bootstrap_thread(self) -> None:
-        """Start the thread as a daemon, which a thread is if who starts it is one.
+        """Start the thread as a daemon, which it inherits from the thread that starts it.
 
-        SGLang's is none (0.5.23), and waits for messages for good: its process would be killed at each stop,
-        before it has given back its memory.
+        SGLang's is none (0.5.23), and waits for messages for ever: its process would be killed at each stop,
+        before it has freed its memory.
         """
         starter = threading.Thread(target=super()._start_bootstrap_thread, daemon=True)
         starter.start()
@@ -77,18 +78,17 @@ class PrefillEnd(OwnProcess):
             [handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name],
             self._settings.tls(),
         )
-        self._server = server  # It is kept, for a server that is collected stops.
+        self._server = server  # The reference is kept, since a server that is garbage-collected stops.
         return server.port
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """Have our service tell it to whoever asks for DescribeRanks."""
+        """Let our service answer DescribeRanks with this topology."""
         self._topology = payload
 
     def _deliver(self, parts: Frames) -> None:
-        """Hand frames to SGLang's thread, unless it could not read them: that would end it, and leave the
-        rank deaf.
+        """Pass frames to SGLang's thread if it can read them; others would end the thread.
 
-        Raises ProtocolError.
+        Raises ProtocolError for unreadable frames.
         """
         try:
             if parts[:2] == [frames.GUARD, frames.REGISTRATION]:
@@ -103,8 +103,7 @@ class PrefillEnd(OwnProcess):
         self._loop_thread.soon(self._prefill_streams.send, endpoint, frames.message_of_prefill(parts))
 
     def _add_remote_peer(self, decode_kv_args: Any) -> None:
-        """Add a peer; one that cannot be used must not end SGLang's thread, which serves all others: its
-        transfers fail alone."""
+        """Add a peer. An unusable one must fail only its own transfers, not SGLang's thread."""
         try:
             super()._add_remote_peer(decode_kv_args)
         except Exception as error:
@@ -114,8 +113,8 @@ class PrefillEnd(OwnProcess):
     def _prepare_payload_xfer(self, peer_info: Any) -> None:
         """Prepare writes to host memory on a CPU, also with unequal tensor parallelism.
 
-        There SGLang writes to none: a GPU's may have another layout. On a CPU host memory is the pool itself,
-        with the layout that is sliced everywhere.
+        SGLang refuses that combination, as a GPU's host memory may have another layout. On a CPU host memory
+        is the pool itself, whose layout is the one that SGLang slices.
         """
         on_cpu = self.src_mem_kind == "DRAM" and set(peer_info.dst_kv_mem_kinds) == {"DRAM"}
         if not on_cpu or self.is_mla_backend or peer_info.decode_tp_size == self.attn_tp_size:
@@ -126,23 +125,22 @@ class PrefillEnd(OwnProcess):
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         if status == KVPoll.Transferring:
-            self._posting.room = bootstrap_room  # This thread posts for it now.
+            self._posting.room = bootstrap_room  # This thread posts for this transfer now.
         super().update_status(bootstrap_room, status)
         room_news().set()
 
     def add_transfer_request(self, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the event that says when the pages have been written, which SGLang's NIXL drops; see
-        `_until_written`."""
+        """Keep the event of the pages' writing, which SGLang's NIXL drops (see `_until_written`)."""
         if kwargs.get("wait_event") is not None:
-            earlier = self._unwritten.get(bootstrap_room, ())  # It is waited for twice at worst.
+            earlier = self._unwritten.get(bootstrap_room, ())  # At worst this waits for an event twice.
             self._unwritten[bootstrap_room] = (*earlier, kwargs["wait_event"])
         return super().add_transfer_request(bootstrap_room, *args, **kwargs)
 
     def _until_written(self) -> None:
-        """Wait on the thread that posts, for the scheduler must not wait.
+        """Wait on the thread that posts, as the scheduler must not wait.
 
         The early send of a cached prefix, which needs it, is off (settings.environment); should SGLang rename
-        the switch, this still holds.
+        the switch, this still works.
         """
         for event in self._unwritten.pop(self._posting.room, ()):
             event.synchronize()
@@ -169,8 +167,7 @@ class PrefillEnd(OwnProcess):
             posted.carried(DRAFT, num_pages * of_draft)
 
     def maybe_send_extra(self, peer_name: str, prefill_state_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count windows' tails and states, with the transfer's last chunk: what SGLang's generator yields is
-        posted."""
+        """Count windows' tails and states with the last chunk; all that SGLang yields is posted."""
         self._until_written()
         peer = self.decode_kv_args_table[peer_name]
         posted = self._posted.setdefault(self._posting.room, Posted())
@@ -185,7 +182,7 @@ class PrefillEnd(OwnProcess):
         return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 
     def forget_room(self, room: int) -> None:
-        """Forget a request that has ended, also one of which a part was posted and nothing concluded."""
+        """Forget a request that has ended, also one that was partly posted and never concluded."""
         self._posted.pop(room, None)
         self._unwritten.pop(room, None)
 
@@ -211,8 +208,7 @@ class PrefillEnd(OwnProcess):
             self._paths = paths
 
     def check_ticket_of(self, room: int, num_pages: int) -> None:
-        """Fail the transfer unless every ticket of it covers the `num_pages` that prefill will send, and to
-        memory that can be written."""
+        """Fail the transfer unless its tickets all have the `num_pages` to send, in writable memory."""
         for agent, info in list(self.transfer_infos.get(room, {}).items()):
             reason = ""
             if agent in self._unusable:

@@ -1,18 +1,16 @@
-"""The memory of one process, as SGLang lists it for a transfer, is put in the words of our layout.
+"""This module describes the memory of one SGLang process by our layout. It is pure.
 
-All is pure.
+SGLang's kv_item_lens has a page's bytes in each buffer, a layer's K, V or latent: first the model's buffers,
+then the draft's. Its state_* are lists of such, one for each component.
 
-kv_item_lens   | the model's buffers | the draft's |   a page's bytes in each: a layer's K, V or latent
-state_*        lists of such, one for each component
+Each of a DP rank's processes has some of the heads, and several may have the same one; a layout describes the
+whole model, however its heads are spread. The draft's buffers, if the process speculates, have the same page
+ids, and are transferred with the pages.
 
-Of a DP rank's processes each has some of the heads, and several may hold the same one; a layout is of the
-whole model, however they are spread. The draft's buffers, where the process speculates, have the same page
-ids, and cross with the pages.
-
-SGLang calls state what it keeps beside the KV of every token, in components: lists of buffers, one component
-per kind. SWA is the pages of windowed layers (an item is one page of one layer's K or V), MAMBA a slot per
-request over the convolutions and states of all recurrent layers: these become groups of our layout. Others
-are as much a part of each page as its KV, and no group.
+State is SGLang's word for what it stores beside the KV of every token, in components: lists of buffers, one
+component per kind. SWA is the pages of windowed layers (an item is one page of one layer's K or V), MAMBA a
+slot per request for the convolutions and states of all recurrent layers: these become groups of our layout.
+Others belong to each page like its KV, and are no group.
 """
 
 from collections.abc import Iterator, Sequence, Sized
@@ -30,11 +28,10 @@ class TpPlace:
 
 
 def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
-    """Return whether this is the first of the writes that carry one and the same head.
+    """Return whether this is the first of the writes of the same head.
 
     `num_kv_heads` is the whole model's. With more processes than heads SGLang gives each process one, so
-    neighbours hold the same, and each of them is written. The latent of MLA is one head, which every process
-    holds.
+    neighbours have the same, and each of them is written. MLA's latent is one head, which every process has.
     """
     wider = writer if writer.size >= reader.size else reader
     replicas = max(1, wider.size // num_kv_heads)
@@ -42,10 +39,9 @@ def is_counted(num_kv_heads: int, writer: TpPlace, reader: TpPlace) -> bool:
 
 
 def check_drafts(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raise ProtocolError for a pair between which SGLang fails every transfer, or writes a draft's KV into
-    another's.
+    """Raise ProtocolError for a pair whose transfers fail, or would write a draft's KV into another draft's.
 
-    It sends what prefill has, by position. Decode may have a draft alone.
+    SGLang sends all that prefill has, by position. Decode alone may have a draft.
     """
     if prefill.draft is None:
         return
@@ -67,9 +63,9 @@ def _said(draft: DraftKv) -> str:
 
 
 def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raise ProtocolError for a pair between which SGLang 0.5.23 writes KV that is wrong, without an error.
+    """Raise ProtocolError for a pair between which SGLang 0.5.23 writes wrong KV without an error.
 
-    It was seen at TP 2:1 of a model with one KV head, where decode's greedy output was not the model's.
+    This happened at TP 2:1 with a model of one KV head, where decode's greedy output was not the model's.
     """
     attention = [group.num_kv_heads for group in prefill.groups if group.kind is not GroupKind.RECURRENT]
     heads = min(attention, default=prefill.tp_size)
@@ -80,17 +76,17 @@ def check_tensor_parallel(prefill: KvLayout, decode: KvLayout) -> None:
         )
 
 
-# These are sglang.srt.disaggregation.base.conn.StateType's.
+# These are the values of sglang.srt.disaggregation.base.conn.StateType.
 WINDOW, RECURRENT = "swa", "mamba"
 _KINDS = {WINDOW: GroupKind.SLIDING_WINDOW, RECURRENT: GroupKind.RECURRENT}
 
 
 @dataclass(frozen=True, slots=True)
 class StateComponent:
-    kind: str  # It is SGLang's word.
-    item_bytes: tuple[int, ...]  # Each buffer has one: a page's, or a request's part.
-    layer_ids: tuple[int, ...] = ()  # They are here where SGLang says them.
-    sliced: tuple[int, ...] = ()  # It is 0 for a buffer that every process holds whole.
+    kind: str  # This is SGLang's word.
+    item_bytes: tuple[int, ...]  # Each buffer has one: a page's bytes, or a request's.
+    layer_ids: tuple[int, ...] = ()  # This is empty where SGLang does not list them.
+    sliced: tuple[int, ...] = ()  # It is 0 for a buffer that every process has whole.
     num_units: int = 0  # These are pages, or slots.
 
     @property
@@ -111,10 +107,10 @@ class StateComponent:
     def written_bytes(
         self, peer_item_bytes: Sequence[int], spread_heads: int, writer: TpPlace, reader: TpPlace
     ) -> int:
-        """Return the bytes of a page, or a slot, in a write from here to there.
+        """Return the bytes of a page, or a slot, in a write from this side to the peer.
 
-        Of two sides with different tensor parallelism they are the narrower one's part, and nothing that
-        another process writes, too. `spread_heads` are attention's, that the processes share out.
+        With different tensor parallelism they are the narrower side's part, without what another process
+        writes, too. `spread_heads` are attention's heads, which the processes divide.
         """
         if self.kind == WINDOW:
             own = self.own_bytes() if is_counted(spread_heads, writer, reader) else 0
@@ -124,8 +120,7 @@ class StateComponent:
         return min(own, sum(peer_item_bytes))
 
     def _state_bytes(self) -> tuple[int, int]:
-        """Return a slot's bytes in this process: of buffers that the processes share out, and that each holds
-        whole."""
+        """Return a slot's bytes in this process: of buffers that processes divide, and of whole ones."""
         sliced = self.sliced or (1,) * len(self.item_bytes)
         replicated = sum(size for size, parts in zip(self.item_bytes, sliced, strict=True) if not parts)
         return self.own_bytes() - replicated, replicated
@@ -159,7 +154,7 @@ class AttentionHeads:
 def carried_groups(
     components: Sequence[StateComponent], heads: AttentionHeads, tp_size: int, window_size: int
 ) -> tuple[KvGroup, ...]:
-    """Return the groups in SGLang's order, which both sides pair by.
+    """Return the groups in SGLang's order, by which both sides pair them.
 
     `window_size` is the number of tokens before its own that a layer sees, as SGLang counts.
     """
@@ -175,7 +170,7 @@ def _group(component: StateComponent, heads: AttentionHeads, tp_size: int, windo
         return KvGroup(GroupKind.RECURRENT, layers, 0, 0, heads.dtype, unit_bytes=size)
     layers = tuple(
         range(len(component.item_bytes) // 2)
-    )  # They are K and V; SGLang does not say which layers.
+    )  # They are K and V; SGLang does not report which layers.
     return KvGroup(
         GroupKind.SLIDING_WINDOW,
         layers,
@@ -189,13 +184,12 @@ def _group(component: StateComponent, heads: AttentionHeads, tp_size: int, windo
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    item_bytes: tuple[int, ...]  # They are a page's.
-    heads: AttentionHeads  # They are the whole model's.
+    item_bytes: tuple[int, ...]  # These are a page's bytes.
+    heads: AttentionHeads  # These are the whole model's.
     is_latent: bool = False  # A latent is one vector for all heads, which every process has.
 
     @property
     def own_bytes(self) -> int:
-        """Return a page's bytes in this process."""
         return sum(self.item_bytes)
 
     @property
@@ -207,10 +201,10 @@ class Buffers:
         return self.own_bytes // max(1, self.spread_heads // tp_size) * self.spread_heads
 
     def written_bytes(self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace) -> int:
-        """Return a page's bytes in a write from here to there.
+        """Return a page's bytes in a write from this side to the peer.
 
-        Of two sides with different tensor parallelism they are the narrower one's heads; 0 where another
-        process writes the same: what is due is the model's KV, not its copies.
+        With different tensor parallelism they are the narrower side's heads. They are 0 where another process
+        writes the same, since copies of the model's KV do not count.
         """
         counts = is_counted(self.spread_heads, writer, reader)
         return min(self.own_bytes, sum(peer_item_bytes)) if counts else 0
@@ -236,11 +230,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    page_size: int  # It counts tokens.
+    page_size: int  # This is in tokens.
     num_pages: int
     tp_size: int
     buffers: Buffers
-    layer_ids: tuple[int, ...]  # Each of the model's buffers has one, where SGLang says them.
+    layer_ids: tuple[int, ...]  # Each of the model's buffers has one, where SGLang lists them.
     components: tuple[StateComponent, ...]
     window_size: int = 0  # A windowed layer sees so many tokens before its own.
     draft: Draft | None = None
@@ -270,9 +264,9 @@ class ProcessMemory:
     def written_bytes(
         self, peer_item_bytes: Sequence[int], writer: TpPlace, reader: TpPlace
     ) -> tuple[int, int]:
-        """Return a page's bytes, of the model and of the draft.
+        """Return a page's written bytes, of the model and of the draft.
 
-        The peer may have a draft's buffers that this process has not: SGLang writes none of them.
+        The peer may have a draft's buffers that this process lacks: SGLang writes none of them.
         """
         count = len(self.buffers.item_bytes)
         of_model = self.buffers.written_bytes(peer_item_bytes[:count], writer, reader)
@@ -287,10 +281,10 @@ class ProcessMemory:
         writer: TpPlace,
         reader: TpPlace,
     ) -> Iterator[tuple[str, int]]:
-        """Yield SGLang's word and bytes of each component with per-request state.
+        """Yield SGLang's word and the bytes of each component with per-request state.
 
-        `indices` are by component the pages or slots that are written; SGLang writes nothing of components
-        for which there are none, or that the list is too short for.
+        `indices` has for each component the pages or slots that are written; SGLang writes nothing for
+        components with None, or beyond the end of the list.
         """
         heads = self.buffers.spread_heads
         for component, units, peer in zip(self.components, indices, peer_item_bytes, strict=False):
@@ -303,7 +297,7 @@ def _num_layers(buffers: Buffers) -> int:
 
 
 def read_item_bytes(item_bytes: Sequence[int], num_draft: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the model's, and the draft's, which are the last ones."""
+    """Return the model's sizes, and the draft's, which are the last ones."""
     count = len(item_bytes) - num_draft
     return tuple(map(int, item_bytes[:count])), tuple(map(int, item_bytes[count:]))
 
@@ -327,8 +321,7 @@ class Posted:
 
 
 class HostAgent:
-    """All memory is the host's for this agent of NIXL's: SGLang calls the memory of states VRAM wherever it
-    is."""
+    """All memory is the host's to this NIXL agent: SGLang calls the memory of states VRAM wherever it is."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent

@@ -1,10 +1,10 @@
-"""A process of SGLang's is connected to our service by a Unix socket of the service's.
+"""A process of SGLang's connects to our service by the service's Unix socket.
 
-Whoever reports never waits: what the socket does not take at once a thread writes. Reports of one process
-arrive in order, none is lost while both live; a service that ends takes its SGLang with it.
+A caller that reports never waits: a thread writes what the socket does not accept at once. Reports of one
+process arrive in order, and none is lost while both live; a service that ends takes its SGLang with it.
 
-A loop of ours, in a thread beside the scheduler, carries the Handshake; it reports every few seconds that it
-runs, and a few times a second the rank's load, which SGLang would tell over HTTP.
+A loop of ours, in a thread beside the scheduler, serves the Handshake; it reports every few seconds that it
+runs, and a few times a second the rank's load, which SGLang would report over HTTP.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from services.engine.sglang.reports import ORDERS, Load, Order, Report
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
-_MOST_BYTES = 16 << 20  # No more of orders is read at a time: a scheduler has its steps to do.
+_MOST_BYTES = 16 << 20  # No more bytes of orders are read at a time, since a scheduler has its steps to do.
 _REST_WAIT_MS = 5
 
 
@@ -36,12 +36,13 @@ class Reporter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._late: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._num_late = 0  # They are not yet written; while there are some, what comes goes behind them.
+        # These are not written yet; while there are some, new reports are queued after them.
+        self._num_late = 0
         self._lock = threading.Lock()
         self._splitter = reports.LineSplitter()
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._comes = False  # Something was there when we last looked, or waited.
+        self._comes = False  # The last read or wait found something.
         threading.Thread(target=self._write_late, name="isthmus-reports", daemon=True).start()
 
     def fileno(self) -> int:
@@ -57,8 +58,7 @@ class Reporter:
                 self._late.put(rest)
 
     def orders(self) -> list[Order]:
-        """Return the orders that have come; wait only for the rest of one that is coming. Raises
-        ProtocolError."""
+        """Return the orders that have arrived; wait only for the rest of one. Raises ProtocolError."""
         orders: list[Order] = []
         left = _MOST_BYTES
         while left > 0 and ((received := self._received()) or self._rest_comes()):
@@ -67,10 +67,10 @@ class Reporter:
         return orders
 
     def _rest_comes(self) -> bool:
-        """Return whether the rest of an order comes, for a socket holds some 200 KB.
+        """Return whether the rest of an order arrives soon, since a socket holds only some 200 KB.
 
-        The service writes on when they have been read. Left to the next step, a long prompt would take one
-        for each of its parts. A service that hangs is waited for once.
+        The service continues to write when the first part has been read. Without this wait, a long prompt
+        would take a step for each of its parts. A service that hangs is waited for once.
         """
         if self._comes and self._splitter.has_begun:
             self._comes = bool(self._poll.poll(_REST_WAIT_MS))
@@ -78,7 +78,7 @@ class Reporter:
         return False
 
     def _received(self) -> bytes:
-        """Return what has come: nothing after the service's end, with which this process ends, too."""
+        """Return the received bytes; after the service's end, which ends this process, there are none."""
         try:
             received = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -113,20 +113,21 @@ def process_reporter() -> Reporter:
     return Reporter(PluginSettings.from_environment().reports_path)
 
 
-LOAD_S = 0.25  # Between looks. A scheduler publishes at every few steps, and spinning all the time.
+# This is the pause between reports. A scheduler publishes every few steps, and all the time while it spins.
+LOAD_S = 0.25
 _SECTIONS = {"core", "disagg"}
 
 _published: list[Any] = []  # The last one that has not been reported is here.
 
 
 def note_load(snapshot: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Note the load, after Scheduler.publish_load_snapshot, which returns none where it does not publish."""
+    """Keep the load, after Scheduler.publish_load_snapshot, which returns None where it does not publish."""
     if snapshot is not None:
         _published[:] = [snapshot]
 
 
 def tell_load() -> None:
-    """Report it, on a thread of ours, so that the last one before a rest is reported, too."""
+    """Report the last load, on a thread of ours, so that the one before an idle time is reported, too."""
     if _published:
         process_reporter().report(Load(_published.pop().to_dict(_SECTIONS)))
 
@@ -136,7 +137,7 @@ BEAT_S = 5.0
 
 
 class LoopThread:
-    """An asyncio loop runs in a thread of its own until the process ends, whose main thread must not wait."""
+    """An asyncio loop runs in its own thread until the process ends, whose main thread must not wait."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -149,7 +150,7 @@ class LoopThread:
     def every(self, pause_s: float, function: Callable[[], Any]) -> None:
         """Call it on the loop now, and again each `pause_s`, whatever it raises.
 
-        The first of failures in a row is logged.
+        The first of consecutive failures is logged.
         """
         failed = False
 

@@ -1,12 +1,10 @@
-"""Requests of our service go into a scheduler and its outputs back, by the socket that reports go by.
+"""Requests of our service go into a scheduler and its outputs come back over the socket of the reports.
 
-    service --Generate, Abort--> [SGLang's own: HTTP server, tokenizer manager, DP controller] scheduler
-    service <--Outputs, one message per step--------------------------------------------------- scheduler
+The service sends Generate and Abort, and the scheduler sends Outputs, one message per step. This bypasses
+SGLang's own HTTP server, tokenizer manager and DP controller, which would parse and write JSON for each
+token, and wake a task for it in a process of its own. SGLang's health checks go their old way.
 
-All that SGLang does on the way is passed by: it would parse and write JSON for each token, and wake a task
-for it in a process of its own. Its health checks go their old way.
-
-Its KV events of this process go to our service, too, instead of over ZMQ: in order, and none is lost.
+The KV events of this process go to our service, too, instead of over ZMQ: in order, and none is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +43,10 @@ Chunk = dict[str, Any]  # It is laid out as over HTTP.
 def take_orders(
     receiver: Any, received: list[Any] | None, local: list[Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take orders in, before SchedulerRequestReceiver._broadcast_reqs_across_ranks, whose arguments it
-    returns.
+    """Add our orders before SchedulerRequestReceiver._broadcast_reqs_across_ranks; return its arguments.
 
-    `received` is None in a process that gets what another one takes. Aborts go with `local`, SGLang's own of
-    this DP rank: with DP attention those that are received count at the first rank alone.
+    `received` is None in a process that gets what another one receives. Aborts go into `local`, SGLang's own
+    messages of this DP rank: with DP attention, the received ones only count at the first rank.
     """
     if received is None:
         return None
@@ -62,8 +59,7 @@ def take_orders(
 
 
 def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
-    """Report outputs, around SenderWrapper.send_output, by which a scheduler answers SGLang's tokenizer
-    manager."""
+    """Report outputs, around SenderWrapper.send_output, which answers SGLang's tokenizer manager."""
     told = _told(output) if sender.socket is not None else []
     for outputs in told:
         process_reporter().report(outputs)
@@ -74,7 +70,7 @@ def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args:
 def _request(order: Generate, vocab_size: int) -> Any:
     try:
         return _generation(order, vocab_size)
-    except ValueError as error:  # SGLang's tokenizer manager refuses it so.
+    except ValueError as error:  # SGLang's tokenizer manager refuses it in this form.
         refusal = {"type": "abort", "status_code": 400, "message": str(error)}
         process_reporter().report(Outputs([_end(order.arguments["rid"], refusal)]))
         return None
@@ -113,9 +109,10 @@ def _has_others(output: Any) -> bool:
 
 
 def _apart(chunks: list[Chunk], tokens: dict[str, list[int]]) -> list[Outputs]:
-    """Return prompts' scores by themselves.
+    """Return the scores of prompts in outputs of their own.
 
-    Those of several that end in a step could be more than a line holds, and what is not read never ends.
+    Those of several prompts that end in one step could exceed a line, and a request whose end is unreadable
+    never ends.
     """
     scored = [Outputs([chunk]) for chunk in chunks if "input_token_logprobs" in chunk["meta_info"]]
     others = [chunk for chunk in chunks if "input_token_logprobs" not in chunk["meta_info"]]
@@ -131,7 +128,7 @@ def _end(rid: str, reason: Any) -> Chunk:
 
 
 def _chunk(output: Any, index: int, rid: str) -> Chunk:
-    """Return what TokenizerManager._handle_batch_output makes of it, as far as our service reads it."""
+    """Return the part of TokenizerManager._handle_batch_output's result that our service reads."""
     reason = output.finished_reasons[index]
     told = {
         "finish_reason": reason,

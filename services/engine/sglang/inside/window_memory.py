@@ -1,10 +1,10 @@
-"""SGLang itself says of a model, before it is started, whether windows' KV are in memory of their own.
+"""SGLang itself decides, before it starts, whether a model's windows have memory of their own.
 
-    python -m services.engine.sglang.inside.window_memory DIR      prints true or false
+`python -m services.engine.sglang.inside.window_memory DIR` prints true or false.
 
-It runs in a process of its own, for SGLang's libraries take seconds to load. Its list of architectures
-decides, whatever config.json says of windows: of a model that is not in it every layer keeps the KV of every
-token.
+It runs in a process of its own, as SGLang's libraries take seconds to load. SGLang's list of architectures
+decides, whatever config.json states about windows: for a model that is not in it, every layer stores the KV
+of every token.
 """
 
 import json

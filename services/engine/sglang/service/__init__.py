@@ -1,1 +1,1 @@
-"""SGLang is seen from our process here: started, asked, counted."""
+"""Our own process starts SGLang here, sends it requests, and reads its reports."""

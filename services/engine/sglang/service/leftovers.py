@@ -1,20 +1,17 @@
-"""SGLang ends by killing itself, or is killed: what it leaves in folders and shared memory is removed here.
+"""SGLang kills itself at its end, or is killed: this removes what it leaves in folders and shared memory.
 
-A worker has a folder for temporary files, SGLang's among them, which would stay: the files of its metrics,
-and what its sockets are named after.
+A worker has a folder for temporary files, including SGLang's, which would stay: the files of its metrics, and
+those that its sockets are named after. `open` removes the folders of dead workers, then creates and locks one
+of its own. `close` removes it. When a worker is killed the kernel releases the lock, and the next `open`
+removes the folder.
 
-    open: of dead workers, removed --> made --> locked --> close: removed
-                                                  +--killed: the kernel takes the lock away--> the next open
+Shared memory does no harm until the tmpfs is full. A file sgl_shm_<kind>_<pid>_<random> was created by <pid>;
+kind mq stays open, others are passed by name, and may be open nowhere for a while. A file
+sglang_loads_<name>_<hash>.shm is kept open by the schedulers that write it.
 
-Shared memory is in no one's way until the tmpfs is full.
-
-    sgl_shm_<kind>_<pid>_<random>    made by <pid>; of kind mq it keeps it open, others go by name, and
-                                     nobody may have them open for a while
-    sglang_loads_<name>_<hash>.shm   kept open by the schedulers that write it
-
-Containers can share the tmpfs and not the pids, so that who seems dead may live. So the kernel decides: it
-grants a read lease on a file only if nobody has it open, or mapped, for writing. Where it grants none at all,
-everything stays.
+Containers can share the tmpfs and not the pids, so a process that seems dead may live. So the kernel decides:
+it grants a read lease on a file only if nobody has it open, or mapped, for writing. Where it grants none at
+all, everything stays.
 """
 
 import fcntl
@@ -33,12 +30,12 @@ from pathlib import Path
 _FOLDER = Path("/dev/shm")
 _KEPT_OPEN = ("sgl_shm_mq_*", "sglang_loads_*.shm")
 _WITH_PID = "sgl_shm_*_*_*"
-_HANDED_OVER_S = 600.0  # By then it has been, or whoever was to get it is gone.
-_BIRTH_ERROR_S = 2.0  # Births are reckoned from when the machine was booted, in whole seconds.
+_HANDED_OVER_S = 600.0  # By then the file has been passed on, or its receiver is gone.
+_BIRTH_ERROR_S = 2.0  # Times of birth are computed from the boot time, which is in whole seconds.
 
 
 def remove_orphans() -> None:
-    """Remove those of our user that nobody can need any more, whoever left them."""
+    """Remove the files of our user that nobody can need any more, whoever left them."""
     for path in (path for pattern in _KEPT_OPEN for path in _FOLDER.glob(pattern)):
         _remove_unless_open(path)
     for path in _FOLDER.glob(_WITH_PID):
@@ -47,7 +44,7 @@ def remove_orphans() -> None:
 
 
 def remove_of(dead: Mapping[int, float]) -> None:
-    """Remove those that children of ours made, who have ended; `dead` says by pid when they were born."""
+    """Remove the files that ended children of ours created; `dead` has their times of birth by pid."""
     for path in _FOLDER.glob(_WITH_PID):
         born_s = dead.get(_maker(path))
         if born_s is not None:
@@ -73,10 +70,9 @@ def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf)
 
 
 def _take_lease(descriptor: int) -> None:
-    """Take a lease until it is closed. Raises OSError if somebody has the file open for writing, or none can
-    be had.
+    """Take a lease until the file is closed. Raises OSError if it is open for writing, or without leases.
 
-    Who opens it meanwhile waits until we close it, and a signal tells us: one that does not end us.
+    A process that opens it meanwhile waits until we close it, and a signal that does not end us reports that.
     """
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
     fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -87,16 +83,16 @@ _PREFIX = "isthmus-worker-"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """It is for one incarnation of one worker. Our child processes do not inherit the lock."""
+    """It belongs to one incarnation of one worker. Our child processes do not inherit the lock."""
 
     path: Path
-    lock: int  # It is a descriptor of the folder itself.
+    lock: int  # This is a descriptor of the folder itself.
 
     @classmethod
     def open(cls) -> "RunFolder":
-        """Make a folder where temporary files are kept.
+        """Create a folder for temporary files.
 
-        Those of workers that have been killed are removed, and what SGLang left in shared memory.
+        This removes the folders of killed workers, and what SGLang left in shared memory.
         """
         root = Path(tempfile.gettempdir())
         for path in root.glob(f"{_PREFIX}*"):
@@ -109,24 +105,21 @@ class RunFolder:
                 return cls(path, lock)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a process whose temporary files are to lie here; what it compiles is for
-        its next start too."""
+        """Return the environment of a process with its temporary files here; compiled code is kept."""
         environment = {**inherited, "TMPDIR": str(self.path)}
-        # It is not the first variable: torch sets it anew, and setproctitle would find no title to change.
+        # It is not the first variable: torch sets it again, and setproctitle would find no title to change.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         return environment
 
     def close(self) -> None:
-        """Remove the folder; what a process that is still ending writes afterwards the next worker
-        removes."""
+        """Remove the folder; the next worker removes what a process that is still ending writes later."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
 
 def _lock(path: Path) -> int | None:
-    """Return a locked descriptor, or None where another worker took the new folder for a dead one's, and has
-    removed it."""
+    """Return a locked descriptor, or None where another worker removed the new folder as a dead worker's."""
     try:
         descriptor = _open_folder(path)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A checkpoint's config.json says whether SGLang can serve the model here, and what of it concerns us.
+"""This reads from a checkpoint's config.json whether SGLang can serve the model, and what matters for KV.
 
-full attention, MLA's latent, its sparse attention   every layer keeps the KV of every token: pages windows,
-alike with the rest in width                kept whole, or moved as tails (has_window_memory) recurrent layers
-moved as states others                                               refused: what they keep is not known here
+With full attention, MLA's latent and its sparse attention, every layer stores the KV of every token: pages.
+Windows of the same width as the other layers are stored whole, or transferred as tails (has_window_memory).
+Recurrent layers are transferred as states. Other models are refused, since what they store is not known here.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from services.model.layer_groups import LayerGroups, layer_groups, text_config
 from services.model.model_config import context_tokens, disagreement
 from services.values.errors import ConfigError, Unavailable
 
-# These are lists of what each layer is, and the words for full attention; 1 is MiniMax's.
+# These are lists of the layers' kinds, and the words for full attention; 1 is MiniMax's.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "mixer_types", "attn_type_list")
 _FULL_ATTENTION = ("full_attention", "attention", "attn", "indexed_attention", "deepseek_sparse_attention", 1)
-# A layer sees so many tokens; SGLang looks for the first three (configs/model_config.py).
+# A layer sees so many tokens; SGLang reads the first three (configs/model_config.py).
 _WINDOWS = (
     "sliding_window_size",
     "sliding_window",
@@ -31,7 +31,7 @@ _WINDOWS = (
     "attention_window_size",
     "attention_chunk_size",
 )
-# Models that have layers of other kinds, and may list them nowhere, say these.
+# Models with layers of other kinds, which they may list nowhere, have these.
 _OTHER_LAYERS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
@@ -44,11 +44,11 @@ _OTHER_LAYERS = (
     "conv_L_cache",
     "compress_ratios",
 )
-# Such layers keep what no group is, whatever else config.json says.
+# What such layers store fits no group, whatever else config.json has.
 _UNKNOWN = ("hybrid_layer_pattern", "ssm_cfg", "state_size", "compress_ratios")
 _REFUSED = "no model for --engine=sglang"
 _WINDOW_MODULE = "services.engine.sglang.inside.window_memory"
-# A node of stock SGLang 0.5.23's tree is a hit only if every component has there what it needs.
+# A node of stock SGLang 0.5.23's tree is a hit only if every component has what it needs there.
 WINDOW_MEMORY_SAID = (
     "windows' KV is in memory of its own, as asked for: prompts that begin alike and then differ find "
     "nothing on decode, and a conversation whose window was evicted finds less than attention holds"
@@ -73,10 +73,8 @@ class ModelShape:
     def read(cls, model_path: str) -> "ModelShape":
         """Read config.json.
 
-        Raises:
-            ConfigError: it is missing, says too little, or tells of layers of which is not known what they
-                keep.
-            Unavailable: it cannot be read now.
+        Raises ConfigError where it is missing, incomplete, or has layers whose storage is not known. Raises
+        Unavailable where it cannot be read now.
         """
         try:
             whole = json.loads((Path(model_path) / "config.json").read_text())
@@ -98,7 +96,7 @@ class ModelShape:
 def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict[str, bool]:
     """Return which layers there are beside full attention.
 
-    `reasons` are what config.json says of other layers. Raises ConfigError where that does not suffice.
+    `reasons` are what config.json has about other layers. Raises ConfigError where that does not suffice.
     """
     said = f"its config.json says {'; '.join(reasons)}"
     if unknown := [name for name in _UNKNOWN if text_config(whole).get(name)]:
@@ -117,8 +115,8 @@ def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict
 def _require_one_width(groups: LayerGroups, said: str) -> None:
     """Raise ConfigError unless all layers have one width.
 
-    Kept whole, windows lie in one pool with the rest; in memory of their own SGLang refuses such a model with
-    the decode cache (mem_cache/kv_cache_builder.py).
+    Windows that are stored whole lie in one pool with the rest. With windows in memory of their own, SGLang
+    refuses such a model with the decode cache (mem_cache/kv_cache_builder.py).
     """
     full = (groups.full.num_kv_heads, groups.full.head_dim, groups.full.v_head_dim)
     for window in groups.windows:
@@ -127,12 +125,12 @@ def _require_one_width(groups: LayerGroups, said: str) -> None:
 
 
 def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what config.json, or its text part, says of layers without full attention."""
+    """Yield what config.json, or its text part, has about layers without full attention."""
     listed = [name for name in _LAYER_LISTS if config.get(name)]
     for name in listed:
         if others := sorted({str(kind) for kind in config[name] if kind not in _FULL_ATTENTION}):
             yield f"{name}: {', '.join(others)}"
-    if not listed:  # Where layers are listed, the list is what holds.
+    if not listed:  # Where layers are listed, only the list counts.
         yield from (f"{name}={config[name]}" for name in _WINDOWS if _sees_less(config, name))
         yield from (name for name in _OTHER_LAYERS if config.get(name))
 
@@ -140,7 +138,7 @@ def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:
 def _sees_less(config: Mapping[str, Any], name: str) -> bool:
     """Return whether a layer sees less than its whole context.
 
-    Qwen names windows that are switched off, or begin after its last layer.
+    Qwen's files may have windows that are switched off, or begin after the last layer.
     """
     window = config.get(name)
     if not isinstance(window, int) or window <= 0 or not config.get("use_sliding_window", True):
@@ -152,13 +150,10 @@ def _sees_less(config: Mapping[str, Any], name: str) -> bool:
 
 
 async def has_window_memory(model_path: str, environment: Mapping[str, str]) -> bool:
-    """Return whether SGLang would keep windows' KV in memory of its own, by its own list of architectures.
+    """Return whether SGLang would give windows' KV memory of its own, by its list of architectures.
 
-    It loads SGLang's libraries in a child process, which takes seconds.
-
-    Raises:
-        ConfigError: it gives no answer.
-        Unavailable: it was killed; memory may be short.
+    This loads SGLang's libraries in a child process, which takes seconds. Raises ConfigError where that gives
+    no answer, and Unavailable where it was killed, as memory may be short.
     """
     process = await asyncio.create_subprocess_exec(
         *dying_with_us([sys.executable, "-m", _WINDOW_MODULE, model_path]),

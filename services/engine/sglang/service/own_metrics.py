@@ -1,6 +1,6 @@
-"""SGLang's page of metrics is passed on, shared out over the pages of its DP ranks.
+"""This passes SGLang's page of metrics on, divided over the pages of its DP ranks.
 
-SGLang listens on loopback only and for this service alone, so nobody else can ask it.
+SGLang listens on loopback only and for this service alone, so nobody else can read it.
 """
 
 import logging
@@ -14,16 +14,16 @@ from services.observe.log_lines import event
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "sglang:"  # All of its own have it; what a Python process tells of itself ours tells already.
+_PREFIX = "sglang:"  # All of SGLang's own metrics have it; our page already has those of a Python process.
 _TIMEOUT_S = 5.0
-# A page has these for every sample, and they are ours: theirs go by another name, as in Prometheus.
+# Every sample of a page has these labels of ours. SGLang's are renamed, as Prometheus does.
 _OURS = ("isthmus_cluster", "role", "worker", "rank", "model")
 
 
 def read(url: str, dp_rank: int) -> Iterator[Metric]:
-    """Yield one DP rank's metrics; this blocks. Where SGLang does not answer, they say only that."""
+    """Yield one DP rank's metrics; this blocks. Where SGLang does not answer, only that is reported."""
     try:
-        # SGLang is here, so no proxy of the environment's is asked.
+        # SGLang is on this host, so no proxy of the environment is used.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_TIMEOUT_S) as response:
             told = list(of_rank(response.read().decode(), dp_rank))
@@ -36,7 +36,7 @@ def read(url: str, dp_rank: int) -> Iterator[Metric]:
 
 
 def of_rank(page: str, dp_rank: int) -> Iterator[Metric]:
-    """Yield those of its metrics that speak of that DP rank; what speaks of no rank belongs to the first one.
+    """Yield the metrics of one DP rank; those of no rank belong to the first one.
 
     Raises ValueError where the page is not in Prometheus's format.
     """

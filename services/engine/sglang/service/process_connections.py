@@ -1,10 +1,8 @@
-"""SGLang's processes connect here: they report, hear what to do, and take requests, token ids in and out.
+"""SGLang's processes connect here: they send reports, receive orders, and get requests as token ids.
 
-stream --Generate--> scheduler --Outputs--> chunks --a finish reason--> end
-   |                                 +-----> tokens, to who is told them
-   +--left before its end: Abort     +--SGLang ends: Unavailable
-
-Their reports on transfers are kept until somebody asks for them.
+A stream sends Generate to its scheduler. Outputs bring chunks until one with a finish reason, or tokens for a
+callback. A stream that is left before its end sends Abort. When SGLang ends, streams get Unavailable. Reports
+on transfers are kept until they are needed.
 """
 
 import asyncio
@@ -31,8 +29,8 @@ async def serve_reports(
 ) -> asyncio.Server:
     """Serve on the running loop.
 
-    `take` gets every report and how to answer, or `unreadable` why it is none; `ended` is called when a
-    process that reports ends.
+    `take` gets every report and a function that answers, or `unreadable` gets the error of a line; `ended` is
+    called when a reporting process ends.
     """
 
     def connection() -> asyncio.Protocol:
@@ -68,14 +66,16 @@ class _Process(asyncio.Protocol):
             self._take(report, self._say)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End; half a line may be left of a process that was killed."""
+        """End; a process that was killed may leave half a line."""
         if error is not None:
             log.info("sglang_reports_reset error=%s", error)
         self._ended()
 
     def _say(self, order: Order) -> None:
-        """Send an order. Raises InvalidRequest for what the other end would not read: a scheduler ends with
-        such a line."""
+        """Send an order.
+
+        Raises InvalidRequest where its line is too long to be read, which would end the scheduler.
+        """
         if len(line := reports.encode(order)) > reports.MAX_LINE_BYTES:
             limit = reports.MAX_LINE_BYTES
             raise InvalidRequest(f"engine sglang takes requests of {limit} bytes as JSON, got {len(line)}")
@@ -86,7 +86,7 @@ Chunk = dict[str, Any]
 
 
 class Telling:
-    """It is told tokens that nothing else is said with, in the place of a chunk; not those of `stops`."""
+    """This passes tokens to a callback instead of a chunk, where they come alone and are not in `stops`."""
 
     def __init__(self, tell: Callable[[int], None], stops: Set[int]) -> None:
         self._tell = tell
@@ -94,12 +94,12 @@ class Telling:
         self._is_on = False
 
     def begin(self) -> None:
-        """Tell from now on: all that has come so far has been passed on."""
+        """Pass tokens on from now on, since all earlier chunks have been read."""
         self._is_on = True
 
     def take(self, ids: list[int]) -> bool:
         if not self._stops.isdisjoint(ids):
-            self._is_on = False  # With a stop the request ends, for us.
+            self._is_on = False  # A stop token ends the request for us.
         if self._is_on:
             for token_id in ids:
                 self._tell(token_id)
@@ -118,8 +118,8 @@ class _Open:
 
 class Door:
     def __init__(self) -> None:
-        self._schedulers: dict[int, Say] = {}  # They go by DP rank.
-        self._open: dict[str, _Open] = {}  # They go by rid.
+        self._schedulers: dict[int, Say] = {}  # The keys are DP ranks.
+        self._open: dict[str, _Open] = {}  # The keys are rids.
 
     def __repr__(self) -> str:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
@@ -133,13 +133,11 @@ class Door:
     async def stream(
         self, body: dict[str, Any], telling: Telling | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one request, but for what `telling` takes; leaving them before the end aborts
-        it.
+        """Yield a request's chunks that `telling` does not take; closing this early aborts the request.
 
-        Raises:
-            InvalidRequest, PeerFailed: SGLang gives it up; a transfer that failed is among the reasons.
-            InvalidRequest: it is larger than what a scheduler reads, or there is one of that name.
-            Unavailable: SGLang itself is gone.
+        Raises InvalidRequest or PeerFailed where SGLang gives the request up, for instance when a transfer
+        failed; also InvalidRequest where it is larger than a scheduler's line, or its rid is in use. Raises
+        Unavailable where SGLang is gone.
         """
         say = self._schedulers.get(body["routed_dp_rank"])
         if say is None:
@@ -169,7 +167,7 @@ class Door:
                 opened.put_tokens(rid, ids)
 
     def close(self, reason: str) -> None:
-        """End all requests with Unavailable, and let no new ones begin."""
+        """End all requests with Unavailable, and accept no new ones."""
         self._schedulers.clear()
         for opened in self._open.values():
             opened.chunks.put_nowait(Unavailable(reason))
@@ -190,7 +188,8 @@ def _failure(status: int, message: str) -> IsthmusError:
     return PeerFailed(f"SGLang failed the request: {message}")
 
 
-_REPORT_TIMEOUT_S = 15.0  # A report is on its way when it is asked for; processes may be starved.
+# A report that is awaited is on its way already, but processes may get little CPU time.
+_REPORT_TIMEOUT_S = 15.0
 _MAX_ROOMS = 4096
 
 
@@ -198,8 +197,8 @@ class RoomReports:
     def __init__(self) -> None:
         self._tickets: dict[
             int, tuple[TicketSent, float]
-        ] = {}  # By transfer there is the ticket, and when it was reported.
-        self._moved: dict[int, tuple[int, int]] = {}  # It maps transfers to reports and bytes.
+        ] = {}  # It maps transfers to the ticket, and the time of its report.
+        self._moved: dict[int, tuple[int, int]] = {}  # It maps transfers to the numbers of reports and bytes.
         self._waiting: dict[int, asyncio.Event] = {}  # The keys are transfers.
 
     def take(self, report: TicketSent | Moved) -> None:
@@ -215,16 +214,18 @@ class RoomReports:
             told.set()
 
     async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
-        """Return what the decode side promised for a transfer, and when (monotonic).
+        """Return the decode side's ticket for a transfer, and when it was sent (monotonic).
 
-        Raises PeerFailed when the plugin says nothing.
+        Raises PeerFailed where the plugin reports none.
         """
         await self._until(room, lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
         return self._tickets.pop(room)
 
     async def bytes_moved(self, room: Room, num_processes: int) -> int:
-        """Return the bytes that all of the rank's processes wrote for a transfer. Raises PeerFailed
-        likewise."""
+        """Return the bytes that all of the rank's processes wrote for a transfer.
+
+        Raises PeerFailed without reports.
+        """
 
         def all_told() -> bool:
             return self._moved.get(room, (0, 0))[0] >= num_processes
@@ -252,7 +253,7 @@ class RoomReports:
 
 
 def _bound(rooms: dict[int, Any]) -> None:
-    """Forget transfers of requests that failed before anybody asked."""
+    """Forget transfers of requests that failed before anybody needed their reports."""
     while len(rooms) > _MAX_ROOMS:
         del rooms[next(iter(rooms))]
 
@@ -262,26 +263,25 @@ _SILENT_LOOKS = 60  # A supervisor waits as long for a rank.
 
 
 class Beats:
-    """Processes of SGLang's beat while the loop runs that carries the Handshake in them.
+    """SGLang's processes send beats while the loop runs that serves the Handshake in them.
 
-    Time is counted in looks, as everywhere: whoever looks may have stood still itself. SGLang watches its
-    schedulers (`--watchdog-timeout`); of our thread beside them it knows nothing, and its transfers would
-    wait for ever.
+    Time is counted in looks, since this process may have been stopped itself. SGLang watches its schedulers
+    (`--watchdog-timeout`), but not our thread beside them, without which its transfers would wait for ever.
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, int] = {}  # By pid it counts the looks since the last beat.
+        self._looks: dict[int, int] = {}  # It maps pids to the looks since the last beat.
 
     def heard(self, pid: int) -> None:
         self._looks[pid] = 0
 
     def look(self) -> list[int]:
-        """Return those that have beaten before and are silent now."""
+        """Return the processes that have sent beats before and are silent now."""
         self._looks = {pid: looks + 1 for pid, looks in self._looks.items()}
         return [pid for pid, looks in self._looks.items() if looks >= _SILENT_LOOKS]
 
     async def until_silent(self) -> list[int]:
-        """Wait until some that have beaten are silent, and return them."""
+        """Wait until some processes that have sent beats are silent, and return them."""
         while not (silent := self.look()):
             await asyncio.sleep(_LOOK_S)
         return silent

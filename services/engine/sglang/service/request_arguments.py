@@ -1,8 +1,10 @@
-"""Our requests become SGLang's arguments, and its report of a prompt's tokens becomes ours. All is pure.
+"""This module converts our requests to SGLang's arguments, and its report of a prompt's tokens to ours.
 
-asked from token 3 on: logprob_start_len 2     SGLang matches 2 tokens at most, and tells from there on:
-input_token_logprobs   [null, id 2, null], [logprob, id 3, null], ...
-input_top_logprobs     null, [[logprob, id, null], ...], ...
+It is pure. To score a prompt from token 3 on, logprob_start_len is 2: SGLang then reuses at most 2 cached
+tokens, and reports from there on.
+
+    input_token_logprobs   [null, id 2, null], [logprob, id 3, null], ...
+    input_top_logprobs     null, [[logprob, id, null], ...], ...
 """
 
 import json
@@ -20,7 +22,7 @@ _BAN = -1e30
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise InvalidRequest for what this engine does not offer."""
+    """Raise InvalidRequest for options that this engine does not support."""
     if sampling.logprobs is not None:
         raise InvalidRequest("sampling.logprobs: engine sglang returns none")
     if sampling.min_tokens:
@@ -32,10 +34,10 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_resumption(request: GenerationRequest) -> None:
-    """Raise Unavailable where the output would be another one.
+    """Raise Unavailable where continuing would change the output.
 
-    SGLang counts penalties over the tokens that it has generated itself, begins a constraint with them, and
-    those so far are prompt to it. Routers that know of this end such a request.
+    SGLang counts penalties over the tokens that it has generated itself, and begins a constraint with them;
+    earlier output is prompt to it. Routers that know this end such a request.
     """
     if request.output_ids_so_far and request.sampling.heeds_output:
         raise Unavailable(
@@ -70,14 +72,13 @@ def sampling_arguments(request: GenerationRequest, max_context_tokens: int) -> d
 
 
 def _logit_bias(sampling: SamplingParams) -> dict[str, dict[str, float]]:
-    """Return the biases: a banned token's is one that no logit outweighs. SGLang adds them after
-    penalties."""
+    """Return the biases; a banned token's outweighs any logit. SGLang adds biases after penalties."""
     biases = dict(sampling.logit_bias) | {ids[0]: _BAN for ids in sampling.bad_token_ids}
     return {"logit_bias": {str(token_id): bias for token_id, bias in biases.items()}} if biases else {}
 
 
 def _grammar(constraint: Constraint | None) -> dict[str, str]:
-    """Return the constraint in the words of its llguidance backend, which takes Lark as `ebnf`, too."""
+    """Return the constraint as SGLang's llguidance backend reads it, which accepts Lark as `ebnf`, too."""
     if constraint is None:
         return {}
     match constraint.kind:
@@ -101,13 +102,13 @@ def _stop_ids(request: GenerationRequest) -> list[int]:
     return sorted(stops)
 
 
-# One prompt's come as one line of JSON, some 30 bytes each, and SGLang's scheduler stands while it
-# is written.
+# One prompt's scores are one line of JSON, some 30 bytes each, and SGLang's scheduler stops while it is
+# written.
 _MOST = 200_000
 
 
 def check_scored(request: GenerationRequest) -> None:
-    """Raise InvalidRequest where they are not in the prompt, or too many."""
+    """Raise InvalidRequest where too many tokens of the prompt are to be scored."""
     scored, num_top = request.scored, request.sampling.prompt_logprobs or 0
     if (number := len(scored) * (1 + num_top)) > _MOST:
         raise InvalidRequest(
@@ -116,7 +117,7 @@ def check_scored(request: GenerationRequest) -> None:
 
 
 def scoring_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """Return a prefill rank's arguments; none where nothing is requested."""
+    """Return a prefill rank's arguments; none where no scores are requested."""
     if (num_top := request.sampling.prompt_logprobs) is None:
         return {}
     start = request.scored.start - 1
@@ -126,7 +127,7 @@ def scoring_arguments(request: GenerationRequest) -> dict[str, Any]:
 def told_of_prompt(request: GenerationRequest, meta_info: Mapping[str, Any]) -> PromptLogprobs | None:
     """Return the scores, or None where none were requested.
 
-    Of a stream that moved what is reported of its output is left out.
+    For a stream that moved, this leaves out what SGLang reports of its output.
     """
     if (num_top := request.sampling.prompt_logprobs) is None:
         return None
@@ -150,5 +151,5 @@ def _filled(top: Sequence[Any], num_top: int) -> list[Any]:
 
 
 def _rank(token_id: int, top: Sequence[Any]) -> int:
-    """Return the rank: SGLang tells none, so where it is not among the most probable ones it is not known."""
+    """Return the rank, or 0: SGLang reports none, so only those of the most probable tokens are known."""
     return next((rank for rank, entry in enumerate(top, start=1) if entry[1] == token_id), 0)

@@ -1,17 +1,16 @@
-"""A scheduler of SGLang's reports its radix tree's events and its load, which become ours. All is pure.
+"""This module converts the radix-tree events and the load that a scheduler of SGLang's reports. It is pure.
 
-    BlockStored(hashes, parent, token_ids) --> one node per page: its tokens, its parent
-    node at the end of an index block -------> stored: the block's sequence hash, chained from the root
-    BlockRemoved(hashes) --------------------> removed, where the last such node of the block goes
-    AllBlocksCleared ------------------------> cleared
-    one that we cannot read -----------------> counted, and cleared: nothing that we know is sure any more
+BlockStored(hashes, parent, token_ids) gives one node per page, with its tokens and its parent. A node at the
+end of an index block reports `stored`: the block's sequence hash, chained from the root. BlockRemoved(hashes)
+reports `removed` when the last such node of the block goes. AllBlocksCleared reports `cleared`. An unreadable
+event is counted, and reported as `cleared`, since nothing known is certain any more.
 
-SGLang's hashes are names to us and nothing more; ours are computed anew from token ids and parents. A tree
-whose keys are pairs of neighbouring tokens (with EAGLE) is told by the first token of each pair. It finds a
-page only with the token behind it, so a hit may be foretold one page too long, and pages that differ in that
-token alone are one block.
+SGLang's hashes are only names here; ours are computed from token ids and parents. A tree whose keys are pairs
+of neighbouring tokens (with EAGLE) is represented by the first token of each pair. It finds a page only with
+the token after it, so a predicted hit may be one page too long, and pages that differ in that token alone are
+one block.
 
-Of the load (managers/load_snapshot.py) this has what routers want to know.
+Of the load (managers/load_snapshot.py) this has what routers need.
 """
 
 from collections import Counter
@@ -25,20 +24,21 @@ from services.values.kv import BlockHash, CacheEvents, PageBooks
 from services.values.rank import Role
 from services.values.rank_reports import NO_STEPS, RankLoad, StepHistogram
 
-# These are sglang.srt.disaggregation.kv_events.StorageMedium's: the device's own pages, or not said.
+# These are values of sglang.srt.disaggregation.kv_events.StorageMedium: the device's own pages, or not
+# stated.
 _OUR_TIER = ("GPU", None)
-_MAX_KINDS = 16  # They are texts of errors, which may have values in them.
+_MAX_KINDS = 16  # The kinds are texts of errors, which may contain values.
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
     block: BlockHash | None  # This is the sequence hash of the last full index block up to here.
-    open_tokens: tuple[int, ...]  # They came since that block's end.
+    open_tokens: tuple[int, ...]  # These follow that block's end.
     seed: int
 
 
 class TreeEventRebuilder:
-    """One DP rank has one. It takes memory for a node per page that the tree holds."""
+    """Each DP rank has one. It needs memory for a node per page of the tree."""
 
     def __init__(self, model: str, page_size: int, index_block: int) -> None:
         if index_block % page_size:
@@ -47,10 +47,11 @@ class TreeEventRebuilder:
         self._page_size = page_size
         self._index_block = index_block
         self._nodes: dict[int, _Node] = {}
-        self._num_pages_of: Counter[BlockHash] = Counter()  # Several pages end one where keys are pairs.
+        # Several pages may end one block where keys are pairs.
+        self._num_pages_of: Counter[BlockHash] = Counter()
         self._untaken = BlockLedger()
-        self._cleared = False  # What was taken before no longer stands.
-        self.unreadable: Counter[str] = Counter()  # By kind it counts events that could not be read.
+        self._cleared = False  # Earlier events are no longer valid.
+        self.unreadable: Counter[str] = Counter()  # It counts unreadable events by kind.
 
     def __repr__(self) -> str:
         return f"TreeEventRebuilder(pages={len(self._nodes)} unreadable={self.unreadable.total()})"
@@ -60,21 +61,20 @@ class TreeEventRebuilder:
         return len(self._nodes)
 
     def rebuild(self, events: Iterable[Mapping[str, Any]]) -> CacheEvents:
-        """Return what one batch of SGLang's events means. It never raises.
+        """Return the meaning of one batch of SGLang's events. It never raises.
 
-        After an event that cannot be read no block counts as held but those that are stored from then on,
-        from the root.
+        After an unreadable event only blocks that are stored later, from the root on, count as held.
         """
         for event in events:
             try:
                 self._read(event)
-            except Exception as error:  # These are another's words, whatever is wrong with them.
+            except Exception as error:  # The content comes from another program, so any error is possible.
                 self._count(str(error) if isinstance(error, ProtocolError) else repr(error))
                 self._forget()
         return self._take()
 
     def forget(self, kind: str) -> CacheEvents:
-        """Return what a batch means of which nothing could be read."""
+        """Return the meaning of an unreadable batch."""
         self._count(kind)
         self._forget()
         return self._take()
@@ -88,13 +88,13 @@ class TreeEventRebuilder:
         self.unreadable[kind if known else "others"] += 1
 
     def _forget(self) -> None:
-        if self._num_pages_of:  # Else nothing that was reported stands.
+        if self._num_pages_of:  # Otherwise no reported block is valid anyway.
             self._clear()
         self._nodes.clear()
 
     def _read(self, event: Mapping[str, Any]) -> None:
         if event.get("medium") not in _OUR_TIER:
-            return  # It is not of our pages.
+            return  # It is not about our pages.
         match event["type"]:
             case "BlockStored":
                 self._check(event)
@@ -123,13 +123,13 @@ class TreeEventRebuilder:
         tokens = _tokens(event["token_ids"])
         node = self._parent(event)
         if node is None:
-            return  # It is below a page that we never heard of: its hash cannot be known.
+            return  # Its parent page was never reported, so its hash cannot be known.
         for number, name in enumerate(event["block_hashes"]):
             page = tokens[number * self._page_size : (number + 1) * self._page_size]
             node = self._child(node, page)
             if self._nodes.get(name) == node:
                 continue
-            self._remove(name)  # Its name stood for another block.
+            self._remove(name)  # Its name belonged to another block.
             self._nodes[name] = node
             if not node.open_tokens:
                 assert node.block is not None
@@ -159,7 +159,7 @@ class TreeEventRebuilder:
 
 
 def _tokens(keys: Sequence[Any]) -> list[int]:
-    """Return the tokens of a page's keys: of pairs, the first ones. Raises ProtocolError for other keys."""
+    """Return the tokens of a page's keys, of pairs the first ones. Raises ProtocolError for other keys."""
     pairs = [key for key in keys if isinstance(key, Sequence)]
     if not pairs:
         return list(keys)
@@ -172,7 +172,7 @@ def _tokens(keys: Sequence[Any]) -> list[int]:
 
 
 Load = Mapping[str, Any]
-_PACE = 0.2  # It is the exponential average's.
+_PACE = 0.2  # This is the pace of the exponential average.
 
 
 def num_pages(load: Load, page_size: int) -> int:
@@ -183,8 +183,8 @@ def num_pages(load: Load, page_size: int) -> int:
 def waiting(load: Load, role: Role) -> int:
     """Return how many requests wait for pages.
 
-    On decode SGLang's own number has those as well that have theirs and wait for prefill: its time is not
-    this rank's.
+    On decode SGLang's own number includes those that have pages and wait for prefill, which is not this
+    rank's time.
     """
     if role is Role.PREFILL:
         return int(load.get("num_waiting_reqs", 0))
@@ -194,14 +194,13 @@ def waiting(load: Load, role: Role) -> int:
 
 
 def rank_load(load: Load, role: Role, page_size: int, pool_pages: int) -> RankLoad:
-    """Return the rank's load: `pool_pages` until it has reported; pages that SGLang could evict count as
-    free."""
+    """Return the rank's load, before its reports with `pool_pages`; evictable pages count as free."""
     total = num_pages(load, page_size) or pool_pages
     used_tokens = int(load.get("num_used_tokens", 0))
     used = min(total, -(-used_tokens // page_size))
     waits = waiting(load, role)
-    # What waits on a decode rank waits for room: it computes no prompts. SGLang counts whole prompts there,
-    # also what its tree has of them.
+    # Requests that wait on a decode rank wait for room, as it computes no prompts. SGLang counts whole
+    # prompts there, including the cached part.
     uncached = int(load.get("num_waiting_uncached_tokens", 0))
     without_pages = max(0, int(load.get("num_total_tokens", 0)) - used_tokens)
     with_pages = 0 if role is Role.PREFILL else int(load.get("num_waiting_reqs", 0)) - waits
@@ -221,19 +220,18 @@ def _prefill_rate(load: Load) -> float:
 
 
 class MeanStepTimes:
-    """Step times are kept while a rank rests: a router wants to know what one sequence more would cost
-    there."""
+    """This keeps step times while a rank is idle, as routers need the cost of one more sequence there."""
 
     def __init__(self) -> None:
-        self._totals: dict[int, tuple[float, float]] = {}  # It has steps and microseconds.
+        self._totals: dict[int, tuple[float, float]] = {}  # The values are steps and microseconds.
         self._averages_s: dict[int, float] = {}
         self._histograms: dict[int, StepHistogram] = {}
 
     def note(self, dp_rank: int, moments: Sequence[float] | None) -> None:
-        """Take SGLang's running totals in.
+        """Add SGLang's running totals.
 
-        `moments` are, since the rank's start and over all decode steps, how many there were, their batch
-        sizes, their microseconds and more; None before the first (sglang.srt.managers.load_snapshot).
+        `moments` are, since the rank's start and over all decode steps, their number, the sum of their batch
+        sizes, of their microseconds and more; None before the first (sglang.srt.managers.load_snapshot).
         """
         if not moments:
             return
@@ -251,5 +249,5 @@ class MeanStepTimes:
         return self._averages_s.get(dp_rank, 0.0)
 
     def histogram(self, dp_rank: int) -> StepHistogram:
-        """Return all steps since the start; of those between two looks their mean is all that is known."""
+        """Return all steps since the start; between two reports only their mean is known."""
         return self._histograms.get(dp_rank, NO_STEPS)

@@ -1,10 +1,9 @@
 """One DP rank of an SGLang worker is an engine of either role.
 
-    generate:  transfer drawn --+--> SGLang (decode) with transfer and ranks --> chunks
-                                +--> prefill leg, at once ---------------------> PrefillResult
-               first chunk and result --> admitted, with what the plugin reported of the transfer
+`generate` draws a transfer, sends it with the ranks to SGLang (decode), and starts the prefill leg at once.
+The first chunk and the PrefillResult together give `admitted`, with the plugin's reports on the transfer.
 
-SGLang learns decode_prefix_len only inside its scheduler, when both legs are in flight.
+SGLang finds decode_prefix_len only inside its scheduler, when both legs are running.
 """
 
 import asyncio
@@ -41,15 +40,15 @@ from services.values.request import Admitted, FinishReason, GenerationRequest, O
 
 log = logging.getLogger(__name__)
 
-_ROOM_BITS = 62  # SGLang keeps rooms in signed 64-bit numbers, and 0 means "nothing landed yet".
+_ROOM_BITS = 62  # SGLang stores rooms in signed 64-bit numbers, and 0 means "nothing landed yet".
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class SglangRank:
-    """Both roles have this in common; it implements services.engine.base.Engine."""
+    """Both roles share this; it implements services.engine.base.Engine."""
 
-    tells_resume_points = False  # SGLang's events are of full attention alone.
-    takes_turns = False  # SGLang's queue knows no tenants.
+    tells_resume_points = False  # SGLang's events are about full attention alone.
+    takes_turns = False  # SGLang's queue has no tenants.
     lends = pulls = False
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
@@ -93,8 +92,7 @@ class SglangRank:
             yield await events.get()
 
     async def books(self) -> PageBooks:
-        """Return the books as SGLang reports them: it walks its own pages, and ends itself when its books are
-        wrong."""
+        """Return the pages as SGLang reports them: it checks them itself, and ends where they are wrong."""
         return self.load().books
 
     def _body(self, request: GenerationRequest, room: Room, prefill_rank: int) -> dict[str, Any]:
@@ -112,8 +110,7 @@ class SglangRank:
         }
 
     def _check(self, request: GenerationRequest) -> None:
-        """Check the ids, at which SGLang itself does not look: one that is out of the vocabulary ends its
-        process."""
+        """Check the ids, which SGLang does not: one outside the vocabulary ends its process."""
         check_sampling(request.sampling)
         check_resumption(request)
         check_scored(request)
@@ -169,7 +166,7 @@ class SglangDecodeEngine(SglangRank):
                     yield output
         finally:
             leg.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # Whoever waited for it has had its error.
+            with suppress(asyncio.CancelledError, Exception):  # Its caller has received the error.
                 await leg
             self._worker.rooms.forget(room)
 
@@ -181,7 +178,8 @@ class SglangDecodeEngine(SglangRank):
         prompt_tokens = len(request.all_ids)
         layout = self._shared_layout(ticket.decode_prefix_len, prompt_tokens, prefill.kv_bytes_moved)
         moved = moved_bytes(ticket.decode_prefix_len, prompt_tokens, layout)
-        # They come in turn: pages here, the queue and the computation there (on another clock), the transfer.
+        # These follow each other: pages here, the queue and the computation there (on another clock), the
+        # transfer.
         decode_queue_s = min(max(0.0, reserved - began), ended - began)
         prefill_s = ended - began - decode_queue_s
         prefill_queue_s = min(prefill.queue_s, prefill_s)
@@ -204,8 +202,8 @@ class SglangDecodeEngine(SglangRank):
     def _shared_layout(self, prefix_len: int, prompt_len: int, moved: int) -> KvLayout:
         """Return the layout that both ranks have.
 
-        A draft's KV crosses only if prefill speculates too, which its bytes tell. Raises PeerFailed where
-        they are neither.
+        A draft's KV is transferred only if prefill speculates, too, which the number of bytes shows. Raises
+        PeerFailed where it fits neither layout.
         """
         layouts = self.layout, replace(self.layout, draft=None)
         due = {sum(moved_bytes(prefix_len, prompt_len, layout)): layout for layout in layouts}
@@ -218,11 +216,11 @@ class SglangDecodeEngine(SglangRank):
 class SglangPrefillEngine(SglangRank):
     @property
     def max_context_tokens(self) -> int:
-        """Return the longest prompt: SGLang wants room for its first token here too."""
+        """Return the longest prompt: SGLang needs room for its first token here, too."""
         return self._worker.max_context_tokens - 1
 
     def handshake(self) -> DirectoryService:
-        """Return what is served at our endpoint: it says where SGLang's own processes serve Connect."""
+        """Return the service of our endpoint: it reports where SGLang's own processes serve Connect."""
         return DirectoryService(directory_to_proto(self._worker.actives, dict(self._worker.own_ids)))
 
     async def prefill(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
@@ -232,7 +230,7 @@ class SglangPrefillEngine(SglangRank):
             )
         room = rendezvous.room
         body = self._body(request, room, self._own_id.rank)
-        body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one; nothing is asked of it.
+        body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one, but nothing is requested from it.
         body |= scoring_arguments(request)
         began = time.monotonic()
         try:
@@ -258,8 +256,8 @@ class SglangPrefillEngine(SglangRank):
 def _stages(meta_info: Mapping[str, Any], elapsed_s: float) -> tuple[float, float]:
     """Return the seconds in SGLang's queue, and under computation (observability/req_time_stats.py).
 
-    The answer comes after the transfer, so what is left of `elapsed_s` is the transfer's. Two clocks measured
-    them, so they are kept within it.
+    The answer comes after the transfer, so the rest of `elapsed_s` is the transfer's. Two clocks measured
+    them, so they are limited to it.
     """
     queue_s = min(elapsed_s, max(0.0, float(meta_info.get("queue_time") or 0.0)))
     began_s, ended_s = meta_info.get("forward_entry_time"), meta_info.get("prefill_finished_time")
@@ -279,7 +277,7 @@ async def _both(
 ) -> tuple[dict[str, Any], PrefillResult]:
     """Return the first chunk and the leg's result; raise what the first of the two to fail raised.
 
-    Of two that failed at once, that our own SGLang is gone tells more.
+    If both have failed, an Unavailable takes precedence, as it means that our own SGLang is gone.
     """
     first = asyncio.ensure_future(_next(chunks))
     try:
@@ -319,13 +317,13 @@ async def _next_of_decode(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[
 
 
 def _stops(request: GenerationRequest) -> Set[int]:
-    """Return the stop tokens: one of the request's ends it whatever SGLang makes of it."""
+    """Return the stop tokens; one of the request's ends it even if SGLang goes on."""
     stop_token_ids = frozenset(request.sampling.stop_token_ids)
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids.union(request.eos_token_ids)
 
 
 def _output(chunk: dict[str, Any], stops: Set[int]) -> Output:
-    """Return the output; SGLang tells of a request's drafts at its end."""
+    """Return the output; SGLang reports a request's drafts at its end."""
     ids, meta_info = tuple(int(token) for token in chunk["output_ids"]), chunk["meta_info"]
     reason = meta_info.get("finish_reason")
     finished = None if reason is None else _FINISH[reason["type"]]

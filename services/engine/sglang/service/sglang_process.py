@@ -1,10 +1,8 @@
 """SGLang runs as a child process: its end takes its whole tree with it, and ours takes it.
 
-start --> running --SIGTERM, a while, SIGKILL to what is left--> stopped
-              +--exits unasked--> ended --> stopped: what is left of its tree is killed
-
-In the end the shared memory of the tree is removed. A tree whose root has gone cannot be walked, so it is
-noted before: while SGLang starts, for later it makes no more processes that matter.
+A stop sends SIGTERM, waits a while, and kills what is left. If SGLang exits by itself, a stop kills what is
+left of its tree. In the end the shared memory of the tree is removed. A tree whose root has gone cannot be
+walked, so it is recorded before: while SGLang starts, since later it creates no more processes that matter.
 """
 
 import asyncio
@@ -27,7 +25,7 @@ from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# SGLang looks every 5 s whether it was told to stop; then its schedulers give back what they hold.
+# SGLang checks every 5 s whether it was told to stop; then its schedulers free what they hold.
 _TERM_TIMEOUT_S = 12.0
 _KILL_TIMEOUT_S = 5.0
 _LAST_LINES = 200
@@ -45,7 +43,7 @@ class SglangProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._tree: dict[
             psutil.Process, float
-        ] = {}  # All that have been seen are here, with when they were born.
+        ] = {}  # It maps all processes that have been seen to their times of birth.
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._reader: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -62,8 +60,10 @@ class SglangProcess:
         self._reader = asyncio.create_task(self._pass_lines(self._process), name="sglang-log")
 
     async def stop(self, in_order: bool = True) -> None:
-        """Return when every process of SGLang's has ended; they are killed at once unless it is to end
-        `in_order`."""
+        """Stop SGLang, and wait until all its processes have ended.
+
+        They are killed at once unless `in_order`.
+        """
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -94,7 +94,7 @@ class SglangProcess:
         return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
 
     def note_tree(self) -> None:
-        """Remember which processes are SGLang's, while it runs. It costs 13 us for each process there is."""
+        """Record SGLang's processes while it runs. It costs 13 us for each process of the machine."""
         assert self._process is not None
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._process.pid)
@@ -112,7 +112,7 @@ class SglangProcess:
             async for line in child_lines(process.stdout):
                 if line:
                     self._lines.append(line)
-                    # SGLang stands still at a line if nobody reads its output, whatever becomes of ours.
+                    # SGLang stops at a line if nobody reads its output, whatever becomes of ours.
                     with suppress(OSError, ValueError):
                         print(line, file=sys.stderr, flush=True)
         finally:
@@ -124,7 +124,7 @@ class SglangProcess:
 async def _until_exited(process: asyncio.subprocess.Process) -> None:
     """Wait for the process alone.
 
-    `process.wait()` waits for the end of its output, too, which a child that it leaves behind may hold.
+    `process.wait()` also waits for the end of its output, which a child that it leaves behind may hold open.
     """
     while process.returncode is None:
         await asyncio.sleep(0.05)
@@ -138,8 +138,10 @@ def _alive(process: psutil.Process) -> bool:
 
 
 class SglangHttp:
-    """SGLang's own HTTP API, on loopback, says whether it is up, and ends requests. One loop makes and uses
-    it."""
+    """SGLang's own HTTP API, on loopback, reports whether it is up, and ends requests.
+
+    One loop creates and uses it.
+    """
 
     def __init__(self, port: int) -> None:
         self.base = f"http://127.0.0.1:{port}"
@@ -158,7 +160,7 @@ class SglangHttp:
             return False
 
     async def abort_all(self) -> None:
-        """Abort all requests; it is no error when there is no SGLang any more."""
+        """Abort all requests; it is no error when SGLang is gone."""
         try:
             url, everything = f"{self.base}/abort_request", {"abort_all": True}
             await self._session.post(url, json=everything, timeout=_timeout())
@@ -173,7 +175,7 @@ def _timeout() -> aiohttp.ClientTimeout:
 def require_entry_point() -> None:
     """Raise ConfigError unless SGLang would find our plugin.
 
-    SGLang's processes have our interpreter, but would miss it only after loading.
+    SGLang's processes use our interpreter, but would notice a missing plugin only after loading.
     """
     found = entry_points(group="sglang.srt.plugins", name="isthmus")
     if not found:
@@ -192,5 +194,5 @@ def require_entry_point() -> None:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # Not even the package that it would be in exists.
+    except ModuleNotFoundError:  # Not even its package exists.
         return False

@@ -1,5 +1,7 @@
-"""A worker's SGLang is started with these, and some is refused before it is. All is pure but for the
-paths."""
+"""A worker's SGLang is started with these settings, some of which are refused before.
+
+This module is pure except for paths.
+"""
 
 import json
 import os
@@ -14,7 +16,7 @@ from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
-# The service decides these: a value of the user's would break what it relies on.
+# The service decides these: a user's value would break what it relies on.
 _OURS = (
     "--model-path",
     "--model",
@@ -41,7 +43,7 @@ _ONE_TIER = (
     "the index knows one tier of pages, the device's: what SGLang moves to another counts as gone, and a "
     "restore that fails there fails its request (sglang#30322)"
 )
-# SGLang cannot do these with the decode radix cache, or with our handshake.
+# SGLang does not support these with the decode radix cache, or with our handshake.
 _UNSUPPORTED = {
     "--config": "what a file says would not be checked: give each flag by itself",
     "--enable-hisparse": "SGLang does not support it with the decode radix cache",
@@ -59,14 +61,14 @@ _UNSUPPORTED = {
     "--disaggregation-decode-host-receive-threshold": _ONE_TIER,
     "--radix-cache-backend": "the index follows the events of SGLang's own radix trees",
 }
-# Whatever begins so is refused, too.
+# Every flag with such a prefix is refused, too.
 _UNSUPPORTED_FAMILIES = {
     "--hicache-": _ONE_TIER,
     "--lmcache-": _ONE_TIER,
     "--flexkv-": _ONE_TIER,
     "--unified-cache-external-linker-": _ONE_TIER,
 }
-# These are taken only at 1.
+# These must be 1.
 _UNSUPPORTED_SIZES = {
     "--pp-size": _ONE_STAGE,
     "--pipeline-parallel-size": _ONE_STAGE,
@@ -77,7 +79,7 @@ _UNSUPPORTED_SIZES = {
     "--dwdp-size": "it makes DP ranks of its own",
     "--nnodes": "the service must be on the host of all processes of its SGLang",
 }
-# Their values are looked at.
+# The values of these are checked.
 _ALLOCATION = "--disaggregation-decode-allocation-policy"
 _RETRACTION = "--disaggregation-decode-retraction-backup"
 _CONTEXT = "--context-length"
@@ -86,10 +88,10 @@ _PROCESSES = ("--tp-size", "--tensor-parallel-size")
 _CONFIG = "--json-model-override-args"
 _PRIORITIES = "--enable-priority-scheduling"
 _DP_ATTENTION = "--enable-dp-attention"
-# Windows' KV is kept whole, as if every layer saw all, or in memory of their own, so much of it.
+# Windows' KV is stored whole, as if every layer saw all, or in memory of its own with this ratio.
 KEEP_WHOLE = "--disable-hybrid-swa-memory"
 WINDOW_MEMORY_FLAG = "--swa-full-tokens-ratio"
-# These are all that are known here, by which an abbreviation of one is known.
+# These are all flags that are known here, so that abbreviations of them are recognized.
 _KNOWN = (
     *_OURS,
     *_UNSUPPORTED,
@@ -110,11 +112,11 @@ _KNOWN = (
     ),
 )
 _SET = "the service sets it itself"
-# A chart can refuse these before there is a service: each flag, or what it begins with, says why.
+# A chart can refuse these before there is a service; the values are the reasons for each flag or prefix.
 REFUSED_FLAGS = {**dict.fromkeys(_OURS, _SET), **_UNSUPPORTED}
 REFUSED_FAMILIES = _UNSUPPORTED_FAMILIES
-REFUSED_SIZES = _UNSUPPORTED_SIZES  # They are refused at more than 1.
-IDLE_CONNECTION_S = 15.0  # After it we close a connection to SGLang that nothing uses.
+REFUSED_SIZES = _UNSUPPORTED_SIZES  # These are refused at more than 1.
+IDLE_CONNECTION_S = 15.0  # After so long we close an unused connection to SGLang.
 # An abort that prefill does not acknowledge waits so long; environ.py's default is the least that is safe.
 _RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 _LEAST_RELEASE_TIMEOUT_S = 30.0
@@ -162,12 +164,12 @@ class SglangSettings:
             "--disaggregation-transfer-backend=nixl",
             f"--kv-events-config={json.dumps({'publisher': 'isthmus'})}",
             "--skip-tokenizer-init",
-            "--grammar-backend=llguidance",  # They are as the torch engine's (inside/grammar_tokenizer.py).
+            "--grammar-backend=llguidance",  # These are as the torch engine's (inside/grammar_tokenizer.py).
             "--constrained-json-disable-any-whitespace",
             "--skip-server-warmup",
-            "--log-level-http=warning",  # Else there is a line per poll of ours.
+            "--log-level-http=warning",  # Otherwise each of our polls would log a line.
             "--incremental-streaming-output",
-            "--enable-metrics",  # They are passed on; else no answer says how long it queued.
+            "--enable-metrics",  # They are passed on; without them no answer has its time in the queue.
         ]
         if self.engine.dtype is not None:
             arguments.append(f"--dtype={self.engine.dtype}")
@@ -184,15 +186,15 @@ class SglangSettings:
 
     @property
     def keeps_windows_whole(self) -> bool:
-        """Return whether it was requested, as it is by default where SGLang would do otherwise."""
+        """Return whether it was requested; it is the default where SGLang would do otherwise."""
         return KEEP_WHOLE in self.engine.engine_arg
 
     @property
     def _shares(self) -> int:
-        """Return into how many SGLang divides these limits.
+        """Return the number of parts into which SGLang divides these limits.
 
         With DP attention they are those of all DP ranks together (arg_groups/parallel_hook.py,
-        resolve_max_num_reqs), else of each.
+        resolve_max_num_reqs), otherwise of each.
         """
         return self.engine.dp_size if _DP_ATTENTION in self.engine.engine_arg else 1
 
@@ -202,9 +204,9 @@ class SglangSettings:
     def max_context_tokens(self, of_checkpoint: int) -> int:
         """Return how many tokens prompt and output may have together. Raises ConfigError.
 
-        SGLang keeps a few tokens of the context and two pages of the pool to itself. A prompt that leaves
-        less of the pool than it reserves for output is not refused by its decode: it waits for ever, and
-        whatever comes behind it.
+        SGLang reserves a few tokens of the context and two pages of the pool. Its decode does not refuse a
+        prompt that leaves less of the pool than it reserves for output: the prompt waits for ever, and so do
+        all after it.
         """
         reserved = self._number(_RESERVED, _RESERVED_DECODE_TOKENS)
         aside = max(2 * self.engine.page_size, reserved if self.role is Role.DECODE else 0, self._draft_slots)
@@ -217,15 +219,17 @@ class SglangSettings:
         return min(self.model_context_tokens(of_checkpoint), pool_pages * self.engine.page_size)
 
     def model_context_tokens(self, of_checkpoint: int) -> int:
-        """Return the model's context as far as SGLang goes, whatever the pool holds of it. Raises
-        ConfigError."""
+        """Return the model's context as far as SGLang supports it, whatever the pool holds.
+
+        Raises ConfigError.
+        """
         return self._number(_CONTEXT, of_checkpoint) - _CONTEXT_ASIDE
 
     def stretching(self, stated: int, context: int) -> tuple[list[str], dict[str, str]]:
         """Return flags and environment for a context other than the `stated` max_position_embeddings.
 
-        SGLang leaves it at that with yarn (get_context_length). There are none where the user's flags may say
-        another.
+        SGLang keeps to that with yarn (get_context_length). There are none where the user's flags may set
+        another context.
         """
         if context == stated or {_CONTEXT, _CONFIG} & _values(self.engine.engine_arg).keys():
             return [], {}
@@ -233,8 +237,7 @@ class SglangSettings:
 
     @property
     def _draft_slots(self) -> int:
-        """Return the token slots that a running sequence keeps for drafts, behind those that its tokens
-        fill."""
+        """Return the token slots that a running sequence keeps for drafts, after those of its tokens."""
         values = _values(self.engine.engine_arg)
         return speculation_flags.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
 
@@ -253,8 +256,9 @@ class SglangSettings:
     def _reserve_arguments(self) -> list[str]:
         """Return flags that leave a sequence room for its drafts.
 
-        SGLang admits a sequence where so much is left for its growth: less than it keeps for drafts, and what
-        is admitted is soon retracted. The user's own word comes later, and counts.
+        SGLang admits a sequence where so much is left for its growth. If that is less than it keeps for
+        drafts, an admitted sequence is soon retracted. The user's own value comes later, and takes
+        precedence.
         """
         slots = self._draft_slots
         return [f"{_RESERVED}={slots}"] if slots > _RESERVED_DECODE_TOKENS else []
@@ -271,24 +275,24 @@ class SglangSettings:
             "--disable-overlap-schedule",
             "--disable-cuda-graph",
             "--mem-fraction-static=0.15",
-            "--sleep-on-idle",  # Else each process keeps a core busy with nothing.
+            "--sleep-on-idle",  # Otherwise each process keeps a core busy while idle.
         ]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of SGLang's processes, without what the plugin is told. Raises
-        ConfigError."""
+        """Return the environment of SGLang's processes, without the plugin's settings. Raises ConfigError."""
         if inherited.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
             raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER: the Handshake does not carry staging messages")
         environment = {
-            # Prometheus's files would stay there; without it SGLang makes a folder of its own for them.
+            # Prometheus's files would stay there; without it SGLang creates a folder of its own for them.
             **{name: value for name, value in inherited.items() if name != "PROMETHEUS_MULTIPROC_DIR"},
-            "SGLANG_PLUGINS": "isthmus",  # No other package's is loaded.
-            # NIXL would read pages before they are written: it drops the event that says when they are.
+            "SGLANG_PLUGINS": "isthmus",  # This loads no other package's plugin.
+            # NIXL would read pages before they are written: it drops the event that fires then.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-            # Else a decode rank frees the pages of an aborted request while prefill may still write them.
+            # Otherwise a decode rank frees the pages of an aborted request while prefill may still write
+            # them.
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
             _RELEASE_TIMEOUT: _release_timeout_s(inherited.get(_RELEASE_TIMEOUT, "")),
-            # We close idle connections, never SGLang: a request could meet one that is being closed.
+            # We close idle connections, and SGLang never does: a request could meet one that is being closed.
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * IDLE_CONNECTION_S)),
             **_nixl_environment(self.engine.nixl, inherited),
         }
@@ -307,7 +311,7 @@ class SglangSettings:
         return self._number(short, self._number(long, 1))
 
     def _binding(self, threads: int) -> str:
-        """Return the cores of each process that computes: `threads` neighbours, round and round."""
+        """Return the cores of each computing process: `threads` neighbours each, in rotation."""
         cores = os.cpu_count() or 1
         sets = []
         for rank in range(self.engine.dp_size * self._processes_per_rank()):
@@ -318,8 +322,10 @@ class SglangSettings:
 
 
 def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return NIXL's settings where SGLang reads them (environ.py). Raises ConfigError when others stand
-    there."""
+    """Return NIXL's settings where SGLang reads them (environ.py).
+
+    Raises ConfigError where others are set.
+    """
     told = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
     for name, value in told.items():
         if inherited.get(name, value) != value:
@@ -351,8 +357,7 @@ def _release_timeout_s(inherited: str) -> str:
 
 
 def _check_whole(flag: str) -> None:
-    """Raise ConfigError for an abbreviation, which SGLang takes, and by which any check here could be
-    passed."""
+    """Raise ConfigError for an abbreviation, which SGLang accepts, and which would evade every check here."""
     meant = [known for known in _KNOWN if known.startswith(flag)]
     if meant and flag not in meant:
         raise ConfigError(f"--engine-arg={flag}: write the flag out, it may stand for {meant[0]}")

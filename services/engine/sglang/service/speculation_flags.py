@@ -1,10 +1,11 @@
-"""SGLang's speculations run on these roles; here is also the draft's checkpoint. All is pure but for the
-paths.
+"""This module knows which of SGLang's speculations run on which role, and reads the draft's checkpoint.
 
-                            on decode, with its radix cache    on decode, without    on prefill
-EAGLE, EAGLE3, NEXTN        yes                                yes                   yes
-DSPARK                      yes                                yes                   yes
-all others                  no                                 SGLang decides        SGLang decides
+It is pure except for paths.
+
+    algorithm                   on decode, with its radix cache    on decode, without    on prefill
+    EAGLE, EAGLE3, NEXTN        yes                                yes                   yes
+    DSPARK                      yes                                yes                   yes
+    all others                  no                                 SGLang decides        SGLang decides
 
 The name after aliases counts, as SGLang compares it (arg_groups/speculative_hook.py): NEXTN is EAGLE, and
 both are FROZEN_KV_MTP where the draft is an assistant of Gemma 4's.
@@ -26,7 +27,7 @@ DRAFT_PATHS = ("--speculative-draft-model-path", "--speculative-draft-model")
 _STEPS, _TOP_K = "--speculative-num-steps", "--speculative-eagle-topk"
 _DRAFT_TOKENS, _BLOCK = "--speculative-num-draft-tokens", "--speculative-dspark-block-size"
 FLAGS = (ALGORITHM, *DRAFT_PATHS, _STEPS, _TOP_K, _DRAFT_TOKENS, _BLOCK)
-# Where nothing is said SGLang chooses this at most, for Llama (_auto_choose_speculative_params).
+# Without flags SGLang chooses at most this, for Llama (_auto_choose_speculative_params).
 _USUAL = {_STEPS: 5, _TOP_K: 4, _DRAFT_TOKENS: 8, _BLOCK: 0}
 _WITH_DECODE_CACHE = ("EAGLE", "EAGLE3", "DSPARK")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -35,7 +36,7 @@ _GEMMA_4_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForC
 
 
 def algorithm(values: Mapping[str, str]) -> str:
-    """Return the name after aliases, by flags and their values; empty: none. Raises as `draft_config`."""
+    """Return the name after aliases by the flags' values, or "" for none. Raises as `draft_config`."""
     name = values.get(ALGORITHM, "").upper()  # SGLang reads it so.
     if name not in ("NEXTN", "EAGLE"):
         return name
@@ -56,9 +57,9 @@ def check_decode_cache(values: Mapping[str, str]) -> None:
 
 
 def draft_slots(values: Mapping[str, str], page_size: int) -> int:
-    """Return the token slots, in whole pages, that a sequence keeps behind its tokens; 0: no speculation.
+    """Return the token slots, in whole pages, that a sequence keeps after its tokens; 0 means no speculation.
 
-    It is what two steps may take, for the next is prepared while one runs (mem_cache/allocation_sizing.py).
+    It is what two steps may use, as the next is prepared while one runs (mem_cache/allocation_sizing.py).
     Raises ConfigError for a flag that is no number.
     """
     if ALGORITHM not in values:
@@ -82,15 +83,14 @@ def _number(values: Mapping[str, str], flag: str) -> int:
 class DraftShape:
     path: Path
     num_kv_heads: int  # A latent has 1.
-    head_dim: int  # It is the latent's, where it is one.
+    head_dim: int  # This is the latent's, if it is one.
     is_latent: bool
 
     @classmethod
     def read(cls, values: Mapping[str, str]) -> "DraftShape | None":
-        """Return the shape, or None where nothing speculates, or the draft is a layer of the model's
-        checkpoint.
+        """Return the shape; None without speculation, or where the draft is a layer of the model.
 
-        Raises as `draft_config`, and where config.json does not say what is needed.
+        Raises as `draft_config`, and where config.json is incomplete.
         """
         path = draft_path(values)
         if path is None or ALGORITHM not in values:
@@ -108,7 +108,7 @@ class DraftShape:
     def fingerprint(self) -> int:
         """Return 64 bits of its identity, equal for equal copies.
 
-        They are of config.json, and of each weight file its name, its size and 4 KiB in three places. (Drafts
+        They cover config.json, and of each weight file its name, its size and 4 KiB in three places. (Drafts
         come in other formats than models.) Raises ConfigError.
         """
         digest = xxh3_64()
@@ -136,8 +136,10 @@ def draft_path(values: Mapping[str, str]) -> Path | None:
 
 
 def draft_config(values: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return config.json of the draft's checkpoint; empty where it has none of its own. Raises
-    ConfigError."""
+    """Return config.json of the draft's checkpoint; empty where it has none of its own.
+
+    Raises ConfigError.
+    """
     path = draft_path(values)
     if path is None:
         return {}

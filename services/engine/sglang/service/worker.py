@@ -1,9 +1,8 @@
 """One SGLang, with all its DP ranks, is shared by the engines of those ranks.
 
-first start --> child process --> healthy --> plugin active in every process --> pools as large as asked for
-            --> serving
-last stop ----> child process ended
-child ends, or the loop of its Handshake falls silent ---> crashed
+The first start creates the child process, and waits until it is healthy, the plugin is active in every
+process, and the pools are as large as requested. The last stop ends the child process. If it ends by itself,
+or the loop of its Handshake falls silent, `crashed` returns.
 """
 
 import asyncio
@@ -63,19 +62,19 @@ from services.values.rank_reports import RankLoad
 log = logging.getLogger(__name__)
 
 _ACTIVE_TIMEOUT_S = 15.0
-_POOLS_TIMEOUT_S = 60.0  # A scheduler reports its load when it first finds nothing to do.
+_POOLS_TIMEOUT_S = 60.0  # A scheduler reports its load when it is first idle.
 _HEALTH_POLL_S = 0.2
 _REFUSED = 2  # This is argparse's exit code.
 _ENDED = "SGLang has ended"
-# Of sglang.srt.disaggregation.base.conn.StateType these are as much a part of each page as its KV, and the
-# layout has groups for those below.
+# Of sglang.srt.disaggregation.base.conn.StateType the first belong to each page like its KV, and the layout
+# has groups for the second.
 _KINDS_BY_PAGE = {"dsa", "block_scale"}
 _CARRIED_KINDS = {"swa", "mamba"}
 
 
 class SglangWorker:
     def __init__(self, settings: SglangSettings, own_ids: Mapping[int, RankId]) -> None:
-        """`own_ids` go by DP rank. Raises ConfigError."""
+        """The keys of `own_ids` are DP ranks. Raises ConfigError."""
         self.settings = settings
         self.dp_size = settings.engine.dp_size
         self.own_ids = own_ids
@@ -94,7 +93,7 @@ class SglangWorker:
         self._door = Door()
         self._paths: dict[
             int, dict[KvPath, None]
-        ] = {}  # They go by DP rank, in the order in which they were found.
+        ] = {}  # It maps DP ranks to their paths, in the order in which they were found.
         self._told = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(self.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(self.dp_size)]
@@ -102,10 +101,10 @@ class SglangWorker:
         self._step_times = MeanStepTimes()
         self._queue_rates = [QueueRate() for _ in range(self.dp_size)]
         self._retractions = [0] * self.dp_size
-        # A process of SGLang's has ended, which SGLang itself takes seconds to see.
+        # This is set when a process of SGLang's has ended, which SGLang itself takes seconds to notice.
         self._broken = asyncio.Event()
         self._stands = (
-            False  # Before, it heeds no SIGTERM, and some of its processes have no parent but ours.
+            False  # Before this, SGLang ignores SIGTERM, and some of its processes have no parent but ours.
         )
         self._users = 0
         self._starting = asyncio.Lock()
@@ -120,14 +119,11 @@ class SglangWorker:
     def __repr__(self) -> str:
         return f"SglangWorker({self.settings.worker} dp_size={self.dp_size} users={self._users})"
 
-    # -- life ------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
-        """Start with the first of its ranks; the others wait, as long as SGLang takes to load.
+        """Start with the first of its ranks; the others wait while SGLang loads.
 
-        Raises:
-            ConfigError: SGLang refuses its flags, or runs without our plugin.
-            Unavailable: it ended; it may start another time, for memory or a GPU may be taken.
+        Raises ConfigError where SGLang refuses its flags, or runs without our plugin. Raises Unavailable
+        where it ended; another start may succeed, as memory or a GPU may be in use.
         """
         async with self._starting:
             self._users += 1
@@ -151,8 +147,7 @@ class SglangWorker:
         await first_of(self._process.ended, self._broken)
 
     async def _close_door_at_end(self) -> None:
-        """Close the door: its schedulers outlive SGLang's first process for a moment, in which they answer
-        nobody."""
+        """Close the door: for a moment its schedulers outlive SGLang's first process, and answer nobody."""
         await self.crashed()
         self._door.close(_ENDED)
 
@@ -182,8 +177,7 @@ class SglangWorker:
         self._reports = await serve_reports(path, self._take_from, self._take_unreadable, self._broken.set)
 
     async def _window_arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """Return flags that keep windows' KV whole where nothing else is requested; what SGLang does else is
-        logged."""
+        """Return flags that store windows' KV whole, unless others are requested; log SGLang's limits."""
         settings, shape = self.settings, self.shape
         if shape.is_recurrent:
             log.warning("sglang_recurrent said=%r", RECURRENT_SAID)
@@ -204,7 +198,7 @@ class SglangWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         in_order = self._stands and not self._broken.is_set()
         if self._http is not None and in_order:
-            await self._http.abort_all()  # SGLang would let requests finish, for as long as they take.
+            await self._http.abort_all()  # SGLang would let requests finish, however long they take.
         if self._process is not None:
             await self._process.stop(in_order)
         self._door.close(self.ending)
@@ -217,7 +211,7 @@ class SglangWorker:
         self._held.close()
 
     async def _until_healthy(self) -> None:
-        """Wait however long that takes: how long a model may load is the start-up probe's to know."""
+        """Wait without a limit, as the start-up probe decides how long a model may load."""
         assert self._process is not None
         while not await self.http.healthy():
             # Its children may outlive it, and hold its output open.
@@ -231,7 +225,7 @@ class SglangWorker:
         self._process.note_tree()
 
     async def _until_active(self) -> None:
-        """Wait until every process that holds KV has reported that our plugin is active in it."""
+        """Wait until every process with KV has reported that our plugin is active in it."""
         try:
             async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
                 await self._told.wait_for(lambda: not self._missing())
@@ -275,8 +269,8 @@ class SglangWorker:
     def _check_pools(self) -> None:
         """Raise ConfigError where a pool is smaller than was requested.
 
-        Where memory is short SGLang makes a smaller pool and only warns; what we let in by the requested size
-        would then wait for ever.
+        Where memory is short SGLang creates a smaller pool and only warns; requests admitted by the requested
+        size would then wait for ever.
         """
         smallest = min(self._num_pages())
         if smallest < self.settings.engine.pool_pages:
@@ -343,8 +337,6 @@ class SglangWorker:
         engine = self.settings.engine
         return TreeEventRebuilder(engine.served_name, engine.page_size, engine.index_block)
 
-    # -- what its ranks ask ----------------------------------------------------------------------------
-
     @property
     def http(self) -> SglangHttp:
         assert self._http is not None, "the worker has not been started"
@@ -367,7 +359,7 @@ class SglangWorker:
 
     @property
     def ending(self) -> str:
-        """Return why no request can come to a good end here any more; it is empty while all is well."""
+        """Return why no request can end well here any more; it is empty while all is well."""
         if self.stopping:
             return "the engine is stopping"
         gone = self._broken.is_set() or (self._process is not None and self._process.ended.is_set())
@@ -377,8 +369,7 @@ class SglangWorker:
     def blaming_ourselves(self) -> Iterator[None]:
         """Raise Unavailable for PeerFailed where our own SGLang ends.
 
-        Its peers then lose their streams and fail the request as well: no fault of theirs, for which a router
-        would leave them alone.
+        Its peers then lose their streams and fail the request as well; a router must not avoid them for that.
         """
         try:
             yield
@@ -411,8 +402,7 @@ class SglangWorker:
         )
 
     def load(self, dp_rank: int) -> RankLoad:
-        """Return its scheduler's own report, some hundred milliseconds old, and what we measured
-        ourselves."""
+        """Return the scheduler's own report, some hundred milliseconds old, and our own measurements."""
         settings = self.settings
         told = scheduler_reports.rank_load(
             self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.pool_pages
@@ -428,22 +418,22 @@ class SglangWorker:
         )
 
     def metrics(self, dp_rank: int) -> Iterator[Metric]:
-        """Return SGLang's own metrics; any thread may ask, and waits."""
+        """Return SGLang's own metrics; any thread may call this, and waits."""
         return own_metrics.read(f"{self.http.base}/metrics", dp_rank)
 
     def note_admitted(self, dp_rank: int) -> None:
-        """Note that a request that may have waited there is through."""
+        """Record that a request which may have waited there was admitted."""
         self._queue_rates[dp_rank].taken(time.monotonic())
 
     async def bytes_moved(self, room: Room) -> int:
-        """Return the bytes that all of the rank's processes wrote for a transfer. Raises PeerFailed where
-        none tells."""
+        """Return the bytes that all of the rank's processes wrote for a transfer.
+
+        Raises PeerFailed without reports.
+        """
         return await self.rooms.bytes_moved(room, self.layout.tp_size)
 
-    # -- what the plugin reports -----------------------------------------------------------------------
-
     def _take_from(self, report: Report, say: Say) -> None:
-        if isinstance(report, Active) and report.tp_rank == 0:  # It hands requests on to the others.
+        if isinstance(report, Active) and report.tp_rank == 0:  # It passes requests on to the others.
             self._door.connect(report.dp_rank, say)
         self._take(report)
 
@@ -472,12 +462,12 @@ class SglangWorker:
         self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
 
     def _take_unreadable(self, error: ProtocolError) -> None:
-        """Forget what is known: events of any rank may have been in it."""
+        """Forget what is known, as events of any rank may have been in it."""
         for dp_rank in range(self.dp_size):
             self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
 
     def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:
-        """Read events; what cannot be read is counted, and logged once of each kind."""
+        """Read events; unreadable ones are counted, and each kind is logged once."""
         rebuilder = self._rebuilders[dp_rank]
         known = set(rebuilder.unreadable)
         self.events[dp_rank].put_nowait(read(rebuilder))

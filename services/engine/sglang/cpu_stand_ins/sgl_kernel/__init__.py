@@ -1,6 +1,6 @@
-"""This stands in for SGLang's package of CUDA kernels where there is no GPU.
+"""This replaces SGLang's package of CUDA kernels where there is no GPU.
 
-On a CPU SGLang 0.5.23 imports eight names of it and, for dense models on a CPU without AMX, calls none.
+On a CPU SGLang 0.5.23 imports eight names from it and, for dense models on a CPU without AMX, calls none.
 """
 
 from collections.abc import Callable

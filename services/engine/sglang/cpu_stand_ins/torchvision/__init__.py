@@ -1,6 +1,6 @@
-"""This stands in for torchvision, of which there is no build beside the CPU torch that SGLang runs on here.
+"""This replaces torchvision, which has no build for the CPU torch that SGLang uses here.
 
-SGLang imports it for models that see; nothing of it is called for those that do not.
+SGLang imports it for models with vision; other models call nothing of it.
 """
 
 import sys
@@ -28,7 +28,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """It finds every module below torchvision, and makes it of names that can only be imported."""
+    """This finds every module below torchvision, and fills it with names that can only be imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
