@@ -1,1 +1,1 @@
-"""This package turns constraints on an answer's text into masks over tokens; it is the door to llguidance."""
+"""This package turns constraints on an answer's text into masks over tokens; only it uses llguidance."""

@@ -1,14 +1,14 @@
-"""Constraints are made ready for a model's tokens here: compiled once, and begun anew for each answer.
+"""This module prepares constraints for a model's tokens: each is compiled once, and copied for each answer.
 
-First a constraint is put into llguidance's words: JSON with a schema, or a grammar in its dialect of Lark.
+First a constraint is converted for llguidance to JSON with a schema, or to a grammar in its dialect of Lark:
 
     json_object   the schema {"type": "object"}
     json_schema   the schema
     regex         start: /.../
-    grammar       as it is, or made of GBNF
-    choice        start: CHOICE     CHOICE: "..." | "..."    of rules there may be 2,000
+    grammar       the grammar itself, or its conversion from GBNF
+    choice        start: CHOICE     CHOICE: "..." | "..."    (of rules there may be 2,000)
 
-JSON has no whitespace between its tokens: where any is allowed, a model that likes none of the words may
+JSON has no whitespace between its tokens: where any is allowed, a model to which every word is improbable may
 write blanks until it is stopped.
 """
 
@@ -35,11 +35,11 @@ from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.values.errors import ConfigError, InvalidRequest
 from services.values.request import Constraint, ConstraintKind
 
-# A schema that asks what is not supported is refused, whatever its own x-guidance says.
+# A schema that needs unsupported keywords is refused, whatever its own x-guidance states.
 _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False}
-# The limit is for all multipleOf together, trailing zeros left out: digits are read with a state for each
-# remainder. One of 9,973 takes 0.1 s and 6 MB, one of 999,983 8 s and 350 MB, which no limit of the library's
-# sees.
+# This limits the least common multiple of all multipleOf, without trailing zeros: digits are read with a
+# state for each remainder. One of 9,973 takes 0.1 s and 6 MB, one of 999,983 8 s and 350 MB, which no limit
+# of the library covers.
 _MOST_REMAINDERS = 10_000
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]{0,30})')
 _ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
@@ -47,7 +47,7 @@ _IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*[:\[])", re.MULTILINE)
 
 
 def lower(constraint: Constraint) -> str:
-    """Return the constraint in these words; whoever compiles it looks at what it means.
+    """Return the constraint in this form; the compiler checks its meaning.
 
     Raises InvalidRequest where it cannot be read.
     """
@@ -79,7 +79,7 @@ def _check_remainders(constraint: Constraint) -> None:
 def _significand(number: str) -> int:
     """Return the number without trailing zeros.
 
-    What is no number above 0 gives 1: the library refuses it by name.
+    It is 1 for anything but a number above 0, which the library refuses by name.
     """
     try:
         digits = Decimal(number).normalize().as_tuple().digits
@@ -92,7 +92,7 @@ def _of_schema(constraint: Constraint) -> str:
     text = fitted_text(constraint)
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
-    except ValueError as error:  # the text is nested too deeply, or has half of a surrogate pair
+    except ValueError as error:  # The text is nested too deeply, or has half of a surrogate pair.
         raise constraint.refused(f"cannot be read: {error}") from error
 
 
@@ -102,21 +102,21 @@ def lark_of(constraint: Constraint) -> str:
         return text
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # the library raises bare exceptions
+    except Exception as error:  # The library raises bare exceptions.
         problem = " ".join(str(error).split())
         raise constraint.refused(f"cannot be read as GBNF: {problem}") from error
 
 
 _T = TypeVar("_T")
 
-_KEPT = 64  # Most grammars take 0.1 MB; one of 20 bytes that is made to be large takes 14.
+_KEPT = 64  # Most grammars take 0.1 MB; one of 20 bytes that is made to be large takes 14 MB.
 _KEPT_BYTES = 512 << 10  # This limits their texts: 45 KB of classes of characters take 50 MB.
 _THREADS = 2
-# The limit is a tenth of the library's: /a{1000000}/ then costs its first mask 12 ms instead of 400.
+# The limit is a tenth of the library's: the first mask of /a{1000000}/ then takes 12 ms instead of 400.
 _LEXER_FUEL = 100_000
 _TRIED_TOKENS = 8
 _HOPELESS = "allows no text that this model can write"
-_DEAD_END = ("NoExtension", "forced bytes")  # The library says these of a dead end.
+_DEAD_END = ("NoExtension", "forced bytes")  # The library reports a dead end with these texts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class GrammarCounts:
 
 
 class Grammars:
-    """The grammars are those of one model.
+    """This has the grammars of one model.
 
-    Any thread may call. The first request takes as long as reading the model's vocabulary does.
+    Any thread may call. The first request also reads the model's vocabulary.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Grammars:
         kept_bytes: int = _KEPT_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Remember `kept` grammars at most, and `kept_bytes` of their texts.
+        """Cache at most `kept` grammars, with at most `kept_bytes` of text.
 
         `directory` has the model's tokenizer.json; `vocab_size` is that of its logits.
         """
@@ -162,9 +162,9 @@ class Grammars:
         return self._counts
 
     async def beside(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """Run `work` in one of a few threads of our own.
+        """Run `work` in one of a few threads of this object.
 
-        Compiling may take seconds, and must not hold up whoever only reads or tokenizes in a thread.
+        Compiling may take seconds, and must not delay other work in the usual threads, such as tokenizing.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
@@ -174,11 +174,10 @@ class Grammars:
     def matcher(
         self, constraint: Constraint, output_ids: Sequence[int] = (), ending_ids: Collection[int] = ()
     ) -> Matcher:
-        """Return a matcher that has come as far as `output_ids`, of an answer that `ending_ids` end.
+        """Return a matcher that has advanced by `output_ids`, for an answer that `ending_ids` end.
 
-        Raises:
-            InvalidRequest: the constraint cannot be read or asks what is not supported, the model has no
-                tokenizer.json, or `output_ids` are not what the constraint allows.
+        Raises InvalidRequest where the constraint cannot be read or is not supported, the model has no
+        tokenizer.json, or the constraint does not allow `output_ids`.
         """
         matcher = Matcher(self._of(constraint).deep_copy(), EndingIds(ending_ids, self._vocab_size))
         matcher.advance(output_ids)
@@ -200,7 +199,7 @@ class Grammars:
         return compiled
 
     def _keep(self, constraint: Constraint, compiled: LLMatcher) -> None:
-        if constraint not in self._compiled:  # another thread may have been first
+        if constraint not in self._compiled:  # Another thread may have been first.
             self._compiled_bytes += constraint.size_bytes
         self._compiled[constraint] = compiled
         while len(self._compiled) > self._kept or self._compiled_bytes > self._kept_bytes:
@@ -225,13 +224,13 @@ class Grammars:
 
 
 class _Tokens:
-    """LLTokenizer reads these attributes of a tokenizer that is none of its own."""
+    """LLTokenizer reads these attributes of a tokenizer of another library."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # One id more than the model's, which none of its tokens is, stands for the end.
+        # An extra id after the model's, which belongs to none of its tokens, represents the end.
         self.tokens = [*vocabulary.pieces, b"<end of the text>"]
         self.eos_token_id = len(vocabulary.pieces)
         self.special_token_ids = [*vocabulary.special, self.eos_token_id]
@@ -242,8 +241,8 @@ class _Tokens:
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a text that a grammar dictates; a mask then allows these ids alone.
 
-        They are the longest tokens, as a model would write the text, or nearly so. Bytes that no token has
-        are left out.
+        They are the longest tokens, nearly as a model would write the text. Bytes without a token are left
+        out.
         """
         octets, ids, start = text.encode(), list[int](), 0
         while start < len(octets):
@@ -259,9 +258,9 @@ class _Tokens:
 
 
 def open_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Make llguidance's tokenizer of the vocabulary.
+    """Create llguidance's tokenizer from the vocabulary.
 
-    Its end of text is the id behind the vocabulary's last. In a mask that id says that the text is whole.
+    Its end of text is the id after the vocabulary's last. In a mask that id means that the text is complete.
     """
     tokens = _Tokens(vocabulary)
     return LLTokenizer(tokens, n_vocab=len(tokens.tokens))  # type: ignore[arg-type]
@@ -272,13 +271,14 @@ def _compile(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, lower(constraint), log_level=0, limits=limits)
     if matcher.is_error():
         raise constraint.refused(f"is not supported: {sentence_of(matcher.get_error())}")
-    for _ in range(2):  # the first mask builds for all copies; the second shows what was too much for it
+    # The first mask builds tables for all copies; the second shows whether that exceeded a limit.
+    for _ in range(2):
         _try(constraint, matcher.deep_copy(), tokenizer)
     return matcher
 
 
 def _try(constraint: Constraint, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Raise InvalidRequest where a text's beginning asks too much of the library, or what no token writes."""
+    """Raise InvalidRequest where a text's beginning exceeds the library's limits, or no token writes it."""
     is_forced = True
     for _ in range(_TRIED_TOKENS):
         allowed = _allowed(matcher)

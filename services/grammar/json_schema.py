@@ -1,11 +1,11 @@
-"""A JSON schema is rewritten so that llguidance 1.9 keeps to all of it; what it would not keep to is refused.
+"""A JSON schema is rewritten so that llguidance 1.9 enforces all of it, or refused where it would not.
 
-    numbers    those of const, enum and bounds become doubles there: 2^53 + 1 would be answered as 2^53
-    keys       beside declared ones a key may be written with an escape, and so be a declared one again; keys
-               that a pattern allows may not, so "any other key" becomes a pattern
-    oneOf      is anyOf where no value is valid in two branches; it finds that out in few cases
+- Numbers of const, enum and bounds become doubles there: 2^53 + 1 would be answered as 2^53.
+- Other keys than the declared ones may be written with an escape, and so repeat a declared one. Keys that a
+  pattern allows may not, so "any other key" becomes a pattern.
+- oneOf becomes anyOf where no value is valid in two branches, which llguidance itself finds in few cases.
 
-All of this was seen by trying it (findings/); tests/grammar/test_json_schema.py holds it to that.
+All of this was found by experiment (findings/); tests/grammar/test_json_schema.py tests it.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from services.values.request import Constraint, ConstraintKind
 
-Schema = Any  # a schema is an object, or true or false
+Schema = Any  # A schema is an object, or true or false.
 
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
@@ -26,8 +26,8 @@ _VALUES = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", 
 _JSON_IN_LARK = re.compile(r"%json\s*\{")
 _ANY_KEY = r"^[\s\S]*$"
 
-# The pattern takes characters, classes and escapes, each perhaps repeated. Without groups matching backs up
-# no more often than a power of the text's length, by the number of repeats.
+# The pattern may have characters, classes and escapes, each perhaps repeated. Without groups, backtracking is
+# limited to a power of the text's length, whose exponent is the number of repeats.
 _QUICK = re.compile(
     r"\^?(?:(?:[^\\^$.|?*+()\[\]{}]|\\[dwsDWS.\\/-]|\.|\[\^?[^\[\]\\]+\])(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})?)*\$?"
 )
@@ -38,7 +38,7 @@ _MOST_MATCHED_CHARS = 100
 _NUMBERS = frozenset({"integer", "fraction"})
 _TYPES = frozenset({"null", "boolean", "string", "array", "object"}) | _NUMBERS
 _MOST_BRANCHES = 64
-# So many schemas are compared with each other for one schema; a router's thread does it.
+# At most so many schemas are compared for one schema, as this runs in a router's thread.
 _MOST_COMPARISONS = 10_000
 _MOST_NESTED = 40
 
@@ -61,12 +61,12 @@ def _fraction(text: str) -> float:
     number = float(text)
     try:
         is_exact = Decimal(text) == Decimal(repr(number))
-    except ArithmeticError:  # decimals do not have every exponent
+    except ArithmeticError:  # Decimals do not support every exponent.
         is_exact = False
     return number if is_exact else _Inexact(text)
 
 
-# It raises ValueError and RecursionError where a text is no JSON.
+# It raises ValueError and RecursionError where a text is not JSON.
 _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_fraction)
 
 
@@ -75,7 +75,7 @@ def fitted(schema: Schema) -> Schema:
 
 
 def fitted_text(constraint: Constraint) -> str:
-    """Make the text of a JSON schema fit, or that of a grammar in which there may be some (`%json {...}`).
+    """Rewrite the text of a JSON schema, or the schemas in a grammar (`%json {...}`).
 
     Raises InvalidRequest.
     """
@@ -99,7 +99,7 @@ def _with_schemas_fitted(constraint: Constraint) -> str:
         try:
             schema, behind = _DECODER.raw_decode(text, found.end() - 1)
         except (ValueError, RecursionError):
-            continue  # llguidance says what is wrong with it, and where
+            continue  # llguidance reports what is wrong with it, and where.
         meant = _fitted_of(constraint, schema)
         if meant != schema:
             pieces += text[end : found.end() - 1], json.dumps(meant)
@@ -158,7 +158,7 @@ def _check_exact(value: Any, where: str) -> None:
 
 
 def _check_count(schema: Mapping[str, Any], where: str) -> None:
-    """Refuse counts of keys: a key that is not declared may come twice, and would be counted twice."""
+    """Refuse counts of keys: a key that is not declared may occur twice, and would be counted twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(filter(_is_text, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
@@ -178,9 +178,9 @@ def _with_keys_as_written(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Apart:
-    """This tells whether no value is valid in both of two schemas.
+    """This finds out whether no value is valid in both of two schemas.
 
-    It says no, too, where that is not found out.
+    The answer is False where that is not certain.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -202,7 +202,7 @@ class Apart:
         return all(self._by_type(each, one, other, depth + 1) for each in types)
 
     def _looked_up(self, schema: Schema) -> Schema:
-        """Follow a reference. Keywords beside it are left out: they only make fewer values valid."""
+        """Follow a reference, without the keywords beside it: they only make fewer values valid."""
         for _ in range(_MOST_NESTED):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str):
@@ -221,7 +221,7 @@ class Apart:
         return bool(values) and all(self._is_invalid(value, other, depth) for value in values)
 
     def _is_invalid(self, value: Any, schema: Schema, depth: int) -> bool:
-        """Ask only the keywords that are known here; a schema may have others."""
+        """Check only the keywords that are known here; a schema may have others."""
         self._left -= 1
         schema = self._looked_up(schema)
         if not isinstance(schema, dict) or self._left < 0 or depth > _MOST_NESTED:
@@ -267,7 +267,7 @@ class Apart:
         return False
 
     def _by_property(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """A property that `one` requires tells them apart where `other` has it otherwise, or not at all."""
+        """Return whether `one` requires a property that `other` has with other values only, or excludes."""
         mine, theirs = _properties_of(one), _properties_of(other)
         is_closed = other.get("additionalProperties") is False and "patternProperties" not in other
         for name in filter(_is_text, _list_of(one, "required")):
@@ -338,10 +338,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _may_match(text: str, schema: Mapping[str, Any]) -> bool:
-    """Tell whether the text may match the schema's pattern.
+    """Return whether the text may match the schema's pattern.
 
-    A pattern is tried only if Python's engine cannot take long for it, on a short text of ASCII in one line,
-    where it means what llguidance's does.
+    A pattern is only tried if Python's engine cannot take long, on a short ASCII text of one line, where it
+    means the same as in llguidance.
     """
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not _QUICK.fullmatch(pattern):
@@ -355,14 +355,14 @@ def _may_match(text: str, schema: Mapping[str, Any]) -> bool:
         return True
 
 
-# A quantity's keywords say its least, its most, what it is above, and what it is below.
+# These keywords state a quantity's minimum, maximum, and its exclusive minimum and maximum.
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LENGTHS = ("minLength", "maxLength", "", "")
 _COUNTS = ("minItems", "maxItems", "", "")
 
 
 def _bounds_of(schemas: Iterable[Mapping[str, Any]], names: Sequence[str]) -> tuple[float, bool, float, bool]:
-    """Return the greatest lower bound and the least upper one, each with whether it is itself left out."""
+    """Return the greatest lower bound and the least upper bound, each with whether it is exclusive."""
     low, high = (float("-inf"), False), (float("inf"), True)
     for schema in schemas:
         for place, name in enumerate(names):

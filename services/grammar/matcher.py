@@ -1,12 +1,11 @@
-"""A matcher knows how far one answer has come in what its constraint allows.
+"""A matcher follows one answer through the text that its constraint allows.
 
-Masks say as bits which tokens may come next: there is one row for each token that a step chooses.
+The bits of masks are the tokens that may come next, with one row for each token that a step chooses. Without
+drafts row 0 follows the sequence. With drafts d1 d2, row 0 follows the sequence, row 1 follows d1, and row 2
+follows d1 d2.
 
-    matcher, no drafts        row 0: after the sequence
-    matcher, drafts d1 d2     row 0: after the sequence   row 1: after d1   row 2: after d1 d2
-
-The ids that end an answer are allowed where its text is whole, and nowhere else. A row without any bit: the
-text is not whole, and no token goes on with it.
+The ids that end an answer are allowed where its text is complete, and nowhere else. In a row without any bit
+the text is not complete, and no token continues it.
 """
 
 import os
@@ -28,7 +27,7 @@ _OTHERWISE = "the answer cannot go on as its constraint has it"
 
 
 class EndingIds:
-    """These ids end an answer; they are kept as bits of a mask's words."""
+    """These ids end an answer; they are stored as bits of a mask's words."""
 
     def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
         self.token_ids = frozenset(token_id for token_id in token_ids if token_id < vocab_size)
@@ -39,9 +38,9 @@ class EndingIds:
         self._bits = np.fromiter(bits.values(), np.uint32, len(bits)).view(np.int32)
 
     def allow_where_whole(self, words: NDArray[np.int32], vocab_size: int) -> None:
-        """Allow them in each row whose text is whole.
+        """Allow the ids in each row whose text is complete.
 
-        The bit behind the vocabulary, which says that the text is whole, is taken off.
+        This clears the bit after the vocabulary, which means that the text is complete.
         """
         word, bit = vocab_size // 32, np.uint32(1 << vocab_size % 32).view(np.int32)
         for row in words:
@@ -56,7 +55,7 @@ class EndingIds:
 class Matcher:
     """A matcher follows one sequence, for one thread at a time.
 
-    The ids that end an answer are none of its text, and no matcher is told of them.
+    The ids that end an answer are not part of its text, and are not passed to matchers.
     """
 
     def __init__(self, inner: LLMatcher, ends: EndingIds) -> None:
@@ -67,7 +66,7 @@ class Matcher:
         return f"Matcher(complete={self.is_complete} problem={self.problem!r})"
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Raise InvalidRequest, and change nothing, where the ids do not follow."""
+        """Raise InvalidRequest, and change nothing, where the ids do not fit."""
         if token_ids and not self.inner.consume_tokens(list(token_ids)):
             raise InvalidRequest(f"sampling.constraint: {self.problem}")
 
@@ -79,7 +78,7 @@ class Matcher:
     def num_drafts_fitting(self, token_ids: Sequence[int]) -> int:
         """Return how many drafts can be verified.
 
-        A draft that ends the answer by itself is not counted, otherwise it is as `num_fitting`.
+        This is `num_fitting` without a draft that ends the answer by itself.
         """
         fitting = self.num_fitting(token_ids)
         if fitting and not self.ends.token_ids:
@@ -95,7 +94,7 @@ class Matcher:
 
     @property
     def ends_here(self) -> bool:
-        """Tell whether the text is whole, nothing may follow, and there is no id to say so."""
+        """Return whether the text is complete, nothing may follow, and no id ends it."""
         return not self.ends.token_ids and self.is_complete
 
     @property
@@ -104,7 +103,7 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """Say why nothing may follow though the text is not whole."""
+        """Return why nothing may follow although the text is not complete."""
         return sentence_of(self.inner.get_error()) or _OTHERWISE
 
     def copy(self) -> "Matcher":
@@ -114,8 +113,7 @@ class Matcher:
 def sentence_of(message: str) -> str:
     """Return llguidance's message on one line.
 
-    What it prints of its state and of the grammar is left out, and so are its own options, which no client
-    can set.
+    This leaves out its state, the grammar, and its own options, which no client can set.
     """
     if "coerce_one_of" in message:
         return _ONE_OF
@@ -142,9 +140,9 @@ class MaskRequest:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Bit i % 32 of words[row, i // 32] says whether id i may come."""
+    """Bit i % 32 of words[row, i // 32] is set if id i may follow."""
 
-    words: NDArray[np.int32]  # [rows, vocab_size // 32 + 1]
+    words: NDArray[np.int32]  # The shape is [rows, vocab_size // 32 + 1].
     vocab_size: int
 
     def __len__(self) -> int:
@@ -165,9 +163,9 @@ class MaskCounts:
 
 
 class MaskMaker:
-    """A maker makes masks for the logits of one model.
+    """A maker creates masks for the logits of one model.
 
-    One thread at a time calls; the maker has others that help.
+    One thread at a time calls it; it has other threads that help.
     """
 
     def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -182,7 +180,7 @@ class MaskMaker:
 
     @property
     def _executor(self) -> LLExecutor:
-        if self._threads is None:  # most models never get a request for masks
+        if self._threads is None:  # Most models never get a request for masks.
             self._threads = LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         return self._threads
 
@@ -218,8 +216,8 @@ class MaskMaker:
         self._executor.unsafe_compute_mask_ptr_with_draft_token([(copy, 0, drafts)], *_memory(words))
         if not copy.is_error():
             return
-        # One of the rows is a dead end, from which no matcher comes back: it gets no bits, the others get
-        # theirs.
+        # One of the rows is a dead end, after which no matcher works: it gets no bits, and the others are
+        # computed one by one.
         for row in range(len(words)):
             words[row] = 0
             copy = asked.matcher.inner.deep_copy()

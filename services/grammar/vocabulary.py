@@ -1,12 +1,12 @@
-r"""A vocabulary has the bytes that each id of a model stands for, as its tokenizer.json says.
+r"""A vocabulary has the bytes of each id of a model, from its tokenizer.json.
 
-Families say it in one of these ways:
+Families write them in one of these ways:
 
     byte-level BPE      "Ġa"         " a"       GPT-2's alphabet: a character for each byte
     byte fallback       "▁a" "<0x0A>"  " a" "\n"  sentencepiece's: a space is U+2581
     neither             "a"          "a"        a token is its text
 
-Special tokens have no bytes: no text holds them.
+Special tokens have no bytes, as no text contains them.
 """
 
 import json
@@ -33,10 +33,9 @@ class Vocabulary:
 
 
 def read_vocabulary(directory: Path, vocab_size: int) -> Vocabulary:
-    """Read the vocabulary of `vocab_size` ids, be there more tokens or fewer.
+    """Read the vocabulary of `vocab_size` ids, whether there are more tokens or fewer.
 
-    Raises:
-        ConfigError: there is no tokenizer.json that says what tokens stand for.
+    Raises ConfigError without a tokenizer.json that has the tokens' bytes.
     """
     tokenizer = _read(directory / "tokenizer.json")
     try:
@@ -64,7 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(directory: Path, tokenizer: Mapping[str, Any], tokens: Mapping[int, str]) -> set[int]:
-    """Return the ids that tokenizer.json declares to be special, or tokenizer_config.json.
+    """Return the ids that tokenizer.json or tokenizer_config.json declares to be special.
 
     The latter is read as transformers reads it.
     """
