@@ -1,1 +1,1 @@
-"""A checkpoint's config.json says its context, its weights and its KV; this package reads it, and is pure."""
+"""This package reads a model's context, weights and KV from its checkpoint's config.json, and is pure."""

@@ -1,13 +1,12 @@
-"""A GGUF file is read here: its metadata, its tensors, and their values as float32.
+"""This module reads a GGUF file: its metadata, its tensors, and their values as float32.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. What the file states of itself has
-keys; a value of another type than is due is refused by its name. Blocks of quantized values are those of
-ggml-common.h:
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. Metadata have keys; a value of a
+wrong type is refused by its key. Blocks of quantized values are those of ggml-common.h:
 
-Q4_0, Q5_0, Q8_0   32 values and their scale
-Q4_1, Q5_1         32 values, their scale and their least
-Q2_K .. Q6_K       256 values in parts of 16 or 32, each with a scale (and a least) that is a whole number
-                   itself and has a scale of the block
+- Q4_0, Q5_0 and Q8_0 have 32 values and their scale.
+- Q4_1 and Q5_1 have 32 values, their scale and their minimum.
+- Q2_K to Q6_K have 256 values in parts of 16 or 32. Each part has a scale (and a minimum), an integer that is
+  scaled by the block's own.
 """
 
 import math
@@ -35,7 +34,7 @@ def tokens_of(metadata: Metadata) -> Sequence[str]:
 
 
 def special_ids(metadata: Metadata, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the ids of special tokens that the file states; `names` are its own, by ours."""
+    """Return the ids of special tokens that the file states; `names` maps our names to the file's."""
     num_tokens = len(tokens_of(metadata))
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in names.items()}
     known = {name: metadata[key] for name, key in keys.items() if key in metadata}
@@ -59,7 +58,7 @@ def text_of(metadata: Metadata, key: str) -> str:
 
 
 def number(metadata: Metadata, name: str, default: float | None = None) -> float:
-    """Return a number that is stated under the name of the model's family."""
+    """Return a number whose key begins with the model's family."""
     key = _key(metadata, name)
     value = metadata.get(key, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -92,9 +91,9 @@ _BLOCK, _LARGE_BLOCK = 32, 256
 @dataclass(frozen=True, slots=True)
 class BlockType:
     name: str
-    values: int  # in one item of `dtype`
+    values: int  # One item of `dtype` has so many.
     dtype: np.dtype[Any]
-    floats: Callable[[NDArray[Any]], Floats]  # of items, in the order of the values
+    floats: Callable[[NDArray[Any]], Floats]  # It returns the items' values in order.
 
 
 def _plain(items: NDArray[Any]) -> Floats:
@@ -110,13 +109,13 @@ def _column(numbers: NDArray[Any]) -> Floats:
 
 
 def _nibbles(values: NDArray[Any], size: int = 16) -> NDArray[Any]:
-    """Return the low halves of `size` bytes as so many values, and then the high halves, [n, 2 x bytes]."""
+    """Return the low halves of `size` bytes, and then the high halves, [n, 2 x bytes]."""
     parts = values.reshape(len(values), -1, 1, size)
     return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(values), -1)
 
 
 def _fifth_bits(items: NDArray[Any]) -> NDArray[Any]:
-    """Return the fifth bit of each of 32 values as 0 or 16: bit i of the four bytes is value i's."""
+    """Return the fifth bit of each of 32 values as 0 or 16: bit i of the four bytes belongs to value i."""
     return np.unpackbits(items["high"], axis=1, bitorder="little") << 4
 
 
@@ -164,7 +163,7 @@ def _q2_k(items: NDArray[Any]) -> Floats:
 
 
 def _q3_k(items: NDArray[Any]) -> Floats:
-    # Bit i of byte k of `high` is of value k of the i-th 32; where it is not set, 4 is subtracted.
+    # Bit i of byte k of `high` belongs to value k of the i-th 32; where it is not set, 4 is subtracted.
     high = items["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[None, :, None] & 1
     values = _two_bits(items["values"]).astype(np.int8) - ((1 - high).reshape(len(items), -1) << 2).astype(
         np.int8
@@ -182,7 +181,7 @@ def _q4_k(items: NDArray[Any]) -> Floats:
 
 
 def _q5_k(items: NDArray[Any]) -> Floats:
-    # Bit i of byte k of `high` is of value k of the i-th 32.
+    # Bit i of byte k of `high` belongs to value k of the i-th 32.
     high = items["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[None, :, None] & 1
     values = _nibbles(items["values"], 32) | (high << 4).reshape(len(items), -1)
     scales, leasts = _six_bits(items["scales"])
@@ -190,7 +189,7 @@ def _q5_k(items: NDArray[Any]) -> Floats:
 
 
 def _q6_k(items: NDArray[Any]) -> Floats:
-    # Of each 128 values 64 bytes have the low halves, of 32 values the two bits that are missing.
+    # For each 128 values, 64 bytes have the low halves; for each 32 values, the other two bits follow.
     values = _nibbles(items["values"], 64) | _two_bits(items["high"]) << 4
     return _scaled(values.astype(np.int8) - 32, items["scale"], items["scales"])
 
@@ -203,7 +202,7 @@ def _two_bits(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _six_bits(stored: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return 8 scales and 8 leasts of 12 bytes: the first four of each whole, the others in two pieces."""
+    """Return 8 scales and 8 minimums from 12 bytes; the first four of each are whole, the others in two."""
     first, second, rest = stored[:, :4], stored[:, 4:8], stored[:, 8:]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], axis=1)
     leasts = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], axis=1)
@@ -245,7 +244,7 @@ BLOCK_TYPES = {
         _q6_k,
     ),
 }
-# Only a message names these types.
+# These types are only named in a message.
 UNREAD_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
@@ -268,8 +267,8 @@ UNREAD_TYPES = {
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_MOST_NESTED = 4  # arrays may be nested so deep
-_ALIGNMENT = 32  # bytes, where the file names no alignment
+_MOST_NESTED = 4  # Arrays may be nested so deep.
+_ALIGNMENT = 32  # This is in bytes, for files without an alignment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +276,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     type_id: int
-    start: int  # in the file
+    start: int  # This is the offset in the file.
 
     @property
     def num_values(self) -> int:
@@ -296,12 +295,10 @@ class Gguf:
 
 
 def read_gguf(data: Any) -> Gguf:
-    """Read metadata and tensors' places of a whole file's bytes, or of a map of it.
+    """Read the metadata and the tensors' places from a whole file's bytes, or from a map of it.
 
-    No tensor's values are read.
-
-    Raises:
-        ConfigError: it is no GGUF file, of another version, cut short, or has a tensor of a type not read.
+    It reads no tensor's values. Raises ConfigError where it is no GGUF file, has another version, is cut
+    short, or has a tensor of an unsupported type.
     """
     reader = _Reader(data)
     try:

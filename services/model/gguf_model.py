@@ -1,10 +1,10 @@
-"""A GGUF file becomes a checkpoint: names, weights, tokenizer and configuration.
+"""This module converts a GGUF file to a checkpoint: names, weights, tokenizer and configuration.
 
-Names are otherwise in such a file, and in the llama family the rows of Q and K lie otherwise: the rotation
-pairs value i of a head with i + half in transformers; llama.cpp pairs 2i with 2i + 1, and its converter moves
-the rows, so that they must be put back.
+Names differ in such a file, and in the llama family so does the order of Q's and K's rows: transformers
+rotates value i of a head with i + half, and llama.cpp rotates 2i with 2i + 1. llama.cpp's converter moves the
+rows, so this moves them back.
 
-How its tokenizer splits a text the file names only (tokenizer.ggml.pre); llama.cpp has a regular expression
+The file only names how its tokenizer splits a text (tokenizer.ggml.pre). llama.cpp has a regular expression
 for each name (src/llama-vocab.cpp), and so have the models' own tokenizers.
 """
 
@@ -67,9 +67,9 @@ _OF_THE_MODEL = {
     "output": "lm_head",
 }
 _FACTORS = "rope_freqs.weight"
-# Llama 3.1 and later stretch slow frequencies; such a file has the factors that come of it, not these.
+# Llama 3.1 and later stretch slow frequencies; such a file has the resulting factors, not these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# With these values, of which the first is llama.cpp's own, nothing is computed otherwise.
+# With these values, of which the first is llama.cpp's default, the computation is the usual one.
 _PLAIN = {
     "attention.scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
@@ -85,7 +85,7 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight is one tensor of the checkpoint; the rows of `num_heads` heads (or none) are put back."""
+    """A weight is a tensor of the checkpoint; with `num_heads`, its rows of so many heads are moved back."""
 
     name: str
     tensor: Tensor
@@ -106,12 +106,11 @@ class GgufModel:
 def model_of(
     gguf: Gguf, data: Any, dtype: str = "float32", sampling: Mapping[str, float] | None = None
 ) -> GgufModel:
-    """Make a checkpoint of the file, whose bytes are `data`, to be served in `dtype`.
+    """Create a checkpoint from the file, whose bytes are `data`, to be served in `dtype`.
 
     `sampling` is what its publisher would sample by, for generation_config.json; GGUF has no place for it.
 
-    Raises:
-        ConfigError: it is of another family, or has something that would be left out.
+    Raises ConfigError where the family is not supported, or the file has something that would be lost.
     """
     metadata = gguf.metadata
     family = _family(metadata)
@@ -126,9 +125,9 @@ def model_of(
 
 
 def weights_of(gguf: Gguf) -> Iterator[Weight]:
-    """Yield the weights by their names in transformers; those of experts one by one.
+    """Yield the weights by their names in transformers, those of experts one by one.
 
-    Raises ConfigError for a tensor that has no place, or of a family that is not read.
+    Raises ConfigError for a tensor without a place, or an unsupported family.
     """
     family = _family(gguf.metadata)
     heads = count(gguf.metadata, "attention.head_count")
@@ -174,9 +173,9 @@ def _family(metadata: Metadata) -> _Family:
 
 
 def _require_plain(metadata: Metadata) -> None:
-    """Refuse what changes the model where it is not stated as llama.cpp assumes it to be.
+    """Refuse settings that change the model and differ from llama.cpp's defaults.
 
-    Without a type of scaling llama.cpp takes it to be linear, by a factor under one of two names.
+    Without a type of scaling llama.cpp assumes linear, by a factor under one of two names.
     """
     family = metadata["general.architecture"]
     scaling = metadata.get(f"{family}.rope.scaling.type", "linear")
@@ -257,7 +256,7 @@ def _config(gguf: Gguf, data: Any, family: _Family) -> dict[str, Any]:
 
 
 def _stretching(factors: Floats, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return what the factors come of, which is found by trying it."""
+    """Return the settings that lead to the factors, which are found by trying."""
     factor = round(float(factors.max(initial=0.0)), 3)
     own = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     low, high, original = _LLAMA3.values()
@@ -277,14 +276,14 @@ def _head_dim(metadata: Metadata) -> int:
 
 
 def _short(value: float) -> float:
-    """Return the number as it was before it was kept in float32."""
+    """Return the number as it was before it was stored in float32."""
     return float(f"{value:.6g}")
 
 
-_CONTROL, _USER_DEFINED = 3, 4  # these are of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # These are values of tokenizer.ggml.token_type.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ENDS = {"eos": "eos", "eot": "eot"}
-# Words, up to so many digits, signs, line ends and spaces are told apart.
+# It separates words, up to so many digits, punctuation, line ends and spaces.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -294,13 +293,13 @@ _SPLIT_BY_WORDS = {**dict.fromkeys(_QWEN, _WORDS % ""), **dict.fromkeys(_LLAMA, 
 
 
 def token_ids(metadata: Metadata) -> dict[str, Any]:
-    """Return what config.json states of special tokens."""
+    """Return the special tokens of config.json."""
     known = special_ids(metadata, _SPECIAL)
     return {f"{name}_token_id": known[name] for name in ("bos", "eos", "pad") if name in known}
 
 
 def generation_ids(metadata: Metadata) -> dict[str, Any]:
-    """Return what generation_config.json states: a turn's end ends an answer, too."""
+    """Return the special tokens of generation_config.json: a turn's end ends an answer, too."""
     ends = [*dict.fromkeys(special_ids(metadata, _ENDS).values())]
     return {**token_ids(metadata), **({"eos_token_id": ends} if len(ends) > 1 else {})}
 
@@ -343,7 +342,7 @@ def tokenizer_of(metadata: Metadata) -> Tokenizer:
 
 
 def _first_id(metadata: Metadata, splits: str) -> int | None:
-    """Return the token that stands before each text, or None; llama.cpp adds one to Llama 3's unasked."""
+    """Return the token that precedes each text, or None; llama.cpp adds one for Llama 3 by default."""
     adds = metadata.get("tokenizer.ggml.add_bos_token")
     if not isinstance(adds, bool | None):
         raise ConfigError(f"the GGUF file is damaged: its add_bos_token is {adds!r}, not true or false")
@@ -363,7 +362,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[in
 def _bpe(vocabulary: dict[str, int], merges: list[Any], ignore_merges: bool) -> models.BPE:
     try:
         return models.BPE(vocabulary, merges, ignore_merges=ignore_merges)
-    except Exception as error:  # tokenizers raises no class of its own
+    except Exception as error:  # tokenizers has no exception class of its own.
         raise ConfigError(f"the GGUF file's merges do not fit its tokens: {error}") from error
 
 

@@ -1,10 +1,9 @@
-"""A checkpoint's layers are grouped by what they remember, by its config.json. This module is pure.
+"""This groups a checkpoint's layers by what they store for a sequence, from its config.json. It is pure.
 
-    full attention   page_size tokens a page, of every token
-    window, chunk    pages of a pool of their own, of the last tokens
-    recurrent        one slot of a fixed size
+Full attention has pages of page_size tokens, of every token. A window or chunk has pages of the last tokens,
+in a pool of its own. Recurrent layers have one slot of a fixed size.
 
-What an engine makes of the model itself decides; this is for whoever sizes and looks before there is one.
+An engine decides by the model itself; this is for sizing and for reports before there is an engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from services.model.model_config import ITEM_BYTES, text_part
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup
 
-# Published checkpoints leave these out: transformers' class has them.
+# Published checkpoints omit these, which are defaults of transformers' class.
 _UNSAID = {
     "gemma3_text": {
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -31,10 +30,10 @@ class AttentionGroup:
     """Layers of one kind, one window and one width share a group, and a pool."""
 
     kind: GroupKind
-    num_kv_heads: int  # 1 with a latent: every GPU of a rank keeps the whole latent
-    head_dim: int  # of keys, or of the latent
-    v_head_dim: int  # 0: a latent, which has no values
-    window: int  # tokens, the own one counted; 0: sees all
+    num_kv_heads: int  # This is 1 with a latent: every GPU of a rank stores the whole latent.
+    head_dim: int  # This is the size of keys, or of the latent.
+    v_head_dim: int  # With 0 this is a latent, which has no values.
+    window: int  # This is in tokens, the token itself included; 0 means all.
     layer_ids: tuple[int, ...] = ()
 
     @property
@@ -47,7 +46,7 @@ class AttentionGroup:
     def token_bytes(self, dtype: str, tp_size: int = 1) -> int:
         """Return a token's bytes on each of the `tp_size` GPUs of a rank.
 
-        The GPUs share the KV heads, and each has one at least.
+        The GPUs divide the KV heads, and each has at least one.
         """
         heads = -(-self.num_kv_heads // tp_size)
         return len(self.layer_ids) * heads * (self.head_dim + self.v_head_dim) * ITEM_BYTES[dtype]
@@ -66,28 +65,32 @@ class RecurrentGroup:
     layer_ids: tuple[int, ...]
 
     def state_bytes(self, dtype: str, tp_size: int = 1) -> int:
-        """Return the bytes of all layers' states on each GPU: heads and channels are shared out."""
+        """Return the bytes of all layers' states on each GPU, as GPUs divide heads and channels."""
         return len(self.layer_ids) * self.layer.size_bytes(ITEM_BYTES[dtype]) // tp_size
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    full: AttentionGroup  # windowed layers too, where no layer sees all: their KV is kept whole, as pages
+    # If no layer sees all, these are the windowed layers, whose KV is then stored whole, as pages.
+    full: AttentionGroup
     windows: tuple[AttentionGroup, ...] = ()
     recurrent: RecurrentGroup | None = None
-    masked_window: int = 0  # of windowed layers in `full`
+    masked_window: int = 0  # This is the window of layers in `full`.
 
     @property
     def carries(self) -> bool:
         return bool(self.windows or self.recurrent)
 
     def whole_token_bytes(self, dtype: str, tp_size: int = 1) -> int:
-        """Return a token's bytes where windows are kept whole, as SGLang does by default."""
+        """Return a token's bytes where windows are stored whole, as SGLang does by default."""
         return sum(group.token_bytes(dtype, tp_size) for group in (self.full, *self.windows))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part that is about text, with what its class knows and it leaves out. Raises ConfigError."""
+    """Return the text part of a config.json, with its class's defaults.
+
+    Raises ConfigError.
+    """
     text = text_part(config)
     return {**_UNSAID.get(str(text.get("model_type")), {}), **text}
 
@@ -95,7 +98,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
     """Group the layers of a checkpoint's config.json.
 
-    Raises ConfigError when it says too little, or what is not known.
+    Raises ConfigError where it is incomplete, or has unknown layers.
     """
     try:
         return _groups(text_config(config))
@@ -105,9 +108,9 @@ def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
 
 
 def draft_groups(draft: Mapping[str, Any], target: Mapping[str, Any]) -> LayerGroups:
-    """Group the layers of a draft model, all of which keep every token.
+    """Group the layers of a draft model, all of which store every token.
 
-    Raises ConfigError where it cannot draft for the target, or says too little.
+    Raises ConfigError where it cannot draft for the target, or is incomplete.
     """
     groups, own, wanted = layer_groups(draft), _vocab_size(draft), _vocab_size(target)
     if own != wanted:
@@ -136,7 +139,7 @@ def _groups(config: Mapping[str, Any]) -> LayerGroups:
 
 
 def _attention_layers(kinds: Sequence[LayerKinds], config: Mapping[str, Any]) -> list[int]:
-    """Return the layers that keep KV of their own: the last ones of some models read an earlier layer's."""
+    """Return the layers with KV of their own: in some models the last ones read an earlier layer's."""
     own = len(kinds) - int(config.get("num_kv_shared_layers") or 0)
     return [layer for layer in range(own) if any(kind is not GroupKind.RECURRENT for kind in kinds[layer])]
 
@@ -186,8 +189,8 @@ def _own_of_layer(config: Mapping[str, Any], kind: GroupKind, layer: int) -> Map
     if per_layer := config.get("per_layer_config"):
         own: Mapping[str, Any] = per_layer.get(str(layer)) or per_layer.get(layer) or {}
         return own
-    if kind is GroupKind.FULL_ATTENTION:  # Gemma 4's
+    if kind is GroupKind.FULL_ATTENTION:  # These are Gemma 4's.
         heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         return {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
-    names = ("head_dim", "v_head_dim", "num_key_value_heads")  # MiMo-V2's
+    names = ("head_dim", "v_head_dim", "num_key_value_heads")  # These are MiMo-V2's.
     return {name: config.get(f"swa_{name}") for name in names}

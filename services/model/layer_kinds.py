@@ -1,7 +1,7 @@
-"""A checkpoint's config.json says what each layer remembers of a sequence, and how much. This module is pure.
+"""This module reads from config.json what each layer stores for a sequence, and how much. It is pure.
 
-Names are transformers' 5.24 and those that published checkpoints had before; where a config.json leaves a
-pattern to its model's class, that class's pattern is here. The state of a recurrent layer is so large:
+Names are those of transformers 5.24 and of earlier checkpoints; where a config.json leaves a pattern to its
+model's class, that class's pattern is here. The state of a recurrent layer has this size:
 
     mixer              convolution                                  recurrent
     gated delta net    (2 key heads x d_k + value heads x d_v) x K  value heads x d_k x d_v
@@ -9,8 +9,8 @@ pattern to its model's class, that class's pattern is here. The state of a recur
     Mamba-2            (heads x d + 2 groups x d_state) x K         heads x d x d_state
     short convolution  hidden x K                                   none
 
-The convolution has K columns, as transformers keeps them (SGLang keeps K - 1). It has the model's type, the
-recurrent part float32 whatever the model's is.
+The convolution has K columns, as in transformers (SGLang has K - 1). It has the model's type, and the
+recurrent part is always float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from typing import Any
 
 from services.values.kv import GroupKind
 
-LayerKinds = tuple[GroupKind, ...]  # of one layer: none (experts alone), one, or two (Falcon-H1)
+LayerKinds = tuple[GroupKind, ...]  # These are one layer's: none (experts alone), one, or two (Falcon-H1).
 
 _FULL = (GroupKind.FULL_ATTENTION,)
 _SLIDING = (GroupKind.SLIDING_WINDOW,)
@@ -38,20 +38,20 @@ _WORDS: dict[Any, LayerKinds] = {
     **dict.fromkeys(("moe", "mlp"), ()),
 }
 _LETTERS: dict[str, LayerKinds] = {
-    **{"M": _RECURRENT, "*": _FULL, "E": (), "-": ()},  # Nemotron-H's hybrid_override_pattern
-    **{"L": _SLIDING, "G": _FULL},  # EXAONE's sliding_window_pattern
+    **{"M": _RECURRENT, "*": _FULL, "E": (), "-": ()},  # These are of Nemotron-H's hybrid_override_pattern.
+    **{"L": _SLIDING, "G": _FULL},  # These are of EXAONE's sliding_window_pattern.
 }
 # These models leave their pattern to their class: each n-th layer sees all.
 _INTERVALS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3_text": 6}
 _INTERVALS |= {"gemma4_text": 6}
 _LINEAR_KEYS = ("linear_num_value_heads", "full_attention_interval")
-_LINEAR_INTERVAL = 4  # this is Qwen3-Next's and Qwen3.5's
+_LINEAR_INTERVAL = 4  # This is Qwen3-Next's and Qwen3.5's.
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[LayerKinds]:
     """Return the kinds of each layer, by the text part of a config.json.
 
-    Raises KeyError, TypeError, ValueError where it says too little, or what is not known here.
+    Raises KeyError, TypeError, ValueError where it is incomplete, or has an unknown kind.
     """
     for name in _LISTS:
         if config.get(name):
@@ -81,7 +81,7 @@ def _recurrent_pattern(config: Mapping[str, Any], num_layers: int) -> list[Layer
 
 
 def _full_layers(config: Mapping[str, Any], num_layers: int) -> Sequence[int] | None:
-    """Return the layers with attention, as Bamba, LFM2, Kimi (which counts from 1) and Jamba say them."""
+    """Return the layers with attention, as Bamba, LFM2, Kimi (which counts from 1) and Jamba state them."""
     for name in ("attn_layer_indices", "full_attn_idxs"):
         if config.get(name) is not None:
             return [int(layer) for layer in config[name]]
@@ -107,8 +107,8 @@ def _windowed_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerK
 
 
 def _chunked_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerKinds]:
-    """Llama 4's layers without rotation see all, the others a chunk."""
-    if rotated := config.get("no_rope_layers"):  # in spite of its name, 1 means with rotation
+    """Return the kinds of Llama 4's layers: those without rotation see all, the others a chunk."""
+    if rotated := config.get("no_rope_layers"):  # In spite of its name, 1 means with rotation.
         return [_CHUNKED if has_rope else _FULL for has_rope in rotated]
     return _each(int(config.get("no_rope_layer_interval") or 4), num_layers, _CHUNKED)
 
@@ -117,14 +117,14 @@ def _each(interval: int, num_layers: int, others: LayerKinds) -> list[LayerKinds
     return [others if layer % interval else _FULL for layer in range(1, num_layers + 1)]
 
 
-STATE_ITEM_BYTES = 4  # float32
+STATE_ITEM_BYTES = 4  # This is float32.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
     convolution: int
     recurrent: int
-    parameters: int = 0  # of the mixer: projections in and out, and the convolution
+    parameters: int = 0  # These are the mixer's: projections in and out, and the convolution.
 
     def size_bytes(self, item_bytes: int) -> int:
         return self.convolution * item_bytes + self.recurrent * STATE_ITEM_BYTES
@@ -133,7 +133,7 @@ class LayerState:
 def layer_state(config: Mapping[str, Any]) -> LayerState:
     """Return the state's size by the text part of a config.json.
 
-    Raises KeyError, TypeError, ValueError where it says too little.
+    Raises KeyError, TypeError, ValueError where it is incomplete.
     """
     if config.get("linear_num_value_heads"):
         return _delta_net(config)
@@ -154,7 +154,7 @@ def _delta_net(config: Mapping[str, Any]) -> LayerState:
     channels = 2 * int(config["linear_num_key_heads"]) * key_dim + value_heads * value_dim
     columns = int(config.get("linear_conv_kernel_dim") or 4)
     values = value_heads * value_dim
-    # Queries, keys and values go in, with a gate and two numbers a head; values come out.
+    # The inputs are queries, keys and values, with a gate and two numbers per head; the outputs are values.
     projections = int(config["hidden_size"]) * (channels + 2 * values + 2 * value_heads)
     return LayerState(channels * columns, values * key_dim, projections + channels * columns)
 
@@ -175,7 +175,8 @@ def _mamba2(config: Mapping[str, Any], heads: int) -> LayerState:
     groups = int(_first(config, "n_groups", "mamba_n_groups", "mamba_ngroups") or 1)
     columns = int(_first(config, "conv_kernel", "mamba_d_conv") or 4)
     channels = width + 2 * groups * state
-    # What is convolved goes in, with a gate and a step a head; what comes out is as wide as the gate.
+    # The inputs are those of the convolution, with a gate and a step per head; the output is as wide as the
+    # gate.
     projections = int(config["hidden_size"]) * (channels + 2 * width + heads)
     return LayerState(channels * columns, width * state, projections + channels * columns)
 

@@ -1,6 +1,6 @@
-"""A config.json says which model it is of, how long its context is, and of which type. This module is pure.
+"""This module reads the model, the length of its context and its type from a config.json. It is pure.
 
-It may disagree with itself. By what it says a pool holds so many conversations.
+It also reports contradictions in a config.json, and computes how many conversations a pool holds.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,8 +9,8 @@ from typing import Any
 
 from services.values.errors import ConfigError
 
-# transformers and SGLang read a config by its model_type; transformers makes the model by that, too, SGLang
-# by its architectures. These are told apart without either; transformers' own table is longer.
+# transformers and SGLang read a config by its model_type. transformers also chooses the model by that, and
+# SGLang by the architectures. These are known without either; transformers' own table is longer.
 MODEL_TYPES: Mapping[str, Collection[str]] = {
     "LlamaForCausalLM": ("llama",),
     "Qwen2ForCausalLM": ("qwen2",),
@@ -32,9 +32,9 @@ MODEL_TYPES: Mapping[str, Collection[str]] = {
 def disagreement(
     config: Mapping[str, Any], model_types: Mapping[str, Collection[str]] = MODEL_TYPES
 ) -> str | None:
-    """Say what of config.json contradicts itself, or None where nothing does that we know of.
+    """Return a contradiction of config.json, or None where none is known.
 
-    `model_types` are those of each architecture. Of several architectures one that agrees is enough.
+    `model_types` has the types of each architecture. Of several architectures one that agrees is enough.
     """
     known = [name for name in config.get("architectures") or () if name in model_types]
     model_type = config.get("model_type")
@@ -47,20 +47,19 @@ def disagreement(
 def context_tokens(config: Mapping[str, Any]) -> int:
     """Return the context in tokens.
 
-    It is max_position_embeddings, but where rotary angles are stretched and it is the length before that:
+    It is max_position_embeddings, unless rotary angles are stretched and that is the length before:
 
-    yarn     factor x original_max_position_embeddings, as the angles are made for. Qwen3 states 40,960, room
-             for an answer included, beside an original length of 32,768.
-    linear   factor x max_position_embeddings, but where an original length is stated beside it
-    llama3   as it stands: it is the stretched length
+    - With yarn it is factor x original_max_position_embeddings, which the angles are made for. Qwen3 states
+      40,960, which includes room for an answer, beside an original length of 32,768.
+    - With linear it is factor x max_position_embeddings, unless an original length is stated beside it.
+    - With llama3 it is max_position_embeddings, which is the stretched length.
 
-    So vLLM reads it (_get_and_verify_max_len), and SGLang but for yarn. Without an original length
-    transformers takes max_position_embeddings for it, and without a factor what makes that of the original
-    length. A model with angles of its own for each kind of layer has the least of their lengths. Gemma 3's
-    stated length is the stretched one.
+    vLLM reads it so (_get_and_verify_max_len), and SGLang except with yarn. Without an original length
+    transformers uses max_position_embeddings for it, and without a factor the ratio of the two. A model with
+    angles of its own for each kind of layer has the least of their lengths. Gemma 3's stated length is the
+    stretched one.
 
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is not stated, or no number.
+    Raises KeyError, TypeError, ValueError or AttributeError where it is not stated, or no number.
     """
     config = config.get("text_config", config)
     stated = int(config["max_position_embeddings"])
@@ -87,10 +86,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that is about text: all of it, where it names none.
-
-    Raises ConfigError.
-    """
+    """Return the text part of a config.json, which may be all of it. Raises ConfigError."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, Mapping):
         raise ConfigError(f"config.json's text_config is no object: {text!r}")
@@ -98,7 +94,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kv_dtype(config: Mapping[str, Any]) -> str:
-    """Return the type of the weights, which KV has, too, unless told otherwise. Raises ConfigError."""
+    """Return the type of the weights, which is KV's, too, unless another is requested. Raises ConfigError."""
     parts = (config, text_part(config))
     name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if not isinstance(name, str) or name not in ITEM_BYTES:

@@ -1,7 +1,6 @@
-"""config.json says how weights are quantized; this module says which of that is served, and how it is held.
+"""This module reads from config.json how weights are quantized, and whether that is served. It is pure.
 
-This module is pure. What a tensor is, engines tell by the names of its parts; only what those do not tell is
-taken from here.
+Engines recognize a tensor by the names of its parts; only what these do not show is read here.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from services.values.errors import ConfigError
 
-# The formats of compressed-tensors, as its config names them, whose tensors are read.
+# These formats of compressed-tensors, as its config names them, are supported.
 _COMPRESSED = (
     "dense",
     "float-quantized",
@@ -22,7 +21,7 @@ _COMPRESSED = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
-MODELOPT_FILE = "hf_quant_config.json"  # It lies beside config.json, which older ModelOpt left as it was.
+MODELOPT_FILE = "hf_quant_config.json"  # It lies beside config.json, which older ModelOpt did not change.
 _BITS = (2, 4, 8)
 _MODELOPT = ("FP8", "NVFP4")
 _GEMM = ("gemm", "awq")
@@ -32,17 +31,17 @@ _SCALE_BITS = 16
 @dataclass(frozen=True, slots=True)
 class Quantization:
     method: str
-    linear_bits: float  # A linear layer's parameter takes so many as it is stored, with its group's scale.
+    linear_bits: float  # A parameter of a linear layer takes so many bits as stored, with its group's scale.
     block: tuple[int, int] | None = None  # So many rows and columns share a scale, where that is stated.
     zeros_less_one: bool = False  # GPTQ stores each zero point less one.
     experts_only: bool = False
-    symmetric: bool = True  # Where it is False, whole numbers have zero points.
+    symmetric: bool = True  # Where this is False, integers have zero points.
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """Return how the weights are quantized, or None where config.json does not say that they are.
+    """Return how the weights are quantized, or None where config.json does not state it.
 
-    Raises ConfigError, which names it, for what is not served.
+    Raises ConfigError, which names the method, for one that is not served.
     """
     stated = _stated(config)
     if stated is None:
@@ -59,7 +58,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def with_modelopt(config: Mapping[str, Any], stated: object) -> dict[str, Any]:
-    """Return the config with what ModelOpt states in a file of its own, where config.json states nothing."""
+    """Return the config with the content of ModelOpt's own file, where config.json states nothing."""
     if not isinstance(stated, Mapping) or not stated or is_quantized(config):
         return dict(config)
     return {**config, "quantization_config": {**stated, "quant_method": "modelopt"}}
@@ -111,7 +110,7 @@ def _known_bits(stated: Mapping[str, Any]) -> int:
 
 
 def _grouped_bits(bits: int, group_size: Any) -> float:
-    """Return the bits of a parameter of which `group_size` share a scale and a zero point, or a whole row."""
+    """Return a parameter's bits, where `group_size` or a whole row share a scale and a zero point."""
     size = int(group_size or -1)
     return bits + (_SCALE_BITS + bits) / size if size > 0 else float(bits)
 

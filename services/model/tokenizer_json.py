@@ -1,6 +1,6 @@
-"""A tokenizer.json (github.com/huggingface/tokenizers) says what ids stand for. This module is pure.
+"""This module reads tokens from a tokenizer.json (github.com/huggingface/tokenizers). It is pure.
 
-A token stands for bytes. Two families have tokens that are parts of a character: byte-level BPE writes each
+A token represents bytes. Two families have tokens that are parts of a character: byte-level BPE writes each
 byte as one character of an alphabet of its own (GPT-2's), and byte fallback has a token <0xNN> for each byte.
 """
 
@@ -12,19 +12,19 @@ from typing import Any
 def ids_of(tokenizer: Mapping[str, Any]) -> dict[int, str]:
     """Return the token of each id, added ones included.
 
-    What a later format says otherwise gives none.
+    It is empty for a later format that differs.
     """
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, Mapping):
         tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
-    else:  # Unigram has a list of tokens and scores
+    else:  # Unigram has a list of tokens and scores.
         tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
     added = tokenizer.get("added_tokens") or ()
     return tokens | {int(entry["id"]): str(entry["content"]) for entry in added}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> int | None:
-    """Return the lowest id that is another token, or in one of them alone."""
+    """Return the lowest id whose token differs, or that only one of them has."""
     ours, theirs = ids_of(one), ids_of(other)
     return min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
 
@@ -34,7 +34,7 @@ _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Printable Latin-1 stands for itself; the other bytes, in their order, for U+0100 and what follows."""
+    """Return the alphabet: printable Latin-1 is itself, and U+0100 and so on are the other bytes in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     own = {chr(byte): byte for byte in printable}
@@ -42,7 +42,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
-_ELSE = "\uffff"  # this is no byte
+_ELSE = "\uffff"  # This is no byte.
 # Characters below U+0100 that are not in the alphabet must not pass as bytes: Latin-1 has no _ELSE.
 _TO_BYTES = str.maketrans(
     dict.fromkeys(map(chr, range(0x100)), _ELSE)
@@ -51,7 +51,7 @@ _TO_BYTES = str.maketrans(
 
 
 def bytes_of_piece(piece: str) -> bytes | None:
-    """Return the bytes of a token as the vocabulary has it, or None where neither family writes bytes so."""
+    """Return the bytes of a token of the vocabulary, or None where neither family writes bytes so."""
     if fallback := _FALLBACK.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
     if all(character in _ALPHABET for character in piece):

@@ -1,4 +1,4 @@
-"""A model's config.json alone tells how much memory its weights take. This module is pure."""
+"""This module computes the memory of a model's weights from its config.json alone. It is pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from services.model.quantization import quantization_of
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind
 
-_GATED = ("qwen3_5", "qwen3_next")  # the queries of these bring a gate of their own along
-# So the number of experts is called in the config.json of Mixtral, Qwen and DeepSeek.
+_GATED = ("qwen3_5", "qwen3_next")  # The queries of these models include a gate.
+# These are the names of the number of experts in the config.json of Mixtral, Qwen and DeepSeek.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsMemory:
-    attention: int  # with embeddings and head: with DP attention each rank has all of them
-    feed_forward: int  # of all tensor-parallel processes together
+    attention: int  # This includes embeddings and head: with DP attention each rank has all of them.
+    feed_forward: int  # This is for all tensor-parallel processes together.
     attention_item_bytes: float
     feed_forward_item_bytes: float
 
@@ -35,8 +35,8 @@ class WeightsMemory:
 def weights(config: Mapping[str, Any], *, dequantized: bool = False) -> WeightsMemory:
     """Count the weights of a decoder whose layers layer_kinds.py knows. Raises ConfigError.
 
-    Quantized ones take what they do in the checkpoint or, `dequantized`, what its dtype takes. Layers that
-    only speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
+    Quantized ones have their size in the checkpoint or, if `dequantized`, that of its dtype. Layers that only
+    speculation uses (num_nextn_predict_layers) are not loaded, and not counted.
     """
     text = text_config(config)
     item_bytes = float(ITEM_BYTES[kv_dtype(config)])
@@ -91,7 +91,7 @@ def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
 def _with_feed_forward(text: Mapping[str, Any], kinds: Sequence[LayerKinds]) -> list[int]:
     """Return the layers that have a feed-forward.
 
-    Where layers are mixers or feed-forwards by turns (Nemotron-H), those are the ones that are no mixers.
+    Where layers alternate between mixers and feed-forwards (Nemotron-H), these are the ones without a mixer.
     """
     apart = [layer for layer, own in enumerate(kinds) if not own]
     return apart or list(range(len(kinds)))
