@@ -267,7 +267,6 @@ class Apart:
         return False
 
     def _by_property(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Return whether `one` requires a property that `other` has with other values only, or excludes."""
         mine, theirs = _properties_of(one), _properties_of(other)
         is_closed = other.get("additionalProperties") is False and "patternProperties" not in other
         for name in filter(_is_text, _list_of(one, "required")):

@@ -293,7 +293,6 @@ _SPLIT_BY_WORDS = {**dict.fromkeys(_QWEN, _WORDS % ""), **dict.fromkeys(_LLAMA, 
 
 
 def token_ids(metadata: Metadata) -> dict[str, Any]:
-    """Return the special tokens of config.json."""
     known = special_ids(metadata, _SPECIAL)
     return {f"{name}_token_id": known[name] for name in ("bos", "eos", "pad") if name in known}
 

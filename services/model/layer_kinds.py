@@ -107,7 +107,6 @@ def _windowed_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerK
 
 
 def _chunked_pattern(config: Mapping[str, Any], num_layers: int) -> list[LayerKinds]:
-    """Return the kinds of Llama 4's layers: those without rotation see all, the others a chunk."""
     if rotated := config.get("no_rope_layers"):  # In spite of its name, 1 means with rotation.
         return [_CHUNKED if has_rope else _FULL for has_rope in rotated]
     return _each(int(config.get("no_rope_layer_interval") or 4), num_layers, _CHUNKED)

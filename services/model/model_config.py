@@ -125,7 +125,6 @@ class Pool:
         return int(size_bytes // self.page_bytes)
 
     def pages_for(self, conversations: int, ranks: int) -> int:
-        """Return the pages that each rank needs when the conversations are spread evenly."""
         return -(-conversations // ranks) * self.conversation_pages
 
     def conversations_in(self, pages: int) -> int:

@@ -109,7 +109,6 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layer: int) -> int:
 
 
 def _num_experts(text: Mapping[str, Any], layer: int) -> int:
-    """Return the experts of a layer; a dense layer has 0."""
     num_experts = next((int(text[name]) for name in _NUM_EXPERTS if text.get(name)), 0)
     words = (
         text.get("layers_block_type") or text.get("hybrid_override_pattern") or text.get("mlp_layer_types")

@@ -49,7 +49,6 @@ class DirectoryService(handshake_pb2_grpc.HandshakeServicer):
 
 
 def directory_to_proto(actives: list[Active], ids: dict[int, RankId]) -> handshake_pb2.DescribeRanksResponse:
-    """Return the answer to DescribeRanks; the keys of `ids` are DP ranks."""
     return handshake_pb2.DescribeRanksResponse(
         ranks=[
             handshake_pb2.EngineRank(

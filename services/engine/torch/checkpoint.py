@@ -153,7 +153,6 @@ def _is_stored_otherwise(directory: Path) -> bool:
 
 
 def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy for which transformers needs no library of the quantized format."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):

@@ -153,7 +153,6 @@ class _Files(IndexDataCacheFile):
 
 @cache
 def kernels_folder() -> Path | None:
-    """Return the folder, or None where nothing can be stored."""
     try:
         base = os.environ.get("NUMBA_CACHE_DIR") or Path(_user_cache(), "isthmus", "kernels")
         folder = Path(base, digest(kernel_sources()))

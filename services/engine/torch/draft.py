@@ -217,7 +217,6 @@ class TorchDraft:
                 computed = self._compute([each.next_token for each in going], range(len(going)))
 
     def _note_round(self, began: float, catches_up: bool) -> float:
-        """Record the time of a round, unless it caught up, and return the start of the next."""
         ended = time.perf_counter()
         if not catches_up:
             self._rounds_s.append(ended - began)

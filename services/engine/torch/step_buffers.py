@@ -205,7 +205,6 @@ class StepBuffers:
         area[self.num_singles + len(others) :] = area[0]
 
     def _set_prompts(self, nth: int, reach: Reach, prompts: Sequence[Chunk]) -> bool:
-        """Write the rows and tokens of the prompts, followed by padding that sees nothing."""
         room, host, page_size = self.prompts, self._areas.host, self._layers.pools[reach.pool].shape.page_size
         assert room is not None
         ends = np.cumsum([len(chunk.token_ids) for chunk in prompts]).tolist()

@@ -138,7 +138,6 @@ class _Bucket:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return the numbers of prompt tokens and of single tokens that there is room for."""
         prompts = self.buffers.prompts
         return prompts.num_tokens if prompts is not None else 0, self.buffers.num_singles
 
@@ -386,7 +385,6 @@ def _reserved_bytes(device: torch.device) -> int:
 
 
 def _held_tensors(model: torch.nn.Module) -> list[int]:
-    """Return the addresses of the tensors that the model's modules hold, in any container."""
     return [each.data_ptr() for module in model.modules() for each in _tensors_in(vars(module))]
 
 

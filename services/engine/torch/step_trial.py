@@ -50,7 +50,6 @@ class StepTrial:
             self.chunks = [replace(chunk, slot=nth) for nth, chunk in enumerate(self.chunks)]
 
     def _chunk(self, positions: range, num_pages: int) -> Chunk:
-        """Return a chunk that starts after the shared first page and has `num_pages` pages of its own."""
         own = range(self._num_pages, self._num_pages + num_pages)
         smallest = min(kv.num_pages for kv in self._pools.layers.pools)
         pages = [PageId(page) for page in ((0, *own) if own.stop <= smallest else (0,))]
@@ -80,7 +79,6 @@ class StepTrial:
         finish_step(self._device)
 
     def clear(self) -> None:
-        """Zero the pages and states that the trial has written."""
         for kv in self._pools.layers.pools:
             kv.numbers[: self._num_pages * kv.shape.page_numbers].zero_()
         if self._pools.slots is not None:
@@ -99,7 +97,6 @@ class StepTrial:
 
 
 def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
-    """Return a prompt length of 2/3 of the room's tokens, and another of 1/4 if there are 8 or more."""
     if room is None:
         return []
     tokens = min(room.num_tokens, most_tokens)

@@ -82,7 +82,6 @@ class PrefillEnd(OwnProcess):
         return server.port
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """Let our service answer DescribeRanks with this topology."""
         self._topology = payload
 
     def _deliver(self, parts: Frames) -> None:

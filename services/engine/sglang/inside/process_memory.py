@@ -94,7 +94,6 @@ class StateComponent:
         return self.kind in _KINDS
 
     def own_bytes(self) -> int:
-        """Return the bytes of a page, or a slot, in this process."""
         return sum(self.item_bytes)
 
     def whole_bytes(self, num_kv_heads: int, tp_size: int) -> int:

@@ -74,7 +74,6 @@ class TreeEventRebuilder:
         return self._take()
 
     def forget(self, kind: str) -> CacheEvents:
-        """Return the meaning of an unreadable batch."""
         self._count(kind)
         self._forget()
         return self._take()

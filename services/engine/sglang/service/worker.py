@@ -225,7 +225,6 @@ class SglangWorker:
         self._process.note_tree()
 
     async def _until_active(self) -> None:
-        """Wait until every process with KV has reported that our plugin is active in it."""
         try:
             async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
                 await self._told.wait_for(lambda: not self._missing())
@@ -467,7 +466,6 @@ class SglangWorker:
             self._follow(dp_rank, lambda rebuilder: rebuilder.forget(str(error)))
 
     def _follow(self, dp_rank: int, read: Callable[[TreeEventRebuilder], CacheEvents]) -> None:
-        """Read events; unreadable ones are counted, and each kind is logged once."""
         rebuilder = self._rebuilders[dp_rank]
         known = set(rebuilder.unreadable)
         self.events[dp_rank].put_nowait(read(rebuilder))

@@ -102,8 +102,6 @@ def require_agreement(on_device: OnDevice, kv: PagedKv) -> None:
 
 
 def _with_room(attend: AttendParts) -> AttendParts:
-    """Return the kernel for steps whose tables have room for more parts and rows than needed."""
-
     def attend_with_room(
         view: PartsView, query: Tensor, kv: PagedKv, layer: int, scores: Scores, output: Tensor
     ) -> None:

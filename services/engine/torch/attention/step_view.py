@@ -296,7 +296,6 @@ def _offsets(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def _pages(chunk: Chunk, pool: int, first_page: int, last_page: int) -> Sequence[PageId]:
-    """Return the pages of a chunk's sequence from index `first_page` to `last_page`."""
     held_from, held = 0, chunk.pages
     if pool:
         tail = chunk.tails[pool - 1]

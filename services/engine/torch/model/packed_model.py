@@ -165,7 +165,6 @@ class PackedModel:
 
 
 def _ids_and_positions(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids and the positions of a step's tokens, int64 [total] each."""
     lengths = [len(chunk.token_ids) for chunk in chunks]
     total = sum(lengths)
     token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, total)

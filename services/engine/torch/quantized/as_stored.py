@@ -121,8 +121,6 @@ _KINDS: Mapping[type, str] = {RowWeight: "float8_rows", BlockWeight: "float8_blo
 
 
 class _Ways:
-    """This creates products of weights, and remembers what the device cannot compute."""
-
     def __init__(self, kernels: StoredKernels, int4_tolerance: float) -> None:
         self._kernels, self._int4_tolerance = kernels, int4_tolerance
         self._row_steps = {RowWeight: [*_ROW_STEPS], BlockWeight: [*_ROW_STEPS], Int4Weight: [1]}

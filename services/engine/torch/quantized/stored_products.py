@@ -125,7 +125,6 @@ class BlockProduct:
 
 
 def _filled_up(rows: Tensor, step: int) -> tuple[Tensor, int]:
-    """Return the padded rows in two dimensions, and their number without padding."""
     flat = rows.reshape(-1, rows.shape[-1])
     extra = -len(flat) % step
     return (pad(flat, (0, 0, 0, extra)) if extra else flat.contiguous()), len(flat)

@@ -42,7 +42,6 @@ def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def biases_of(chunks: Sequence[Chunk]) -> list[tuple[int, _Ids, list[float]]]:
-    """Return the rows with biases, their ids, and the bias of each id."""
     of_rows = {row: dict(c.sampling.logit_bias) for row, c in enumerate(chunks) if c.sampling.logit_bias}
     return [(row, _ids(biases, len(biases)), list(biases.values())) for row, biases in of_rows.items()]
 
@@ -83,7 +82,6 @@ def _penalize_frequency(logits: Tensor, chunks: Sequence[Chunk]) -> None:
 
 
 def forbidden_of(chunks: Sequence[Chunk], vocab_size: int) -> list[tuple[int, _Ids]]:
-    """Return the rows with forbidden ids, and those ids."""
     return [
         (row, np.array(sorted(ids), np.int64))
         for row, chunk in enumerate(chunks)
@@ -101,10 +99,6 @@ def _ids(ids: Iterable[int], count: int) -> _Ids:
 
 
 def _places(logits: Tensor, per_row: _PerRow) -> Tensor:
-    """Return the indices of these ids in the flat `logits`, on its device.
-
-    Raises IndexError for an id beyond the vocabulary.
-    """
     vocab_size = logits.shape[1]
     ids = require_ids(np.concatenate([ids for _, ids in per_row]), vocab_size)
     starts = np.repeat([row * vocab_size for row, _ in per_row], [len(ids) for _, ids in per_row])

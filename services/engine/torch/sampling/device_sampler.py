@@ -58,8 +58,6 @@ class _Group:
 
 @dataclass(slots=True)
 class _Buffers:
-    """These buffers go to the device and back, for so many rows; the host's are pinned."""
-
     num_rows: int
     table: Tensor
     table_on_device: Tensor
@@ -297,7 +295,6 @@ def require_same_choices(sampler: "DeviceSampler", dtype: torch.dtype) -> None:
 
 
 def _tried_params() -> list[SamplingParams]:
-    """Return parameters for each row, with each kind of cut combined with each other."""
     cuts = [
         SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p)
         for top_p in (1.0, 0.95, 0.5, 1e-3)

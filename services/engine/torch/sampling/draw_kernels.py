@@ -69,7 +69,6 @@ def _bins(distances, inverse, width):
 
 @triton.jit
 def _held(sums, at, is_stripe, NUM_STRIPES: tl.constexpr):
-    """Return the sum of all stripes down to each distance."""
     ways = tl.arange(0, _WAYS)
     places = ways[:, None] * NUM_STRIPES + at[None, :]
     return tl.sum(tl.load(sums + places, mask=is_stripe[None, :], other=0), 1)

@@ -167,7 +167,6 @@ def _sample_rows(
 
 
 def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows, without a copy if they are all rows, or one."""
     if len(rows) == len(values):
         return values
     return values[rows[0]][None] if len(rows) == 1 else values[list(rows)]

@@ -84,7 +84,6 @@ def _epsilon_of(module: nn.Module) -> float | None:
 def _form_of(
     module: nn.Module, epsilon: float, model: PreTrainedModel, normalize: Normalize
 ) -> NormForm | None:
-    """Return the norm's form, or None where it computes something else, or the kernel's result differs."""
     with _random_weight(module) as weight:
         try:
             tried = [(rows, module(rows)) for rows in _random_rows(weight, model)]

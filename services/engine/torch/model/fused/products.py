@@ -148,7 +148,6 @@ class Product:
         )
 
     def split(self) -> None:
-        """Make the members plain layers again, each with a copy of its own weight."""
         assert self._computes is None, "the weight was given up"
         for member in self._members:
             _make_plain(member)
@@ -217,7 +216,6 @@ def _make_plain(linear: nn.Linear) -> None:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts one after another, each padded so that the next one is aligned."""
     first = parts[0]
     sizes = [_aligned(len(part)) for part in parts]
     whole = first.new_zeros(sum(sizes), *first.shape[1:])
