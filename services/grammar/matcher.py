@@ -184,13 +184,13 @@ class MaskMaker:
             self._threads = LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         return self._threads
 
-    def make(self, asked: Sequence[MaskRequest]) -> Masks:
+    def make(self, requests: Sequence[MaskRequest]) -> Masks:
         began = self._clock()
-        num_rows = sum(each.num_rows for each in asked)
+        num_rows = sum(each.num_rows for each in requests)
         masks = Masks(np.zeros((num_rows, self._vocab_size // _WORD_BITS + 1), np.int32), self._vocab_size)
-        self._fill_plain(asked, masks.words)
+        self._fill_plain(requests, masks.words)
         first = 0
-        for each in asked:
+        for each in requests:
             own = masks.words[first : first + each.num_rows]
             if each.drafts:
                 self._fill_drafted(each, own)
@@ -202,17 +202,17 @@ class MaskMaker:
         self._counts = MaskCounts(counts.rows + num_rows, counts.seconds + self._clock() - began)
         return masks
 
-    def _fill_plain(self, asked: Sequence[MaskRequest], words: NDArray[np.int32]) -> None:
+    def _fill_plain(self, requests: Sequence[MaskRequest], words: NDArray[np.int32]) -> None:
         matchers, first = [], 0
-        for each in asked:
+        for each in requests:
             if not each.drafts:
                 matchers.append((each.matcher.inner, first))
             first += each.num_rows
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, *_memory(words))
 
-    def _fill_drafted(self, asked: MaskRequest, words: NDArray[np.int32]) -> None:
-        copy, drafts = asked.matcher.inner.deep_copy(), list(asked.drafts)
+    def _fill_drafted(self, request: MaskRequest, words: NDArray[np.int32]) -> None:
+        copy, drafts = request.matcher.inner.deep_copy(), list(request.drafts)
         self._executor.unsafe_compute_mask_ptr_with_draft_token([(copy, 0, drafts)], *_memory(words))
         if not copy.is_error():
             return
@@ -220,7 +220,7 @@ class MaskMaker:
         # computed one by one.
         for row in range(len(words)):
             words[row] = 0
-            copy = asked.matcher.inner.deep_copy()
+            copy = request.matcher.inner.deep_copy()
             if copy.consume_tokens(drafts[:row]):
                 self._executor.unsafe_compute_mask_ptr([(copy, 0)], *_memory(words[row : row + 1]))
             if copy.is_error():

@@ -357,8 +357,8 @@ def _read(reader: _Reader, num_bytes: int) -> Gguf:
     version = reader.number("I")
     if version not in _VERSIONS:
         is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-        said = "big-endian" if is_swapped else f"version {version}"
-        raise ConfigError(f"the GGUF file is {said}; read are versions 2 and 3, little-endian")
+        kind = "big-endian" if is_swapped else f"version {version}"
+        raise ConfigError(f"the GGUF file is {kind}; read are versions 2 and 3, little-endian")
     num_tensors, num_pairs = reader.number("Q"), reader.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):

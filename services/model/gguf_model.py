@@ -36,12 +36,12 @@ from services.values.errors import ConfigError
 class _Family:
     architecture: str
     model_type: str
-    turns_rows: bool = False
+    moves_rows: bool = False
     has_experts: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", "llama", turns_rows=True),
+    "llama": _Family("LlamaForCausalLM", "llama", moves_rows=True),
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", "qwen3_moe", has_experts=True),
@@ -132,20 +132,20 @@ def weights_of(gguf: Gguf) -> Iterator[Weight]:
     family = _family(gguf.metadata)
     heads = count(gguf.metadata, "attention.head_count")
     kv_heads = count(gguf.metadata, "attention.head_count_kv", heads)
-    turned = {"attn_q": heads, "attn_k": kv_heads} if family.turns_rows else {}
+    moved = {"attn_q": heads, "attn_k": kv_heads} if family.moves_rows else {}
     for tensor in gguf.tensors:
         match tensor.name.split("."):
             case [part, "weight"] if part in _OF_THE_MODEL:
                 _require_tokens(part, tensor, gguf.metadata)
                 yield Weight(f"{_OF_THE_MODEL[part]}.weight", tensor)
             case ["blk", layer, part, kind] if part in _OF_A_LAYER and kind in ("weight", "bias"):
-                _require_heads(tensor, turned.get(part, 0))
+                _require_heads(tensor, moved.get(part, 0))
                 name = f"model.layers.{layer}.{_OF_A_LAYER[part]}.{kind}"
-                yield Weight(name, tensor, turned.get(part, 0))
+                yield Weight(name, tensor, moved.get(part, 0))
             case ["blk", layer, part, "weight"] if part in _OF_EXPERTS and family.has_experts:
                 for i, own in enumerate(_of_each_expert(tensor)):
                     yield Weight(f"model.layers.{layer}.mlp.experts.{i}.{_OF_EXPERTS[part]}.weight", own)
-            case [*_] if tensor.name == _FACTORS and family.turns_rows:
+            case [*_] if tensor.name == _FACTORS and family.moves_rows:
                 continue
             case _:
                 raise ConfigError(f"the GGUF file has a tensor {tensor.name}, which cannot be converted")

@@ -103,8 +103,8 @@ def layer_groups(config: Mapping[str, Any]) -> LayerGroups:
     try:
         return _groups(text_config(config))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"config.json does not tell what its layers keep: {said}") from error
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"config.json does not tell what its layers keep: {reason}") from error
 
 
 def draft_groups(draft: Mapping[str, Any], target: Mapping[str, Any]) -> LayerGroups:

@@ -159,10 +159,10 @@ def _delta_net(config: Mapping[str, Any]) -> LayerState:
 
 
 def _kimi(config: Mapping[str, Any]) -> LayerState:
-    said = config.get("linear_attn_config") or {}
-    heads = int(said.get("num_heads") or config["linear_num_heads"])
-    head_dim = int(said.get("head_dim") or config["linear_head_dim"])
-    columns = int(said.get("short_conv_kernel_size") or config.get("linear_conv_kernel_dim") or 4)
+    linear = config.get("linear_attn_config") or {}
+    heads = int(linear.get("num_heads") or config["linear_num_heads"])
+    head_dim = int(linear.get("head_dim") or config["linear_head_dim"])
+    columns = int(linear.get("short_conv_kernel_size") or config.get("linear_conv_kernel_dim") or 4)
     return LayerState(3 * heads * head_dim * columns, heads * head_dim * head_dim)
 
 

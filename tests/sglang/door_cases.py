@@ -138,7 +138,7 @@ def sent(door, output, socket=True):
     """(what goes on to SGLang's tokenizer manager, chunks that are reported)"""
     passed = []
     sender = SimpleNamespace(socket=socket or None)
-    door[0].tell_outputs(lambda _, output: passed.append(output), sender, output)
+    door[0].report_outputs(lambda _, output: passed.append(output), sender, output)
     return passed, [chunk for report in door[1].told for chunk in report.chunks]
 
 

@@ -95,7 +95,7 @@ async def look_up(endpoint: str, tls: TlsConfig | None) -> Directory:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Lookup:
     future: "Future[Directory]"
     answered_s: float | None = None
 
@@ -108,35 +108,35 @@ class Lookups:
     """
 
     def __init__(
-        self, ask: Callable[[str], "Future[Directory]"], clock: Callable[[], float] = time.monotonic
+        self, request: Callable[[str], "Future[Directory]"], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ask = ask
+        self._request = request
         self._clock = clock
-        self._asked: dict[str, _Asked] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     def take(self, endpoint: str, wait_s: float) -> Directory | None:
         """Return the answer, once, or None while it is still to come. Raises IsthmusError."""
-        asked = self._asked.get(endpoint)
-        if asked is None or self._is_stale(asked):
-            asked = self._asked[endpoint] = self._ask_now(endpoint)
+        lookup = self._lookups.get(endpoint)
+        if lookup is None or self._is_stale(lookup):
+            lookup = self._lookups[endpoint] = self._begin(endpoint)
         try:
-            directory = asked.future.result(wait_s)
+            directory = lookup.future.result(wait_s)
         except TimeoutError:
             return None
         except IsthmusError:
-            del self._asked[endpoint]
+            del self._lookups[endpoint]
             raise
-        del self._asked[endpoint]
+        del self._lookups[endpoint]
         return directory
 
-    def _ask_now(self, endpoint: str) -> _Asked:
-        asked = _Asked(self._ask(endpoint))
+    def _begin(self, endpoint: str) -> _Lookup:
+        lookup = _Lookup(self._request(endpoint))
 
         def note(_: object) -> None:
-            asked.answered_s = self._clock()
+            lookup.answered_s = self._clock()
 
-        asked.future.add_done_callback(note)
-        return asked
+        lookup.future.add_done_callback(note)
+        return lookup
 
-    def _is_stale(self, asked: _Asked) -> bool:
-        return asked.answered_s is not None and self._clock() - asked.answered_s > _FRESH_S
+    def _is_stale(self, lookup: _Lookup) -> bool:
+        return lookup.answered_s is not None and self._clock() - lookup.answered_s > _FRESH_S

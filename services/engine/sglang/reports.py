@@ -25,15 +25,15 @@ def kinds_of(*classes: type[Any]) -> Kinds:
 
 
 def encode(message: Any) -> bytes:
-    told = {field.name: getattr(message, field.name) for field in fields(message)}
-    return json.dumps({"kind": type(message).__name__, **told}).encode() + b"\n"
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
 
 
 def decode(line: bytes, kinds: Kinds) -> Any:
     """Return the message. Raises ProtocolError for a line that is none."""
     try:
-        told = json.loads(line.decode())
-        return kinds[told.pop("kind")](**told)
+        values = json.loads(line.decode())
+        return kinds[values.pop("kind")](**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"a line that is none of {', '.join(kinds)}: {type(error).__name__}") from error
 

@@ -52,7 +52,7 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 # These keys do not affect what the model computes, or the weights' headers state the same.
 _IRRELEVANT_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLE_BYTES = 4096
-_TELLING_EVERY_S = 2.0
+_REPORT_EVERY_S = 2.0
 
 # While transformers loads a model, torch's default dtype is the model's and no weights are tied, in the whole
 # process. Two loads at once would restore each other's state: half precision, or untied weights, for good.
@@ -169,7 +169,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
     """
     disable_progress_bar()  # A rank's standard error is a log.
     try:
-        with LOADING, telling_progress():
+        with LOADING, reporting_progress():
             make = _of_named_weights if checkpoint.is_quantized else _of_files
             model, report = make(
                 checkpoint,
@@ -292,8 +292,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(directory: Path, raw: dict[str, Any]) -> None:
-    if said := disagreement(raw, _model_types()):
-        raise ConfigError(f"{directory}/config.json contradicts itself: {said}")
+    if contradiction := disagreement(raw, _model_types()):
+        raise ConfigError(f"{directory}/config.json contradicts itself: {contradiction}")
 
 
 def _model_types() -> dict[str, list[str]]:
@@ -408,13 +408,13 @@ def _is_entry(tensor: Any) -> bool:
 
 
 @contextmanager
-def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+def reporting_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Log `weights_loading done=120 of=290` every two seconds while transformers loads a model's weights.
 
     It can report one model at a time, since the hook belongs to the process.
     """
     before = set_tqdm_hook(
-        lambda make, arguments, fields: _told(make(*arguments, **fields), arguments, clock)
+        lambda make, arguments, fields: _reported(make(*arguments, **fields), arguments, clock)
     )
     try:
         yield
@@ -422,22 +422,22 @@ def telling_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[No
         set_tqdm_hook(before)
 
 
-def _told(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> Any:
+def _reported(bar: Any, arguments: tuple[Any, ...], clock: Callable[[], float]) -> Any:
     total = len(arguments[0]) if arguments and hasattr(arguments[0], "__len__") else 0
-    return _Telling(bar, total, clock) if total else bar
+    return _ReportedBar(bar, total, clock) if total else bar
 
 
-class _Telling:
+class _ReportedBar:
     """This replaces the bar: transformers iterates over it, or reads attributes of a bar."""
 
     def __init__(self, bar: Any, total: int, clock: Callable[[], float]) -> None:
         self._bar, self._total, self._clock = bar, total, clock
 
     def __iter__(self) -> Iterator[Any]:
-        said_s = self._clock()
+        reported_s = self._clock()
         for done, item in enumerate(self._bar):
-            if (now := self._clock()) - said_s >= _TELLING_EVERY_S:
-                said_s = now
+            if (now := self._clock()) - reported_s >= _REPORT_EVERY_S:
+                reported_s = now
                 log.info("weights_loading done=%d of=%d", done, self._total)
             yield item
 

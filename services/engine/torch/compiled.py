@@ -57,7 +57,7 @@ def keep(dispatcher: Any, function: Callable[..., Any], folder: Path) -> None:
         config.CACHE_DIR = before
 
 
-class CompileTurn:
+class CompileLock:
     """One process at a time has the lock to compile, if the disk supports locks.
 
     The lock ends with the process.
@@ -105,7 +105,7 @@ class _Kept(FunctionCache):
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _Files(self.cache_path, self._impl.filename_base, stamp)
-        self._turn = CompileTurn(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
+        self._compile_lock = CompileLock(Path(self.cache_path, f"{self._impl.filename_base}.turn"))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the stored code, or None if this process has the lock and must compile.
@@ -113,10 +113,10 @@ class _Kept(FunctionCache):
         The lock ends when the code is saved.
         """
         found = self._load(sig, target_context)
-        if found is None and self._turn.take():
+        if found is None and self._compile_lock.take():
             found = self._load(sig, target_context)
         if found is not None:
-            self._turn.end()
+            self._compile_lock.end()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -125,7 +125,7 @@ class _Kept(FunctionCache):
         except Exception as error:  # numba first reads its index, which may be broken.
             log.warning("kernel_not_kept path=%s error=%r", self.cache_path, error)
         finally:
-            self._turn.end()
+            self._compile_lock.end()
 
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:

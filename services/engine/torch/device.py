@@ -39,7 +39,7 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def tell_slow(device: torch.device, dtype: torch.dtype) -> None:
+def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
     """Log a warning where half precision is slow because the processor has no instructions for it.
 
     Half precision takes longer than float32 there. So does the start, which tries the model in both types.

@@ -16,7 +16,7 @@ from services.engine.torch.checkpoint import (
     open_checkpoint,
     stored_weights,
 )
-from services.engine.torch.device import abandon_step, finish_step, open_device, tell_slow
+from services.engine.torch.device import abandon_step, finish_step, open_device, warn_if_slow
 from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.packed_model import PackedModel
@@ -25,7 +25,7 @@ from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored, way_of
 from services.engine.torch.sampling.device_sampler import open_sampler
 from services.engine.torch.sampling.sample import sample
-from services.engine.torch.sampling.scored_rows import tell_scores
+from services.engine.torch.sampling.scored_rows import report_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
 from services.engine.torch.shared_weights import SharedWeights
 from services.engine.torch.step_graphs import graph_budget, open_graphs
@@ -89,7 +89,7 @@ class TorchRunner:
         if num_threads is not None:
             _set_num_threads(num_threads)
         checkpoint = open_checkpoint(Path(model_path), dtype)
-        tell_slow(self._device, checkpoint.dtype)
+        warn_if_slow(self._device, checkpoint.dtype)
         model = load_model(checkpoint, self._device)
         self._model = PackedModel(model, torch.get_num_threads(), index_block, fuses=fuses)
         if self_check:
@@ -192,7 +192,7 @@ class TorchRunner:
         weights = form or stored_weights(checkpoint)
         kinds: dict[str, str] = {}
         kept = self._model.remembered.read_linears
-        multiply_as_stored(self._model.model, kept, weights, tell=kinds.__setitem__)
+        multiply_as_stored(self._model.model, kept, weights, report=kinds.__setitem__)
         way = way_of(form, kinds)
         return computed_by(checkpoint.fingerprint, way) if way else checkpoint.fingerprint
 
@@ -219,9 +219,9 @@ class TorchRunner:
             rows = _sampled_offsets(tokens)
             computed = self._graphs.compute(chunks, rows)
             if computed is None:
-                computed = self._model.compute(self._pools, chunks, rows, asks_more=scores)
+                computed = self._model.compute(self._pools, chunks, rows, keeps_layers=scores)
             if scores:
-                tell_scores(chunks, computed.logits_of, self._vocab_size)
+                report_scores(chunks, computed.logits_of, self._vocab_size)
             allowed = masks.end() if masks is not None else NO_MASKS
             choose = self._sampler or sample
             choosing = [each for each in tokens if each.sample]

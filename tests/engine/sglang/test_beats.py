@@ -11,12 +11,12 @@ from services.engine.sglang.service.process_connections import Beats
 def test_who_was_heard_of_is_silent_after_so_many_looks():
     beats = Beats()
     assert [beats.look() for _ in range(200)] == [[]] * 200  # nobody has spoken yet
-    beats.heard(7)
+    beats.received(7)
     assert [beats.look() for _ in range(59)] == [[]] * 59
-    beats.heard(7)
-    beats.heard(8)
+    beats.received(7)
+    beats.received(8)
     assert [beats.look() for _ in range(59)] == [[]] * 59
-    beats.heard(8)
+    beats.received(8)
     assert beats.look() == [7]
 
 
@@ -58,6 +58,6 @@ async def test_it_looks_until_somebody_is_silent(monkeypatch):
     for _ in range(200):
         await asyncio.sleep(0)
     assert not watching.done()
-    beats.heard(4321)
+    beats.received(4321)
     async with asyncio.timeout(60):
         assert await watching == [4321]

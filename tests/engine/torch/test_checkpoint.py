@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import set_tqdm_hook, tqdm
 
 from exactness.checkpoints import tiny_checkpoint
-from services.engine.torch.checkpoint import load_model, model_fingerprint, open_checkpoint, telling_progress
+from services.engine.torch.checkpoint import (
+    load_model,
+    model_fingerprint,
+    open_checkpoint,
+    reporting_progress,
+)
 from services.values.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -286,7 +291,7 @@ def fail_to_read(checkpoint, read, number, raised, monkeypatch):
 def test_loading_is_told_every_two_seconds(caplog):
     caplog.set_level(logging.INFO)
     now = [0.0]
-    with telling_progress(lambda: now[0]):
+    with reporting_progress(lambda: now[0]):
         seen = []
         for name in tqdm({"a": 1, "b": 2, "c": 3, "d": 4}.items(), desc="Loading weights"):
             seen.append(name)

@@ -59,7 +59,7 @@ def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
     first, second, third = njit(twice), njit(twice), njit(twice)
     for dispatcher in (first, second, third):
         compiled.keep(dispatcher, twice, tmp_path)
-        dispatcher._cache._turn = compiled.CompileTurn(tmp_path / "turn", patience_s=0.0)
+        dispatcher._cache._compile_lock = compiled.CompileLock(tmp_path / "turn", patience_s=0.0)
     files, save_data = first._cache._cache_file, first._cache._cache_file._save_data
 
     def save_late(name, data):
@@ -80,7 +80,7 @@ def starting(folder, began):
 
 
 def test_of_those_that_start_at_once_one_compiles(tmp_path):
-    turn = compiled.CompileTurn(turn_of(tmp_path))
+    turn = compiled.CompileLock(turn_of(tmp_path))
     assert not turn.take()
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(2, mp_context=context) as executor:
@@ -97,11 +97,11 @@ def turn_of(folder):
     """Return where those that compile `twice` there take turns."""
     dispatcher = njit(twice)
     compiled.keep(dispatcher, twice, folder)
-    return dispatcher._cache._turn._path
+    return dispatcher._cache._compile_lock._path
 
 
 def test_a_turn_that_takes_too_long_is_not_waited_for(tmp_path, caplog):
-    first, second = (compiled.CompileTurn(tmp_path / "turn", patience_s=0.1) for _ in range(2))
+    first, second = (compiled.CompileLock(tmp_path / "turn", patience_s=0.1) for _ in range(2))
     assert not first.take() and not first.take()
     assert second.take()
     assert "kernels_turn_not_had" in caplog.text

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine.torch.device import abandon_step, finish_step, open_device, send, tell_slow
+from services.engine.torch.device import abandon_step, finish_step, open_device, send, warn_if_slow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -75,15 +75,15 @@ def test_half_precision_without_its_instructions_is_told(monkeypatch, caplog):
     for name in names:
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     for device, dtype in ((CPU, torch.float32), (GPU, torch.bfloat16)):
-        tell_slow(device, dtype)
+        warn_if_slow(device, dtype)
     assert not caplog.messages
     for dtype in (torch.bfloat16, torch.float16):
-        tell_slow(CPU, dtype)
+        warn_if_slow(CPU, dtype)
         assert caplog.messages[-1].startswith(f"half_precision_is_slow dtype={str(dtype)[6:]} reason=")
     for name in names:
         monkeypatch.setattr(torch.cpu, name, lambda: True)
-    tell_slow(CPU, torch.bfloat16)
-    tell_slow(CPU, torch.float16)
+    warn_if_slow(CPU, torch.bfloat16)
+    warn_if_slow(CPU, torch.float16)
     assert len(caplog.messages) == 2
 
 

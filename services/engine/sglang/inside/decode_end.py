@@ -29,7 +29,7 @@ _DIRECTORY_WAIT_S = 0.2
 class DecodeEnd(OwnProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._directories: dict[str, Directory] = {}
-        self._lookups = Lookups(self._ask)
+        self._lookups = Lookups(self._request_directory)
         self._rooms: dict[
             int, set[str]
         ] = {}  # It maps open transfers to the prefill processes that write them.
@@ -71,7 +71,7 @@ class DecodeEnd(OwnProcess):
         self._learn(bootstrap_addr, directory)
         return True
 
-    def _ask(self, endpoint: str) -> "Future[Directory]":
+    def _request_directory(self, endpoint: str) -> "Future[Directory]":
         return self._loop_thread.spawn(look_up(endpoint, self._settings.tls()))
 
     def _learn(self, bootstrap_addr: str, directory: Directory) -> None:

@@ -149,7 +149,7 @@ class _DecodeProcess:
     outbox: asyncio.Queue[_Message] = field(default_factory=asyncio.Queue)
     rooms: set[int] = field(default_factory=set)
 
-    def say(self, **word: object) -> None:
+    def send(self, **word: object) -> None:
         self.outbox.put_nowait(_Message(**word))  # type: ignore[arg-type]
 
 
@@ -231,11 +231,11 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             self._deliver(frames.metadata_frames(ticket, agent_name, stream.back))
         except IsthmusError as error:
             log.warning("kv_ticket_refused room=%016x reason=%r", ticket.room, str(error))
-            stream.say(status=_Status(room=ticket.room, state=_Status.STATE_REFUSED, reason=str(error)))
+            stream.send(status=_Status(room=ticket.room, state=_Status.STATE_REFUSED, reason=str(error)))
             self._refuse(ticket.room, str(error))
             return
         stream.rooms.add(ticket.room)
-        stream.say(status=_Status(room=ticket.room, state=_Status.STATE_ACCEPTED))
+        stream.send(status=_Status(room=ticket.room, state=_Status.STATE_ACCEPTED))
 
     def _check(self, stream: _DecodeProcess, ticket: handshake_pb2.KvTicket) -> None:
         own = self._own

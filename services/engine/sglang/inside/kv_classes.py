@@ -25,7 +25,7 @@ from services.engine.sglang.inside import idle_waits
 from services.engine.sglang.inside.decode_end import DecodeEnd
 from services.engine.sglang.inside.frames import Frames
 from services.engine.sglang.inside.prefill_end import PrefillEnd
-from services.engine.sglang.inside.reporter import BEAT_S, LOAD_S, process_reporter, tell_load
+from services.engine.sglang.inside.reporter import BEAT_S, LOAD_S, process_reporter, report_load
 from services.engine.sglang.reports import Active, Beat, TicketSent, draft_fields, group_fields
 from services.values.errors import ProtocolError
 
@@ -39,7 +39,7 @@ class IsthmusKVManager(PrefillEnd, DecodeEnd):
         super().__init__(args, mode, server_args, is_mla_backend)
         idle_waits.more_fds.append(process_reporter().fileno())
         process_reporter().report(self._active())
-        self._loop_thread.every(LOAD_S, tell_load)
+        self._loop_thread.every(LOAD_S, report_load)
         self._loop_thread.every(BEAT_S, lambda: process_reporter().report(Beat(os.getpid())))
 
     def _active(self) -> Active:

@@ -41,7 +41,7 @@ def register() -> None:
     receive = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks"
     HookRegistry.register(receive, scheduler_door.take_orders, HookType.BEFORE)
     send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
-    HookRegistry.register(send, scheduler_door.tell_outputs, HookType.AROUND)
+    HookRegistry.register(send, scheduler_door.report_outputs, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", reporter.note_load, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(

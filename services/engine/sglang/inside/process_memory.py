@@ -50,11 +50,11 @@ def check_drafts(prefill: KvLayout, decode: KvLayout) -> None:
             "prefill speculates and decode does not: the draft's KV that SGLang sends has no place there"
         )
     if prefill.draft != decode.draft:
-        both = f"{_said(prefill.draft)}; {_said(decode.draft)}"
+        both = f"{_described(prefill.draft)}; {_described(decode.draft)}"
         raise ProtocolError(f"prefill and decode speculate with different drafts: {both}")
 
 
-def _said(draft: DraftKv) -> str:
+def _described(draft: DraftKv) -> str:
     group = draft.group
     return (
         f"{draft.model_fingerprint:016x} with {len(group.layer_ids)} layers, {group.num_kv_heads} heads of "

@@ -126,7 +126,7 @@ def note_load(snapshot: Any, *_args: Any, **_kwargs: Any) -> None:
         _published[:] = [snapshot]
 
 
-def tell_load() -> None:
+def report_load() -> None:
     """Report the last load, on a thread of ours, so that the one before an idle time is reported, too."""
     if _published:
         process_reporter().report(Load(_published.pop().to_dict(_SECTIONS)))

@@ -58,12 +58,14 @@ def take_orders(
     return (receiver, received, [*(local or ()), *aborts]), {}
 
 
-def tell_outputs(original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+def report_outputs(
+    original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any
+) -> None:
     """Report outputs, around SenderWrapper.send_output, which answers SGLang's tokenizer manager."""
-    told = _told(output) if sender.socket is not None else []
-    for outputs in told:
+    reported = _outputs_of(output) if sender.socket is not None else []
+    for outputs in reported:
         process_reporter().report(outputs)
-    if not told or _has_others(output):
+    if not reported or _has_others(output):
         original(sender, output, *args, **kwargs)
 
 
@@ -86,7 +88,7 @@ def _generation(order: Generate, vocab_size: int) -> Any:
     return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
 
 
-def _told(output: Any) -> list[Outputs]:
+def _outputs_of(output: Any) -> list[Outputs]:
     match output:
         case BatchTokenIDOutput(rids=rids):
             ours = [(index, rid) for index, rid in enumerate(rids) if _is_ours(rid)]
@@ -130,21 +132,21 @@ def _end(rid: str, reason: Any) -> Chunk:
 def _chunk(output: Any, index: int, rid: str) -> Chunk:
     """Return the part of TokenizerManager._handle_batch_output's result that our service reads."""
     reason = output.finished_reasons[index]
-    told = {
+    meta_info = {
         "finish_reason": reason,
         "num_retractions": output.retraction_counts[index],
         "cached_tokens": output.cached_tokens[index],
     }
     if reason is not None:
-        told |= _times(output, index) | _drafts(output, index)
-    told |= _prompt_logprobs(output, index)
-    return {"rid": rid, "output_ids": list(output.output_ids[index]), "meta_info": told}
+        meta_info |= _times(output, index) | _drafts(output, index)
+    meta_info |= _prompt_logprobs(output, index)
+    return {"rid": rid, "output_ids": list(output.output_ids[index]), "meta_info": meta_info}
 
 
 def _times(output: Any, index: int) -> dict[str, Any]:
     times = unwrap_from_pickle(output.time_stats)
-    told: dict[str, Any] = times[index].convert_to_output_meta_info() if times else {}
-    return told
+    meta_info: dict[str, Any] = times[index].convert_to_output_meta_info() if times else {}
+    return meta_info
 
 
 def _drafts(output: Any, index: int) -> dict[str, int]:
@@ -163,11 +165,13 @@ def _prompt_logprobs(output: Any, index: int) -> dict[str, Any]:
     if not output.input_token_logprobs_val or not output.input_token_logprobs_val[index]:
         return {}
     logprobs, ids = output.input_token_logprobs_val[index], output.input_token_logprobs_idx[index]
-    told: dict[str, Any] = {"input_token_logprobs": _entries(logprobs, ids)}
+    scores: dict[str, Any] = {"input_token_logprobs": _entries(logprobs, ids)}
     if output.input_top_logprobs_val:
         tops = zip(output.input_top_logprobs_val[index], output.input_top_logprobs_idx[index], strict=True)
-        told["input_top_logprobs"] = [_entries(logprobs, ids) if logprobs else None for logprobs, ids in tops]
-    return told
+        scores["input_top_logprobs"] = [
+            _entries(logprobs, ids) if logprobs else None for logprobs, ids in tops
+        ]
+    return scores
 
 
 def _entries(logprobs: Sequence[Any], ids: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -52,8 +52,8 @@ def remove_of(dead: Mapping[int, float]) -> None:
 
 
 def _maker(path: Path) -> int:
-    told = path.name.split("_")[-2]
-    return int(told) if told.isdecimal() else os.getpid()
+    pid = path.name.split("_")[-2]
+    return int(pid) if pid.isdecimal() else os.getpid()
 
 
 def _remove_unless_open(path: Path, since_s: float = -inf, until_s: float = inf) -> None:

@@ -49,11 +49,11 @@ _UNKNOWN = ("hybrid_layer_pattern", "ssm_cfg", "state_size", "compress_ratios")
 _REFUSED = "no model for --engine=sglang"
 _WINDOW_MODULE = "services.engine.sglang.inside.window_memory"
 # A node of stock SGLang 0.5.23's tree is a hit only if every component has what it needs there.
-WINDOW_MEMORY_SAID = (
+WINDOW_MEMORY_WARNING = (
     "windows' KV is in memory of its own, as asked for: prompts that begin alike and then differ find "
     "nothing on decode, and a conversation whose window was evicted finds less than attention holds"
 )
-RECURRENT_SAID = (
+RECURRENT_WARNING = (
     "SGLang's decode finds a prefix only where it kept a state: at the end of an answer, at multiples of "
     "--mamba-track-interval; prompts that begin alike and then differ find nothing, whatever attention holds"
 )
@@ -98,21 +98,21 @@ def _beside_full_attention(whole: Mapping[str, Any], reasons: list[str]) -> dict
 
     `reasons` are what config.json has about other layers. Raises ConfigError where that does not suffice.
     """
-    said = f"its config.json says {'; '.join(reasons)}"
+    stated = f"its config.json says {'; '.join(reasons)}"
     if unknown := [name for name in _UNKNOWN if text_config(whole).get(name)]:
-        raise ConfigError(f"{_REFUSED}: {said}, and what {', '.join(unknown)} comes to is not known here")
+        raise ConfigError(f"{_REFUSED}: {stated}, and what {', '.join(unknown)} comes to is not known here")
     try:
         groups = layer_groups(whole)
     except ConfigError as error:
-        raise ConfigError(f"{_REFUSED}: {said}; {error}") from error
+        raise ConfigError(f"{_REFUSED}: {stated}; {error}") from error
     is_windowed = bool(groups.windows or groups.masked_window)
     if not is_windowed and groups.recurrent is None:
-        raise ConfigError(f"{_REFUSED}: {said}, and not which layers those are")
-    _require_one_width(groups, said)
+        raise ConfigError(f"{_REFUSED}: {stated}, and not which layers those are")
+    _require_one_width(groups, stated)
     return {"is_windowed": is_windowed, "is_recurrent": groups.recurrent is not None}
 
 
-def _require_one_width(groups: LayerGroups, said: str) -> None:
+def _require_one_width(groups: LayerGroups, stated: str) -> None:
     """Raise ConfigError unless all layers have one width.
 
     Windows that are stored whole lie in one pool with the rest. With windows in memory of their own, SGLang
@@ -121,7 +121,7 @@ def _require_one_width(groups: LayerGroups, said: str) -> None:
     full = (groups.full.num_kv_heads, groups.full.head_dim, groups.full.v_head_dim)
     for window in groups.windows:
         if (window.num_kv_heads, window.head_dim, window.v_head_dim) != full:
-            raise ConfigError(f"{_REFUSED}: {said}, with {window.heads} beside {groups.full.heads}")
+            raise ConfigError(f"{_REFUSED}: {stated}, with {window.heads} beside {groups.full.heads}")
 
 
 def not_full_attention(config: Mapping[str, Any]) -> Iterator[str]:

@@ -26,13 +26,13 @@ def read(url: str, dp_rank: int) -> Iterator[Metric]:
         # SGLang is on this host, so no proxy of the environment is used.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_TIMEOUT_S) as response:
-            told = list(of_rank(response.read().decode(), dp_rank))
+            found = list(of_rank(response.read().decode(), dp_rank))
     except (OSError, ValueError) as error:
         event(log, "sglang_metrics_unreadable", level=logging.WARNING, error=error)
         yield _answers(0)
         return
     yield _answers(1)
-    yield from told
+    yield from found
 
 
 def of_rank(page: str, dp_rank: int) -> Iterator[Metric]:

@@ -18,12 +18,12 @@ from services.values.rank import Room
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[Order], None]  # It raises InvalidRequest.
+Send = Callable[[Order], None]  # It raises InvalidRequest.
 
 
 async def serve_reports(
     path: str,
-    take: Callable[[Report, Say], None],
+    take: Callable[[Report, Send], None],
     unreadable: Callable[[ProtocolError], None],
     ended: Callable[[], None],
 ) -> asyncio.Server:
@@ -44,7 +44,7 @@ class _Process(asyncio.Protocol):
 
     def __init__(
         self,
-        take: Callable[[Report, Say], None],
+        take: Callable[[Report, Send], None],
         unreadable: Callable[[ProtocolError], None],
         ended: Callable[[], None],
     ) -> None:
@@ -63,7 +63,7 @@ class _Process(asyncio.Protocol):
             except ProtocolError as error:
                 self._unreadable(error)
                 continue
-            self._take(report, self._say)
+            self._take(report, self._send)
 
     def connection_lost(self, error: Exception | None) -> None:
         """End; a process that was killed may leave half a line."""
@@ -71,7 +71,7 @@ class _Process(asyncio.Protocol):
             log.info("sglang_reports_reset error=%s", error)
         self._ended()
 
-    def _say(self, order: Order) -> None:
+    def _send(self, order: Order) -> None:
         """Send an order.
 
         Raises InvalidRequest where its line is too long to be read, which would end the scheduler.
@@ -85,11 +85,11 @@ class _Process(asyncio.Protocol):
 Chunk = dict[str, Any]
 
 
-class Telling:
+class TokenCallback:
     """This passes tokens to a callback instead of a chunk, where they come alone and are not in `stops`."""
 
-    def __init__(self, tell: Callable[[int], None], stops: Set[int]) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[[int], None], stops: Set[int]) -> None:
+        self._callback = callback
         self._stops = stops
         self._is_on = False
 
@@ -102,52 +102,52 @@ class Telling:
             self._is_on = False  # A stop token ends the request for us.
         if self._is_on:
             for token_id in ids:
-                self._tell(token_id)
+                self._callback(token_id)
         return self._is_on
 
 
 class _Open:
-    def __init__(self, telling: Telling | None) -> None:
+    def __init__(self, callback: TokenCallback | None) -> None:
         self.chunks: asyncio.Queue[Chunk | IsthmusError] = asyncio.Queue()
-        self._telling = telling
+        self._callback = callback
 
     def put_tokens(self, rid: str, ids: list[int]) -> None:
-        if self._telling is None or not self.chunks.empty() or not self._telling.take(ids):
+        if self._callback is None or not self.chunks.empty() or not self._callback.take(ids):
             self.chunks.put_nowait({"rid": rid, "output_ids": ids, "meta_info": {"finish_reason": None}})
 
 
 class Door:
     def __init__(self) -> None:
-        self._schedulers: dict[int, Say] = {}  # The keys are DP ranks.
+        self._schedulers: dict[int, Send] = {}  # The keys are DP ranks.
         self._open: dict[str, _Open] = {}  # The keys are rids.
 
     def __repr__(self) -> str:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
 
-    def connect(self, dp_rank: int, say: Say) -> None:
-        self._schedulers[dp_rank] = say
+    def connect(self, dp_rank: int, send: Send) -> None:
+        self._schedulers[dp_rank] = send
 
     def is_open(self, dp_rank: int) -> bool:
         return dp_rank in self._schedulers
 
     async def stream(
-        self, body: dict[str, Any], telling: Telling | None = None
+        self, body: dict[str, Any], callback: TokenCallback | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield a request's chunks that `telling` does not take; closing this early aborts the request.
+        """Yield a request's chunks that `callback` does not take; closing this early aborts the request.
 
         Raises InvalidRequest or PeerFailed where SGLang gives the request up, for instance when a transfer
         failed; also InvalidRequest where it is larger than a scheduler's line, or its rid is in use. Raises
         Unavailable where SGLang is gone.
         """
-        say = self._schedulers.get(body["routed_dp_rank"])
-        if say is None:
+        send = self._schedulers.get(body["routed_dp_rank"])
+        if send is None:
             raise Unavailable("SGLang is not connected")
         rid, ended = body["rid"], False
         if rid in self._open:
             raise InvalidRequest(f"request {rid} is under way already")
-        opened = self._open[rid] = _Open(telling)
+        opened = self._open[rid] = _Open(callback)
         try:
-            say(Generate(body))
+            send(Generate(body))
             while not ended:
                 chunk = await opened.chunks.get()
                 ended = isinstance(chunk, IsthmusError) or chunk["meta_info"]["finish_reason"] is not None
@@ -155,7 +155,7 @@ class Door:
         finally:
             del self._open[rid]
             if not ended:
-                say(Abort(rid))
+                send(Abort(rid))
 
     def take(self, outputs: Outputs) -> None:
         """Pass outputs on; those of requests that were left are dropped."""
@@ -210,8 +210,8 @@ class RoomReports:
             count, size = self._moved.get(room, (0, 0))
             self._moved[room] = (count + 1, size + report.size_bytes + sum(report.carried_bytes.values()))
             _bound(self._moved)
-        if (told := self._waiting.get(room)) is not None:
-            told.set()
+        if (reported := self._waiting.get(room)) is not None:
+            reported.set()
 
     async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
         """Return the decode side's ticket for a transfer, and when it was sent (monotonic).
@@ -227,25 +227,25 @@ class RoomReports:
         Raises PeerFailed without reports.
         """
 
-        def all_told() -> bool:
+        def all_reported() -> bool:
             return self._moved.get(room, (0, 0))[0] >= num_processes
 
-        await self._until(room, all_told, f"no writes were reported for {room:016x}")
+        await self._until(room, all_reported, f"no writes were reported for {room:016x}")
         return self._moved.pop(room)[1]
 
     def forget(self, room: Room) -> None:
         self._tickets.pop(room, None)
         self._moved.pop(room, None)
 
-    async def _until(self, room: Room, is_told: Callable[[], bool], problem: str) -> None:
-        if is_told():
+    async def _until(self, room: Room, is_reported: Callable[[], bool], problem: str) -> None:
+        if is_reported():
             return
-        told = self._waiting[room] = asyncio.Event()
+        reported = self._waiting[room] = asyncio.Event()
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                while not is_told():
-                    told.clear()
-                    await told.wait()
+                while not is_reported():
+                    reported.clear()
+                    await reported.wait()
         except TimeoutError:
             raise PeerFailed(problem) from None
         finally:
@@ -272,7 +272,7 @@ class Beats:
     def __init__(self) -> None:
         self._looks: dict[int, int] = {}  # It maps pids to the looks since the last beat.
 
-    def heard(self, pid: int) -> None:
+    def received(self, pid: int) -> None:
         self._looks[pid] = 0
 
     def look(self) -> list[int]:

@@ -124,7 +124,7 @@ def scoring_arguments(request: GenerationRequest) -> dict[str, Any]:
     return {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": num_top}
 
 
-def told_of_prompt(request: GenerationRequest, meta_info: Mapping[str, Any]) -> PromptLogprobs | None:
+def prompt_logprobs_of(request: GenerationRequest, meta_info: Mapping[str, Any]) -> PromptLogprobs | None:
     """Return the scores, or None where none were requested.
 
     For a stream that moved, this leaves out what SGLang reports of its output.
@@ -132,15 +132,15 @@ def told_of_prompt(request: GenerationRequest, meta_info: Mapping[str, Any]) -> 
     if (num_top := request.sampling.prompt_logprobs) is None:
         return None
     num_tokens = len(request.scored)
-    told = meta_info["input_token_logprobs"][1 : 1 + num_tokens]
-    tops = meta_info["input_top_logprobs"][1 : 1 + num_tokens] if num_top else [()] * len(told)
+    scored = meta_info["input_token_logprobs"][1 : 1 + num_tokens]
+    tops = meta_info["input_top_logprobs"][1 : 1 + num_tokens] if num_top else [()] * len(scored)
     ids = [entry[1] for top in tops for entry in _filled(top, num_top)]
     logprobs = [entry[0] for top in tops for entry in _filled(top, num_top)]
-    ranks = [_rank(token_id, top) for (_, token_id, *_), top in zip(told, tops, strict=True)]
+    ranks = [_rank(token_id, top) for (_, token_id, *_), top in zip(scored, tops, strict=True)]
     return PromptLogprobs(
         num_top,
-        pack(f"<{len(told)}f", *(entry[0] for entry in told)),
-        pack(f"<{len(told)}I", *ranks),
+        pack(f"<{len(scored)}f", *(entry[0] for entry in scored)),
+        pack(f"<{len(scored)}I", *ranks),
         pack(f"<{len(ids)}I", *ids),
         pack(f"<{len(logprobs)}f", *logprobs),
     )

@@ -21,14 +21,14 @@ from services.engine.base import RemotePrefill
 from services.engine.paged.model_runner import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
-from services.engine.sglang.service.process_connections import Telling
+from services.engine.sglang.service.process_connections import TokenCallback
 from services.engine.sglang.service.request_arguments import (
     check_resumption,
     check_sampling,
     check_scored,
+    prompt_logprobs_of,
     sampling_arguments,
     scoring_arguments,
-    told_of_prompt,
 )
 from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
@@ -149,18 +149,18 @@ class SglangDecodeEngine(SglangRank):
         began = time.monotonic()
         rendezvous = Rendezvous(room, self._own_id, peer.id)
         stops = _stops(request)
-        telling = None if tell is None else Telling(tell, stops)
+        callback = None if tell is None else TokenCallback(tell, stops)
         leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
         try:
-            async with aclosing(self._worker.stream(body, telling)) as chunks:
+            async with aclosing(self._worker.stream(body, callback)) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
                     check_told(prefill.prompt_logprobs, request)
                     admitted = await self._admitted(request, room, prefill, began, time.monotonic())
                 output = _output(first, stops)
                 yield replace(output, admitted=admitted, prompt_logprobs=prefill.prompt_logprobs)
-                if telling is not None:
-                    telling.begin()
+                if callback is not None:
+                    callback.begin()
                 while output.finished is None:
                     output = _output(await _next_of_decode(chunks), stops)
                     yield output
@@ -249,7 +249,7 @@ class SglangPrefillEngine(SglangRank):
             kv_bytes_moved=moved,
             queue_s=queue_s,
             compute_s=compute_s,
-            prompt_logprobs=told_of_prompt(request, meta_info),
+            prompt_logprobs=prompt_logprobs_of(request, meta_info),
         )
 
 
@@ -301,11 +301,11 @@ async def _next(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 async def _only(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     async with aclosing(chunks):
-        told = await _next(chunks)
+        merged = await _next(chunks)
         async for chunk in chunks:
-            ids = chunk["output_ids"] or told["output_ids"]
-            told = {"output_ids": ids, "meta_info": {**told["meta_info"], **chunk["meta_info"]}}
-    return told
+            ids = chunk["output_ids"] or merged["output_ids"]
+            merged = {"output_ids": ids, "meta_info": {**merged["meta_info"], **chunk["meta_info"]}}
+    return merged
 
 
 async def _next_of_decode(chunks: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:

@@ -89,9 +89,9 @@ class SglangProcess:
         return None if self._process is None else self._process.returncode
 
     def last_error(self) -> str:
-        telling = [line for line in self._lines if "Error" in line or "error:" in line]
-        telling = [line for line in telling if not any(noise in line for noise in _NOISE)]
-        return (telling or list(self._lines) or ["it wrote nothing"])[-1].strip()
+        errors = [line for line in self._lines if "Error" in line or "error:" in line]
+        errors = [line for line in errors if not any(noise in line for noise in _NOISE)]
+        return (errors or list(self._lines) or ["it wrote nothing"])[-1].strip()
 
     def note_tree(self) -> None:
         """Record SGLang's processes while it runs. It costs 13 us for each process of the machine."""

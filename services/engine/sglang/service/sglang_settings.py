@@ -326,11 +326,11 @@ def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[
 
     Raises ConfigError where others are set.
     """
-    told = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
-    for name, value in told.items():
+    environment = {_NIXL_BACKEND: nixl.backend, _NIXL_PARAMETERS: json.dumps(nixl.parameters)}
+    for name, value in environment.items():
         if inherited.get(name, value) != value:
             raise ConfigError(f"{name}={inherited[name]}: say it by --nixl-backend and --nixl-parameter")
-    return told
+    return environment
 
 
 def _check_argument(text: str) -> None:

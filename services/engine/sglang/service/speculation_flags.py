@@ -48,10 +48,10 @@ def check_decode_cache(values: Mapping[str, str]) -> None:
     """Check a decode rank that keeps a radix cache. Raises ConfigError for what SGLang refuses there."""
     name = algorithm(values)
     if ALGORITHM in values and name not in _WITH_DECODE_CACHE:
-        said = values[ALGORITHM]
-        meant = "" if said.upper() == name else f", which is {name} with this draft"
+        given = values[ALGORITHM]
+        meant = "" if given.upper() == name else f", which is {name} with this draft"
         raise ConfigError(
-            f"--engine-arg={ALGORITHM}={said}{meant}: with the decode radix cache SGLang speculates with "
+            f"--engine-arg={ALGORITHM}={given}{meant}: with the decode radix cache SGLang speculates with "
             "EAGLE, EAGLE3, NEXTN and DSPARK only; take one of them, or --decode-cache=off"
         )
 

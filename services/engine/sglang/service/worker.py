@@ -35,8 +35,8 @@ from services.engine.sglang.reports import (
 from services.engine.sglang.service import own_metrics, scheduler_reports
 from services.engine.sglang.service.leftovers import RunFolder
 from services.engine.sglang.service.model_shape import (
-    RECURRENT_SAID,
-    WINDOW_MEMORY_SAID,
+    RECURRENT_WARNING,
+    WINDOW_MEMORY_WARNING,
     ModelShape,
     has_window_memory,
 )
@@ -44,8 +44,8 @@ from services.engine.sglang.service.process_connections import (
     Beats,
     Door,
     RoomReports,
-    Say,
-    Telling,
+    Send,
+    TokenCallback,
     serve_reports,
 )
 from services.engine.sglang.service.scheduler_reports import MeanStepTimes, TreeEventRebuilder
@@ -94,7 +94,7 @@ class SglangWorker:
         self._paths: dict[
             int, dict[KvPath, None]
         ] = {}  # It maps DP ranks to their paths, in the order in which they were found.
-        self._told = asyncio.Condition()
+        self._activation = asyncio.Condition()
         self._rebuilders = [self._rebuilder() for _ in range(self.dp_size)]
         self.events: list[asyncio.Queue[CacheEvents]] = [asyncio.Queue() for _ in range(self.dp_size)]
         self._loads: dict[int, dict[str, Any]] = {}
@@ -180,13 +180,13 @@ class SglangWorker:
         """Return flags that store windows' KV whole, unless others are requested; log SGLang's limits."""
         settings, shape = self.settings, self.shape
         if shape.is_recurrent:
-            log.warning("sglang_recurrent said=%r", RECURRENT_SAID)
+            log.warning("sglang_recurrent said=%r", RECURRENT_WARNING)
         if not shape.is_windowed or settings.keeps_windows_whole:
             return []
         if not await has_window_memory(settings.engine.model, environment):
             return []
         if settings.keeps_window_memory:
-            log.warning("sglang_window_memory said=%r", WINDOW_MEMORY_SAID)
+            log.warning("sglang_window_memory said=%r", WINDOW_MEMORY_WARNING)
             return []
         log.info("sglang_windows_kept_whole flag=%s", KEEP_WHOLE)
         return [KEEP_WHOLE]
@@ -226,8 +226,8 @@ class SglangWorker:
 
     async def _until_active(self) -> None:
         try:
-            async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._told:
-                await self._told.wait_for(lambda: not self._missing())
+            async with asyncio.timeout(_ACTIVE_TIMEOUT_S), self._activation:
+                await self._activation.wait_for(lambda: not self._missing())
         except TimeoutError:
             raise ConfigError(
                 f"the plugin is not active in SGLang's processes {self._missing()} (DP rank, TP rank); is "
@@ -260,10 +260,10 @@ class SglangWorker:
             raise Unavailable(self.ending)
 
     def _num_pages(self) -> list[int]:
-        told = (
+        reported = (
             scheduler_reports.num_pages(load, self.settings.engine.page_size) for load in self._loads.values()
         )
-        return [pages for pages in told if pages]
+        return [pages for pages in reported if pages]
 
     def _check_pools(self) -> None:
         """Raise ConfigError where a pool is smaller than was requested.
@@ -342,13 +342,13 @@ class SglangWorker:
         return self._http
 
     async def stream(
-        self, body: dict[str, Any], telling: Telling | None = None
+        self, body: dict[str, Any], callback: TokenCallback | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of one request. Raises as Door.stream, or Unavailable when we end."""
         if self.ending:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
-            async with aclosing(self._door.stream(body, telling)) as chunks:
+            async with aclosing(self._door.stream(body, callback)) as chunks:
                 retractions = 0
                 async for chunk in chunks:
                     counted = int(chunk["meta_info"].get("num_retractions") or 0)
@@ -403,11 +403,11 @@ class SglangWorker:
     def load(self, dp_rank: int) -> RankLoad:
         """Return the scheduler's own report, some hundred milliseconds old, and our own measurements."""
         settings = self.settings
-        told = scheduler_reports.rank_load(
+        reported = scheduler_reports.rank_load(
             self._loads.get(dp_rank, {}), settings.role, settings.engine.page_size, settings.engine.pool_pages
         )
         return replace(
-            told,
+            reported,
             step_s=self._step_times.step_s(dp_rank),
             decode_steps=self._step_times.histogram(dp_rank),
             admitted_per_s=self._queue_rates[dp_rank].per_s(time.monotonic()),
@@ -431,9 +431,9 @@ class SglangWorker:
         """
         return await self.rooms.bytes_moved(room, self.layout.tp_size)
 
-    def _take_from(self, report: Report, say: Say) -> None:
+    def _take_from(self, report: Report, send: Send) -> None:
         if isinstance(report, Active) and report.tp_rank == 0:  # It passes requests on to the others.
-            self._door.connect(report.dp_rank, say)
+            self._door.connect(report.dp_rank, send)
         self._take(report)
 
     def _take(self, report: Report) -> None:
@@ -445,7 +445,7 @@ class SglangWorker:
             case Active():
                 place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
                 self._active[place] = report
-                task = asyncio.ensure_future(self._tell())
+                task = asyncio.ensure_future(self._note_activation())
                 task.add_done_callback(lambda ended: ended.exception())
             case TicketSent() | Moved():
                 self.rooms.take(report)
@@ -455,7 +455,7 @@ class SglangWorker:
             case TreeEvents():
                 self._take_events(report)
             case Beat():
-                self._beats.heard(report.pid)
+                self._beats.received(report.pid)
 
     def _take_events(self, report: TreeEvents) -> None:
         self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))
@@ -472,6 +472,6 @@ class SglangWorker:
         for kind in rebuilder.unreadable.keys() - known:
             log.error("sglang_events_unreadable dp_rank=%d kind=%r", dp_rank, kind)
 
-    async def _tell(self) -> None:
-        async with self._told:
-            self._told.notify_all()
+    async def _note_activation(self) -> None:
+        async with self._activation:
+            self._activation.notify_all()

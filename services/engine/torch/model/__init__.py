@@ -1,1 +1,1 @@
-"""This package runs model definitions of transformers over pages and slots; it knows no model by name."""
+"""Model definitions of transformers run over pages and slots here; no model is known by its name."""

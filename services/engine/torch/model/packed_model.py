@@ -47,7 +47,7 @@ class Computed:
     )
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits after other rows; `compute` must have been called with `asks_more`."""
+        """Return the logits after other rows; `compute` must have been called with `keeps_layers`."""
         assert self._head is not None, "nothing was kept to compute them from"
         return self._head.logits_of(rows)
 
@@ -112,11 +112,11 @@ class PackedModel:
         return device
 
     def compute(
-        self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, asks_more: bool = False
+        self, pools: Pools, chunks: Sequence[Chunk], rows: Sequence[int], *, keeps_layers: bool = False
     ) -> Computed:
         """Compute a step, store its KV and states, and return the logits [len(rows), vocab_size].
 
-        With `asks_more`, the logits of other rows can be computed later without running the layers again.
+        With `keeps_layers`, the logits of other rows can be computed later without running the layers again.
         Raises ProtocolError where a chunk lacks pages or a slot.
         """
         token_ids, positions, kept = send(
@@ -135,7 +135,7 @@ class PackedModel:
             paged=cache.view,
             **{self._cache_argument: cache},
         )
-        if asks_more:
+        if keeps_layers:
             head = _Head(_layers_of(self.model), call, self.device)
             return Computed(head.logits_of(rows), cache, head)
         return Computed(_kept(call(logits_to_keep=kept).logits[0], kept), cache)

@@ -123,11 +123,11 @@ def _delta_rule(
                 change[v] = (value[row, head, v] - change[v]) * beta[row, head]
                 result[v] = 0.0
             for k in range(d_k):
-                weight, asked = key[row, head, k], query[row, head, k]
+                weight, factor = key[row, head, k], query[row, head, k]
                 for v in range(d_v):
                     number = kept * state[k * d_v + v] + weight * change[v]
                     state[k * d_v + v] = number
-                    result[v] += asked * number
+                    result[v] += factor * number
 
 
 @_compiled

@@ -1,1 +1,1 @@
-"""This package finds quantized weights by name, and dequantizes them or multiplies them as stored."""
+"""Quantized weights are found by their names, and dequantized or multiplied as they are stored."""

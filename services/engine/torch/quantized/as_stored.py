@@ -76,13 +76,13 @@ def multiply_as_stored(
     model: PreTrainedModel,
     kept: Collection[nn.Module],
     weights: Mapping[str, StoredTensor | Dequantized] | RoundedTo,
-    tell: Callable[[str, str], None] = lambda name, kind: None,
+    report: Callable[[str, str], None] = lambda name, kind: None,
 ) -> str:
     """Let linear layers multiply weights as stored, except those in `kept`, and return the counts.
 
     With a checkpoint's `weights` by name, these are the layers whose weights it stores quantized. Otherwise
     these are all but the head, whose weights are rounded now. A layer whose error is too large stays, and so
-    do all of a kind that the device cannot compute. `tell` is called with the name and the kind of each
+    do all of a kind that the device cannot compute. `report` is called with the name and the kind of each
     changed layer.
     """
     if isinstance(weights, str):
@@ -103,12 +103,12 @@ def multiply_as_stored(
             _replace(whole, product)
         counts[_KINDS[type(weight)]] += 1
         for name, _ in members:
-            tell(name, _KINDS[type(weight)])
+            report(name, _KINDS[type(weight)])
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # This frees the memory of the replaced weights.
-    said = " ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
-    log.info("multiplied_as_stored %s", said or "products=0")
-    return said
+    counted = " ".join(f"{kind}={count}" for kind, count in sorted(counts.items()))
+    log.info("multiplied_as_stored %s", counted or "products=0")
+    return counted
 
 
 def way_of(form: WeightsForm | None, kinds: Mapping[str, str]) -> str:

@@ -1,1 +1,1 @@
-"""This package chooses tokens from logits, under constraints and biases, and scores them."""
+"""Tokens are chosen from logits, under constraints and biases, and scored; a GPU uses Triton kernels."""

@@ -205,8 +205,8 @@ def adjust_on_device(logits: Tensor, chunks: Sequence[Chunk], histories: Histori
     biased_ids = [(row, ids) for row, ids, _ in biases]
     for _, ids in (*biased_ids, *forbidden):
         require_ids(ids, logits.shape[1])
-    said, generated = _penalized(chunks, histories)
-    lists = (biased_ids, said, generated, forbidden)
+    penalized, generated = _penalized(chunks, histories)
+    lists = (biased_ids, penalized, generated, forbidden)
     counts = [sum(len(ids) for _, ids in per_row) for per_row in lists]
     packed = torch.empty(
         sum(counts) + counts[0] + 3 * len(chunks), dtype=torch.int64, pin_memory=logits.is_cuda
@@ -235,17 +235,17 @@ def adjust_on_device(logits: Tensor, chunks: Sequence[Chunk], histories: Histori
 
 def _penalized(chunks: Sequence[Chunk], histories: Histories) -> tuple[_IdsOfRows, _IdsOfRows]:
     """Return the ids that penalties apply to, and the generated ids where penalties count them."""
-    said, generated = _IdsOfRows(), _IdsOfRows()
+    penalized, generated = _IdsOfRows(), _IdsOfRows()
     for row, chunk in enumerate(chunks):
         params = chunk.sampling
         count = chunk.num_output_ids if params.frequency_penalty or params.presence_penalty else 0
         if count or params.repetition_penalty != 1:
             ids = histories.ids_of(chunk.history)
             own = ids[len(ids) - count :]
-            said.append((row, own if params.repetition_penalty == 1 else ids))
+            penalized.append((row, own if params.repetition_penalty == 1 else ids))
             if count:
                 generated.append((row, own))
-    return said, generated
+    return penalized, generated
 
 
 def _penalties(chunk: Chunk) -> tuple[float, float, float]:

@@ -162,11 +162,11 @@ class DeviceSampler:
         raw = [row for row in rest if row not in masks.rows and not is_adjusted(chunks[row])]
         groups = [_Group(logits, raw, raw)] if raw else []
         for own in _blocks(masked, logits.shape[1]):
-            values = masks.applied(_taken(logits, own), own)
+            values = masks.applied(_selected(logits, own), own)
             groups.append(_Group(values, own, range(len(own))))
         for own in _blocks(adjusted, logits.shape[1]):
-            taken = _taken(logits, own)
-            exact = taken.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            selected = _selected(logits, own)
+            exact = selected.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
             adjust_on_device(exact, [chunks[row] for row in own], self._histories)
             groups.append(_Group(masks.applied(exact, own), own, range(len(own))))
         return groups
@@ -236,12 +236,12 @@ def _blocks(rows: Sequence[int], vocab_size: int) -> Iterator[Any]:
         yield rows[start : start + num_rows]
 
 
-def _taken(values: Tensor, rows: Sequence[int]) -> Tensor:
+def _selected(values: Tensor, rows: Sequence[int]) -> Tensor:
     """Return these rows, which ascend, without a copy if they are contiguous."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return values[rows[0] : rows[-1] + 1]
-    taken = torch.tensor(rows, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
-    return values.index_select(0, taken)
+    selected = torch.tensor(rows, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
+    return values.index_select(0, selected)
 
 
 def fields_of(
@@ -269,8 +269,8 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk])
     found = dict[int, TokenLogprobs]()
     for own in _blocks(rows, logits.shape[1]):
         chosen = [max(0, token_ids[row]) for row in own]
-        told = logprobs_of(_taken(logits, own).double(), chosen, [chunks[row] for row in own])
-        found |= {own[nth]: logprobs for nth, logprobs in told.items()}
+        logprobs = logprobs_of(_selected(logits, own).double(), chosen, [chunks[row] for row in own])
+        found |= {own[nth]: each for nth, each in logprobs.items()}
     return found
 
 

@@ -149,8 +149,8 @@ def _sample_rows(
 ) -> list[Sampled]:
     adjusted = logits
     if any(map(is_adjusted, chunks)):
-        tells = any(chunk.sampling.logprobs is not None for chunk in chunks)
-        adjusted = adjust(logits.clone() if tells else logits, chunks)
+        has_logprobs = any(chunk.sampling.logprobs is not None for chunk in chunks)
+        adjusted = adjust(logits.clone() if has_logprobs else logits, chunks)
     adjusted = masked(adjusted)
     peaks = adjusted.amax(1)
     highest: list[float] = peaks.tolist()

@@ -25,21 +25,21 @@ _PIECE = 1 << 24
 _CPU_BLOCK = 1 << 18
 
 
-def tell_scores(chunks: Sequence[Chunk], logits_of: LogitsOf, vocab_size: int) -> None:
+def report_scores(chunks: Sequence[Chunk], logits_of: LogitsOf, vocab_size: int) -> None:
     num_rows = max(1, _PIECE // vocab_size)
     ends = accumulate(len(chunk.token_ids) for chunk in chunks)
     for chunk, end in zip(chunks, ends, strict=True):
-        if (asked := chunk.scoring) is None:
+        if (scoring := chunk.scoring) is None:
             continue
-        rows = [row - chunk.end + end for row in asked.rows]
-        pieces = [
-            told_by(logits_of(rows[at : at + num_rows]), asked.token_ids[at : at + num_rows], asked.num_top)
-            for at in range(0, len(rows), num_rows)
-        ]
-        asked.tell(PromptLogprobs.joined(pieces, asked.num_top))
+        rows = [row - chunk.end + end for row in scoring.rows]
+        pieces = []
+        for at in range(0, len(rows), num_rows):
+            piece = slice(at, at + num_rows)
+            pieces.append(scores_of(logits_of(rows[piece]), scoring.token_ids[piece], scoring.num_top))
+        scoring.tell(PromptLogprobs.joined(pieces, scoring.num_top))
 
 
-def told_by(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+def scores_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
     """Score the token that follows each row of `logits`.
 
     These are [len(token_ids), vocab_size], of any dtype and device.

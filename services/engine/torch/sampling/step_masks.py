@@ -77,8 +77,8 @@ class StepMasks:
         return self._maker.counts
 
     def begin(self, chunks: Sequence[Chunk]) -> MasksToCome | None:
-        asked = masks_asked(chunks)
-        if not asked:
+        requests = masks_asked(chunks)
+        if not requests:
             return None
         rows, row = list[int](), 0
         for chunk in chunks:
@@ -87,7 +87,7 @@ class StepMasks:
                 rows += range(row, row + num_rows) if chunk.matcher is not None else ()
                 row += num_rows
         return MasksToCome(
-            self._thread.submit(self._maker.make, asked), {row: i for i, row in enumerate(rows)}
+            self._thread.submit(self._maker.make, requests), {row: i for i, row in enumerate(rows)}
         )
 
     def close(self) -> None:

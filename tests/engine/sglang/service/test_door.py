@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from services.engine.sglang.reports import Abort, Generate, Outputs
-from services.engine.sglang.service.process_connections import Door, Telling
+from services.engine.sglang.service.process_connections import Door, TokenCallback
 from services.values.errors import InvalidRequest, PeerFailed, Unavailable
 
 LENGTH = {"type": "length"}
@@ -54,7 +54,9 @@ async def test_tokens_are_chunks_or_told_in_their_place(subtests, door):
     for begins_at in [1, 2, 3, 9]:
         with subtests.test(begins_at=begins_at):
             passed = []
-            answer = asyncio.create_task(passed_on(door, passed, Telling(passed.append, set()), begins_at))
+            answer = asyncio.create_task(
+                passed_on(door, passed, TokenCallback(passed.append, set()), begins_at)
+            )
             await asyncio.sleep(0)
             door.take(Outputs([], {"a": [1]}))
             door.take(Outputs([], {"a": [2]}))  # while the first one waits to be read
@@ -72,7 +74,7 @@ async def test_tokens_are_chunks_or_told_in_their_place(subtests, door):
             assert told == ([3, 4, 7] if begins_at <= 2 else [7] if begins_at == 3 else [])
     with subtests.test("a stop and what comes behind it are not told"):
         passed = []
-        answer = asyncio.create_task(passed_on(door, passed, Telling(passed.append, {7}), 1))
+        answer = asyncio.create_task(passed_on(door, passed, TokenCallback(passed.append, {7}), 1))
         await asyncio.sleep(0)
         for ids in ([1], [2], [3, 7], [4]):
             door.take(Outputs([], {"a": ids}))

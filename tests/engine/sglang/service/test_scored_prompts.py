@@ -3,7 +3,11 @@
 import pytest
 
 from services.engine.paged.model_runner import check_told
-from services.engine.sglang.service.request_arguments import check_scored, scoring_arguments, told_of_prompt
+from services.engine.sglang.service.request_arguments import (
+    check_scored,
+    prompt_logprobs_of,
+    scoring_arguments,
+)
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import ScoredToken
 from services.values.request import GenerationRequest, SamplingParams
@@ -34,20 +38,20 @@ def test_what_is_told_of_a_prompt(subtests):
         with subtests.test(so_far=so_far):
             more = [[-9.0, 9, None]] * len(so_far)
             meta = {"input_token_logprobs": TOKENS + more, "input_top_logprobs": TOPS + [[]] * len(more)}
-            told = told_of_prompt(request(so_far=so_far), meta)
+            told = prompt_logprobs_of(request(so_far=so_far), meta)
             check_told(told, request())
             assert list(told.tokens()) == [
                 ScoredToken(-1.5, 2, ((3, -0.25), (7, -1.5))),
                 ScoredToken(-0.5, 1, ((8, -0.5), (3, -0.75))),
             ]
     with subtests.test("a rank that it does not tell is not known"):
-        told = told_of_prompt(request(num_top=0), {"input_token_logprobs": TOKENS})
+        told = prompt_logprobs_of(request(num_top=0), {"input_token_logprobs": TOKENS})
         assert list(told.tokens()) == [ScoredToken(-1.5, 0, ()), ScoredToken(-0.5, 0, ())]
     with subtests.test("of fewer others those that there are"):
         meta = {"input_token_logprobs": TOKENS, "input_top_logprobs": [None, TOPS[1][:1], TOPS[2]]}
-        assert [len(token.top) for token in told_of_prompt(request(), meta).tokens()] == [1, 2]
+        assert [len(token.top) for token in prompt_logprobs_of(request(), meta).tokens()] == [1, 2]
     with subtests.test("what was not asked for is not told"):
-        assert told_of_prompt(GenerationRequest("r", (5,), SamplingParams()), {}) is None
+        assert prompt_logprobs_of(GenerationRequest("r", (5,), SamplingParams()), {}) is None
 
 
 def test_more_than_a_line_holds_is_refused():

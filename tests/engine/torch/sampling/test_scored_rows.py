@@ -15,7 +15,7 @@ from services.cli.model.make_model import ARCHITECTURES
 from services.engine.paged.model_runner import ScoredPrompt
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling import scored_rows
-from services.engine.torch.sampling.scored_rows import told_by
+from services.engine.torch.sampling.scored_rows import scores_of
 from services.kv.tails import PoolSizes
 from services.values.prompt_logprobs import ScoredToken
 
@@ -34,7 +34,7 @@ def test_rows_tell_of_tokens(subtests):
             token_ids = [3, 99, 0, 50, 3, 7, 8]
             expected = logits.double().log_softmax(1)
             for token, row, told in zip(
-                token_ids, expected, told_by(logits, token_ids, 5).tokens(), strict=True
+                token_ids, expected, scores_of(logits, token_ids, 5).tokens(), strict=True
             ):
                 assert told.logprob == pytest.approx(float(row[token]))
                 assert told.rank == 1 + int((row > row[token]).sum())
@@ -45,14 +45,14 @@ def test_rows_tell_of_tokens(subtests):
                     row.sort(descending=True).values[:5].tolist()
                 )
     with subtests.test("of a small vocabulary there are no more than it has"):
-        [told] = told_by(torch.tensor([[0.0, math.log(3)]]), [0], 5).tokens()
+        [told] = scores_of(torch.tensor([[0.0, math.log(3)]]), [0], 5).tokens()
         assert told.logprob == pytest.approx(math.log(0.25))
         assert told.rank == 2
         assert [token_id for token_id, _ in told.top] == [1, 0]
     for broken in [math.nan, math.inf]:
         with subtests.test("where the model overflowed nothing is told", broken=broken):
             rows = torch.tensor([[1.0, broken, 0.0], [0.0, 1.0, 90.0]])
-            overflowed, sound = told_by(rows, [0, 2], 2).tokens()
+            overflowed, sound = scores_of(rows, [0, 2], 2).tokens()
             assert overflowed == ScoredToken(-math.inf, 0, ())
             assert sound.rank == 1
 

@@ -1,1 +1,1 @@
-"""This package fuses small operations of a definition on a GPU; it recognizes them by what they compute."""
+"""Small operations of a definition are fused on a GPU; they are recognized by what they compute."""

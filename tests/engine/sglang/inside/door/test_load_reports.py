@@ -26,12 +26,12 @@ def told(monkeypatch):
 
 
 def test_the_last_load_before_each_look_is_told_once(told):
-    reporter.tell_load()
+    reporter.report_load()
     for running in (1, 2):
         reporter.note_load(Snapshot(running), "the scheduler", force=True)
     reporter.note_load(None)  # it did not publish
-    reporter.tell_load()
-    reporter.tell_load()
+    reporter.report_load()
+    reporter.report_load()
     reporter.note_load(Snapshot(0))
-    reporter.tell_load()
+    reporter.report_load()
     assert told == [Load({"dp_rank": 1, "num_running_reqs": running}) for running in (2, 0)]
