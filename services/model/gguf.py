@@ -189,7 +189,7 @@ def _q5_k(items: NDArray[Any]) -> Floats:
 
 
 def _q6_k(items: NDArray[Any]) -> Floats:
-    # For each 128 values, 64 bytes have the low halves; for each 32 values, the other two bits follow.
+    # For each 128 values, 64 bytes have the low halves, and 32 bytes of `high` have the other two bits.
     values = _nibbles(items["values"], 64) | _two_bits(items["high"]) << 4
     return _scaled(values.astype(np.int8) - 32, items["scale"], items["scales"])
 

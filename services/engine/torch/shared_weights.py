@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 
 _KEPT_S = 7 * 24 * 3600.0  # A file that no rank has opened for so long is removed.
 _UNFINISHED = "unfinished-"  # A file with this prefix is being written, by a process that may be killed.
-_WRITTEN_S = 3600.0  # After this time the writer has died.
+_WRITTEN_S = 3600.0  # No writer takes so long.
 _LEFT_FREE_BYTES = 2 << 30  # So much of the disk stays free.
 _FEWEST_BYTES = 1 << 20  # A smaller tensor that belongs to no linear layer is copied.
 

@@ -145,7 +145,7 @@ class StepBuffers:
 
     @property
     def tokens(self) -> TokenRows | None:
-        """This tells how mixers compute the rows; it is None where the model has no mixers."""
+        """These are the rows as mixers compute them, or None where the model has no mixers."""
         if not self._has_slots:
             return None
         each = np.arange(self.num_rows)

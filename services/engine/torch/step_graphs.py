@@ -53,8 +53,8 @@ _LEAST_BYTES, _SHARE = 256 << 20, 64
 # Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
 # kernels compute both; a plan that is cut differently, and padding, change the order of sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-# A bucket with more rows than these is too large for a small step. The first limit costs no more than one
-# row, the second holds beside prompts, and the third is a multiple of the step's own rows.
+# Prompts also have buckets with room for _FEW_ROWS single tokens. A step uses no bucket with more rows than
+# _FEW_ROWS_IN_ALL, which cost no more than one, or than _MOST_TIMES its own rows, if that is more.
 _FEW_ROWS, _FEW_ROWS_IN_ALL, _MOST_TIMES = 64, 128, 3
 
 
