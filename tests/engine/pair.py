@@ -18,7 +18,7 @@ from services.net.channels import TlsConfig
 from services.prefill.prefill_service import PrefillService
 from services.rank.rank_metrics import PrefillMetrics
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Plan, RankAddress, RankId
+from services.values.rank import Plan, PullSource, RankAddress, RankId
 from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
@@ -119,6 +119,11 @@ class Pair:
     @peer.setter
     def peer(self, address: RankAddress) -> None:
         self.peers[0] = address
+
+    def source(self, engine, tokens: int) -> PullSource:
+        """One of these ranks, of which it is said that it holds so many of a prompt."""
+        places = zip((*self.decodes, *self.prefills), (*self.decode_peers, *self.peers), strict=True)
+        return PullSource(next(address for other, address in places if other is engine), tokens)
 
     async def _serve(self, own_id, engine) -> None:
         service = PrefillService(engine, own_id, PrefillMetrics(CollectorRegistry(), engine))

@@ -26,6 +26,8 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from net.certificates import make_certificates
 from services.engine.engine_settings import EngineSettings
 from services.engine.fake import continuation, parse_carried, prompt_scores
+from services.engine.paged.shell import pulling
+from services.engine.paged.shell.pulling import Bounds
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
@@ -52,9 +54,9 @@ class Fake:
     plans: frozenset[Plan] = frozenset(Plan)
     seeded: bool = True  # sampled tokens are a function of (seed, position)
 
-    def pair(self, is_eager=False, **changes):
+    def pair(self, is_eager=False, dp_size=1, **changes):
         settings = replace(self.settings, **changes)
-        return Pair(eager(settings) if is_eager else settings)
+        return Pair(eager(settings) if is_eager else settings, dp_size=dp_size)
 
     def check(self, prompt, tokens):
         assert list(tokens) == self.expected(prompt, len(tokens))
@@ -217,6 +219,28 @@ async def test_what_is_told_of_a_prompts_tokens_is_the_oracles(engine, plan):
         sampling = SamplingParams(temperature=0, prompt_logprobs=0, prompt_logprobs_start=50)
         with pytest.raises(InvalidRequest, match="prompt_logprobs_start must be less than the prompt's 50"):
             await pair.generate(prompt, 3, plan, sampling=sampling)
+        await pair.assert_nothing_held()
+
+
+async def test_what_another_rank_holds_is_pulled_and_the_tokens_are_the_oracles(engine, plan, monkeypatch):
+    """By the rank that computes; what prefill has pulled from decode, another prefill rank pulls from it."""
+    if isinstance(engine, Sglang):
+        assert not (engine.running.decode.lends or engine.running.prefill.pulls)
+        pytest.skip("SGLang's ranks neither lend nor pull")
+    monkeypatch.setattr(pulling, "BOUNDS", Bounds(least_s=60.0, unknown_s=60.0, grant_s=60.0))
+    async with engine.pair(dp_size=2) as pair:
+        first = await pair.generate(prompt_of(40), 9, Plan.LOCAL)
+        turn = [*prompt_of(40), *first.tokens, *prompt_of(5, 9)]
+        layout = pair.decode.layout
+        for asked, source in enumerate([pair.decode, pair.prefill][: 1 + (plan is Plan.REMOTE)]):
+            where = {"decode": 1, "prefill": asked, "pull_from": pair.source(source, 48)}
+            answer = await pair.generate(turn, 9, plan, **where)
+            engine.check(turn, answer.tokens)
+            pulled = answer.admitted.pulled
+            assert pulled.tokens == pulled.held_tokens >= 48 and not pulled.refused
+            assert answer.admitted.computed_tokens == len(turn) - pulled.tokens
+            pages = pulled.tokens // layout.page_size
+            assert pulled.bytes == pages * layout.page_bytes + carried_bytes(layout, pulled.tokens)
         await pair.assert_nothing_held()
 
 

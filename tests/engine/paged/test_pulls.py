@@ -31,17 +31,10 @@ def wait(monkeypatch, seconds):
 
 
 class Ranks(Pair):
-    """Two of either role, with words for who holds what, and who asks whom."""
+    """Two of either role. The first decode rank holds; the second one asks, or prefill for it."""
 
     def __init__(self, settings=SETTINGS, **changes):
         super().__init__(replace(settings, **changes), dp_size=2)
-
-    def address(self, engine) -> RankAddress:
-        addresses = zip((*self.decodes, *self.prefills), (*self.decode_peers, *self.peers), strict=True)
-        return next(address for other, address in addresses if other is engine)
-
-    def source(self, engine, tokens) -> PullSource:
-        return PullSource(self.address(engine), tokens)
 
     async def hold(self, prompt=PROMPT, max_tokens=6, **options):
         """The first decode rank holds a conversation's first turn. Return its second prompt."""
@@ -170,7 +163,7 @@ async def test_a_source_that_does_not_write_costs_time_only(subtests, monkeypatc
                 assert admitted.computed_tokens == len(other)
         with subtests.test("it is another life", plan=plan):
             async with computed_instead() as (ranks, prompt):
-                former = ranks.address(ranks.decode)
+                former = ranks.decode_peers[0]
                 former = RankAddress(RankId("decode", 0, former.id.generation ^ 1), former.endpoint)
                 answer = await ranks.generate(prompt, 8, plan, decode=1, pull_from=PullSource(former, 40))
                 assert answer.tokens == continuation(prompt, 8)
