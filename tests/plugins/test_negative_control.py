@@ -18,12 +18,18 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 FAKE_CONVERSATION = "tests/engine/paged/test_pair.py::test_a_conversation_moves_only_its_delta"
 TORCH_CONVERSATION = "tests/cluster/test_exact.py::test_over_nixl[16]"
 DIGESTS = "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared"
+PULLS = "tests/engine/paged/test_pulls.py"
 WATCHDOGS = {
     "wrong_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
     "wrong_page_with_digests": (
         "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared",
     ),
     "prefix_off_by_one_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
+    "grant_unlocked": (f"{PULLS}::test_what_is_granted_stays_as_it_is_until_it_was_read",),
+    "grant_one_page_more": (f"{PULLS}::test_only_what_is_lacked_crosses",),
+    "point_of_another_border": (f"{PULLS}::test_a_hybrid_is_pulled_to_its_deepest_checkpoint",),
+    "pull_failed_without_quarantine": (f"{PULLS}::test_a_source_that_writes_late_harms_nobody",),
+    "publish_before_landed": (f"{PULLS}::test_what_is_on_its_way_counts_for_nobody",),
     "stale_generation": ("tests/engine/paged/test_pair.py::test_a_stale_generation_is_refused",),
 }
 

@@ -1,6 +1,7 @@
 """A rank pulls what another holds of a prompt: exact tokens, computed only where it must be, no leaks."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -87,6 +88,9 @@ async def test_only_what_is_lacked_crosses():
         admitted = await ranks.ask(prompt)
         assert admitted.pulled.tokens == admitted.pulled.held_tokens - 20
         assert admitted.pulled.bytes == admitted.pulled.tokens * 8
+        longer = [*await ranks.hold([5, *PROMPT]), *range(30)]
+        admitted = await ranks.ask(longer)
+        assert 0 < admitted.pulled.tokens == admitted.pulled.held_tokens < len(longer) // 4 * 4
         await ranks.assert_nothing_held()
 
 
@@ -211,6 +215,104 @@ class Held:
         self.closed = False
         poll = _LandedWrite.poll
         monkeypatch.setattr(_LandedWrite, "poll", lambda write: not self.closed and poll(write))
+
+
+class Deferred(LocalTransport):
+    """While it is told to, it copies when its write is polled first after `let`, not when it is posted."""
+
+    waits: threading.Event | None = None
+
+    def write(self, peer, moves):
+        if Deferred.waits is None:
+            return super().write(peer, moves)
+        return DeferredWrite(self, peer, moves, Deferred.waits)
+
+
+class DeferredWrite:
+    def __init__(self, transport, peer, moves, let):
+        self._args, self._let, self._landed = (transport, peer, moves), let, None
+
+    @property
+    def group_bytes(self):
+        return self._landed.group_bytes
+
+    def poll(self):
+        if self._landed is None and self._let.is_set():
+            transport, peer, moves = self._args
+            self._landed = LocalTransport.write(transport, peer, moves)
+        return self._landed is not None
+
+    def release(self):
+        assert self._landed is not None
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """All transports copy late; `deferred()` begins that, and what it returns lets them."""
+    monkeypatch.setattr("services.engine.choose.open_transport", lambda name, nixl: Deferred())
+
+    def begin():
+        Deferred.waits = threading.Event()
+        return Deferred.waits
+
+    yield begin
+    Deferred.waits = None
+
+
+async def test_what_is_granted_stays_as_it_is_until_it_was_read(deferred, subtests):
+    """Others need all that the source's pools hold meanwhile."""
+    for carried in ("", "window:6,state"):
+        with subtests.test(carried=carried):
+            async with Ranks(fake_carried=carried, kv_pages=40, max_running_requests=3) as ranks:
+                prompt = await ranks.hold()
+                let = deferred()
+                task = asyncio.create_task(ranks.ask(prompt))
+                await until(lambda: ranks.decode.sender.writes_in_flight)
+                for first in range(200, 440, 30):
+                    other = [*range(first, first + 60)]
+                    answer = await ranks.generate(other, 8, Plan.LOCAL)
+                    assert answer.tokens == continuation(other, 8, parse_carried(carried))
+                let.set()
+                Deferred.waits = None
+                assert (await task).pulled.tokens >= 48
+                await ranks.assert_nothing_held()
+
+
+async def test_what_is_on_its_way_counts_for_nobody(deferred, subtests):
+    for carried in ("", "window:6,state"):
+        with subtests.test(carried=carried):
+            async with Ranks(fake_carried=carried) as ranks:
+                prompt = await ranks.hold()
+                let = deferred()
+                task = asyncio.create_task(ranks.ask(prompt))
+                await until(lambda: ranks.decode.sender.writes_in_flight)
+                beside = await ranks.generate(prompt, 8, Plan.LOCAL, decode=1)
+                assert beside.tokens == continuation(prompt, 8, parse_carried(carried))
+                assert beside.admitted.computed_tokens == len(prompt)
+                let.set()
+                Deferred.waits = None
+                assert (await task).pulled.tokens >= 48
+                await ranks.assert_nothing_held()
+
+
+async def test_a_source_that_writes_late_harms_nobody(deferred, subtests, monkeypatch):
+    """It is given up; its bytes land when others have all pages that there are."""
+    for carried in ("", "window:6,state"):
+        with subtests.test(carried=carried):
+            async with Ranks(fake_carried=carried, kv_pages=60, max_running_requests=3) as ranks:
+                prompt = await ranks.hold()
+                let = deferred()
+                wait(monkeypatch, 0.1)
+                admitted = await ranks.ask(prompt)
+                assert admitted.pulled.refused == "late" and admitted.computed_tokens == len(prompt)
+                others = [[*range(first, first + 60)] for first in range(200, 440, 30)]
+                tasks = [asyncio.create_task(ranks.generate(o, 30, Plan.LOCAL, decode=1)) for o in others]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                let.set()
+                Deferred.waits = None
+                for other, answer in zip(others, await asyncio.gather(*tasks), strict=True):
+                    assert answer.tokens == continuation(other, 30, parse_carried(carried))
+                await ranks.assert_nothing_held()
 
 
 async def until(holds):
