@@ -85,7 +85,7 @@ class _Sets:
         return number
 
     def begin_looking(self) -> None:
-        """From now on every set whose number is requested counts as in use."""
+        """Count every set whose number is requested as in use from now on."""
         self._in_use = bytearray(len(self.masks))
         self._in_use[0] = 1
 

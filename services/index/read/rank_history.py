@@ -30,7 +30,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """With APPLY the snapshot, if there is one, replaces all blocks, and then the deltas are applied.
+    """The snapshot, if there is one, replaces all blocks at APPLY, and then the deltas are applied.
 
     The snapshot has the chunks in which it was written.
     """
