@@ -1,1 +1,3 @@
-"""These values are exchanged by everybody, and checked when made. Pure: no I/O, no clock, no chance."""
+"""These values are used by all packages, and check themselves. They are pure: no I/O, no clock, no
+randomness.
+"""

@@ -5,10 +5,10 @@ from typing import Self
 
 
 class IsthmusError(Exception):
-    """Every error that we raise on purpose is one of these."""
+    """This is the base class of every error that we raise on purpose."""
 
 
-# A sentence of the API that is about one field of it begins so.
+# An error sentence about one field of the API begins with the field's name.
 _FIELD = re.compile(
     r"(?P<field>(?:sampling|chat)\.[\w.\[\]]+|(?:prompt|text|token_ids\.ids)(?:\[\d+\])?)"
     r"(?: |(?=[:,] ))(?P<problem>.+)",
@@ -19,22 +19,22 @@ _FIELD = re.compile(
 class InvalidRequest(IsthmusError):
     """The request can never work; give up.
 
-    `field` is the API's name of what is wrong, empty where that is no one field, and `problem` is what the
-    sentence says of it.
+    `field` is the API's name of the wrong field, or empty if there is no single one, and `problem` is the
+    rest of the sentence.
     """
 
     def __init__(self, field: str = "", problem: str | None = None) -> None:
-        """A single argument is the whole sentence, which is about no one field."""
+        """A single argument is the whole sentence, about no single field."""
         self.field, self.problem = ("", field) if problem is None else (field, problem)
-        # Some say "sampling.logprobs: none here".
+        # Some sentences have the form "sampling.logprobs: none here".
         space = "" if not self.field or self.problem.startswith((",", ":")) else " "
         super().__init__(f"{self.field}{space}{self.problem}")
 
     @classmethod
     def received(cls, sentence: str) -> Self:
-        """Return the error that a peer sent as its sentence: gRPC carries no fields of an error."""
-        told = _FIELD.match(sentence)
-        return cls(sentence) if told is None else cls(told["field"], told["problem"])
+        """Return the error for a sentence from a peer, since gRPC transmits no fields of an error."""
+        parts = _FIELD.match(sentence)
+        return cls(sentence) if parts is None else cls(parts["field"], parts["problem"])
 
 
 class ContextExceeded(InvalidRequest):
@@ -42,15 +42,15 @@ class ContextExceeded(InvalidRequest):
 
 
 class Unauthenticated(IsthmusError):
-    """Nobody has shown a key that is known here; give up."""
+    """The call has no API key that is known here; give up."""
 
 
 class Forbidden(IsthmusError):
-    """The key that was shown is not good for this; give up, or show another."""
+    """The API key does not allow this; give up, or use another key."""
 
 
 class NotFound(IsthmusError):
-    """The request names what does not exist; give up."""
+    """The request names something that does not exist; give up."""
 
 
 class AlreadyRunning(IsthmusError):
@@ -58,7 +58,7 @@ class AlreadyRunning(IsthmusError):
 
 
 class NoCapacity(IsthmusError):
-    """There is no capacity here now; try another rank, or later: in `retry_after_s`, where that is known."""
+    """There is no capacity here now; try another rank, or try later, after `retry_after_s` if it is known."""
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -66,19 +66,19 @@ class NoCapacity(IsthmusError):
 
 
 class PeerFailed(IsthmusError):
-    """A rank we depended on failed or went away; retry with another."""
+    """A rank that we needed failed or disappeared; retry with another one."""
 
 
 class KvCorrupt(PeerFailed):
-    """Pages do not hold what the rank that wrote them says it wrote; retry with another."""
+    """Pages do not hold what their writer reported; retry with another rank."""
 
 
 class StaleGeneration(IsthmusError):
-    """The rank has been restarted since it was chosen; choose again."""
+    """The rank has restarted since it was chosen; choose again."""
 
 
 class Unavailable(IsthmusError):
-    """This service cannot serve at present (draining, no rank, etcd away); retry later."""
+    """This service cannot serve at present (it drains, has no rank, or etcd is away); retry later."""
 
 
 class DeadlineExceeded(IsthmusError):
@@ -86,20 +86,21 @@ class DeadlineExceeded(IsthmusError):
 
 
 class Aborted(IsthmusError):
-    """The request was stopped by its client."""
+    """The client stopped the request."""
 
 
 class ConfigError(IsthmusError):
-    """The settings or the checkpoint cannot work; the process refuses to start and says why."""
+    """The settings or the checkpoint cannot work; the process refuses to start and gives the reason."""
 
 
 class ProtocolError(IsthmusError):
-    """A peer broke the protocol between ranks, or our own code requested an illegal step."""
+    """A peer violated the protocol between ranks, or our own code tried an illegal step."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the one error that a caller can act on: out of an ExceptionGroup ours if there is one, else
-    the first; anything else is itself."""
+    """Return the error that a caller can act on: of an ExceptionGroup the first of ours, or the first
+    of all.
+    """
     if not isinstance(error, BaseExceptionGroup):
         return error
     ours = error.subgroup(IsthmusError)
@@ -107,10 +108,10 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def let_frames_go(error: BaseException) -> None:
-    """Cut an error that has been answered, and those behind it, off the frames that they came through.
+    """Remove the traceback frames of an answered error and of those behind it.
 
-    Frames hold the message that was refused, and where one of them holds the error too, all of it stays until
-    the garbage collector comes by: that counts objects, and a few of many megabytes are no reason for it.
+    Frames hold the refused message, and if one of them also holds the error, all of it stays in memory until
+    the garbage collector runs. That counts objects, so a few with many megabytes do not start it.
     """
     behind: list[BaseException | None] = [error]
     seen = set[int]()

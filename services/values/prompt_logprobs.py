@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens stay packed: what ranks only forward stays bytes."""
+"""Log-probabilities of a prompt's tokens stay packed, because some ranks only forward them as bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,25 +7,27 @@ from itertools import islice
 from struct import iter_unpack
 from typing import Any, Self
 
-MAX_BYTES = 48 << 20  # It bounds one prompt's: they go to decode ranks and to routers in one message.
+MAX_BYTES = 48 << 20  # This limits one prompt, as ranks and routers get all in one message.
 
 _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """The logarithm is natural, before penalties and temperature. `rank` is 1 and how many are more
-    probable; 0 is unknown."""
+    """The logarithm is natural, before penalties and temperature. `rank` is 1 plus the number of more
+    probable tokens; 0 means unknown.
+    """
 
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]  # They are (token id, logprob), the most probable first.
+    top: tuple[tuple[int, float], ...]  # Each is (token id, logprob), the most probable first.
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The fields are those of PackedLogprobs in common.proto. Raises ValueError where they do not fit
-    together."""
+    """The fields are those of PackedLogprobs in common.proto. Raises ValueError if their sizes do not fit
+    together.
+    """
 
     num_top: int = 0
     logprobs: bytes = b""
@@ -48,8 +50,9 @@ class PromptLogprobs:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], num_top: int = 0) -> Self:
-        """Return the pieces, in their order, as one; all report the same number of others. `num_top` is
-        that number where there are none."""
+        """Join the pieces in order; all must have the same `num_top`, which the argument gives if there are
+        none.
+        """
         return cls(
             pieces[0].num_top if pieces else num_top,
             b"".join(piece.logprobs for piece in pieces),

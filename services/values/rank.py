@@ -1,17 +1,18 @@
-"""Ranks, their incarnations, and the plan of a request over two of them are named here."""
+"""This module has the names of ranks and their incarnations, and the plan of a request over two of them."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
-Generation = NewType("Generation", int)  # It is a 64-bit random id of one incarnation of a rank.
-Room = NewType("Room", int)  # It is a 64-bit random name of one request's transfer between two ranks.
+Generation = NewType("Generation", int)  # This is a random 64-bit id of one incarnation of a rank.
+Room = NewType("Room", int)  # This is a random 64-bit id of one request's transfer.
 
 
 class RankKey(NamedTuple):
-    """A DP rank is named over all its incarnations by its worker's name and its number.
+    """This names a DP rank over all its incarnations.
 
-    It is a tuple, for its hash: a router looks ranks up dozens of times to place one request.
+    It is a tuple because of the tuple's fast hash: a router looks up ranks dozens of times to place one
+    request.
     """
 
     worker: str
@@ -23,12 +24,10 @@ class RankKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankId:
-    """One incarnation of a DP rank has this id."""
-
     worker: str
     rank: int
     generation: Generation
-    # It is made once: it is looked up very often.
+    # It is computed once, because it is used very often.
     key: RankKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +39,7 @@ class RankId:
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """One incarnation of a rank is reached here: `endpoint` is HOST:PORT of its gRPC server."""
+    """`endpoint` is HOST:PORT of the gRPC server of this incarnation."""
 
     id: RankId
     endpoint: str
@@ -48,7 +47,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True)
 class PullSource:
-    """A rank is said to hold `tokens` of a prompt: whoever is to compute it may have it write them."""
+    """This rank is believed to hold `tokens` of a prompt; the rank that computes the prompt may pull them."""
 
     rank: RankAddress
     tokens: int
@@ -56,8 +55,6 @@ class PullSource:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Lets two ranks meet for one request."""
-
     room: Room
     decode: RankId
     prefill: RankId
@@ -69,7 +66,7 @@ class Role(Enum):
 
 
 class Plan(Enum):
-    """The prompt's KV gets to the decode rank by a plan."""
+    """A plan decides where a prompt is computed: REMOTE on a prefill rank, LOCAL on the decode rank."""
 
     REMOTE = "remote"
     LOCAL = "local"

@@ -1,4 +1,4 @@
-"""A rank reports these of itself: a registration for as long as it lives, and its load, what it does now."""
+"""A rank reports these of itself: a registration, which holds while it lives, and its present load."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 from services.values.kv import KvLayout, KvPath, PageBooks
 from services.values.rank import RankAddress, RankId, Role
 
-# A decode rank with this capability has an engine that computes no prompts: plan local does not work there.
+# With this capability a decode rank's engine computes no prompts: plan local does not work there.
 REMOTE_ONLY = "remote-only"
-# A decode rank with this one has an engine that counts penalties over its own output alone: a request that
-# has penalties and output from elsewhere cannot go on there.
+# With this one a decode rank's engine counts penalties only over its own output: a request with penalties and
+# output from another rank cannot continue there.
 NO_MOVED_PENALTIES = "no-moved-penalties"
-# A rank of either role with this one keeps no radix cache: no request will find there what an earlier one
-# computed.
+# With this one a rank of either role has no radix cache: no request finds what an earlier one computed.
 NO_CACHE = "no-cache"
-# A rank of either role with this one has a layout with tails or states, and an engine that does not tell
-# where it keeps them: wherever it holds a prefix counts as resumable, until its answers say otherwise.
+# With this one a rank of either role has a layout with tails or states, and an engine that does not report
+# where it keeps them: every prefix that it holds counts as resumable, until its answers disprove that.
 NO_RESUME_POINTS = "no-resume-points"
-# A rank of either role with this one has an engine that lets no tenants take turns: who asks for little
-# beside another's crowd waits for the crowd.
+# With this one a rank's engine, of either role, does not alternate between tenants: a tenant with few
+# requests waits behind another's many.
 NO_TENANT_TURNS = "no-tenant-turns"
-# A rank of either role with this one writes what it holds of a prompt into the pages of a rank that asks.
+# With this one a rank of either role writes what it holds of a prompt into pages of a rank that requests it.
 LENDS = "lends"
-# A rank of either role with this one asks the source that a request names before it computes its prompt.
+# With this one a rank of either role pulls what a request's source holds before it computes the prompt.
 PULLS = "pulls"
 
 
@@ -33,13 +32,13 @@ class Registration:
     address: RankAddress
     layout: KvLayout
     model: str
-    max_context_tokens: int  # The rank can hold so many, prompt and output together; on prefill, the prompt.
+    max_context_tokens: int  # The limit is for prompt plus output; on prefill, the prompt.
     total_pages: int
     engine: str
     model_path: str = ""
     capabilities: tuple[str, ...] = ()
-    draining: bool = False  # It takes no new requests: it is being stopped, or an operator wants it so.
-    model_context_tokens: int = 0  # This holds whatever its pool holds of it; 0 says that it is not told.
+    draining: bool = False  # The rank refuses new requests, since it stops or an operator drains it.
+    model_context_tokens: int = 0  # This limit does not depend on the pool; 0 means unknown.
 
     @property
     def id(self) -> RankId:
@@ -47,13 +46,14 @@ class Registration:
 
     @property
     def tells_resume_points(self) -> bool:
-        """Return whether the rank reports where it can go on. One that does not can, as far as is known,
-        wherever it holds."""
+        """Return whether the rank reports where it can continue; another rank is assumed to continue
+        anywhere.
+        """
         return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities
 
 
-# Each is inclusive. A decode step takes milliseconds to tenths; one with a long prompt chunk, on a CPU,
-# seconds.
+# Each edge is inclusive. A decode step takes milliseconds to tenths of a second; one with a long prompt chunk
+# takes seconds on a CPU.
 EDGES_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04),
     *(0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0, 30.0),
@@ -62,7 +62,7 @@ EDGES_S = (
 
 @dataclass(frozen=True, slots=True)
 class StepHistogram:
-    """`counts` are by edge, and beyond the last one."""
+    """`counts` has one number for each edge, and one for steps beyond the last."""
 
     counts: tuple[int, ...] = (0,) * (len(EDGES_S) + 1)
     sum_s: float = 0.0
@@ -73,7 +73,6 @@ class StepHistogram:
         return StepHistogram(counts, self.sum_s + steps * took_s)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Yield (edge, steps that took no longer), as Prometheus has them."""
         total = 0
         for edge, count in zip((*map(str, EDGES_S), "+Inf"), self.counts, strict=True):
             total += count
@@ -85,33 +84,32 @@ NO_STEPS = StepHistogram()
 
 @dataclass(frozen=True, slots=True)
 class CarriedPool:
-    group: int  # It is the group's place in the layout.
-    kind: str  # It is a GroupKind's value.
-    total: int  # It is in units.
-    free: int  # No sequence and no checkpoint holds them.
+    group: int  # This is the group's index in the layout.
+    kind: str  # This is a GroupKind's value.
+    total: int  # This counts units.
+    free: int  # No sequence and no checkpoint holds these.
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    source: str  # It is lookup, tree, ngrams or draft.
-    drafted: int  # These are tokens since the rank's start.
-    accepted: int  # They are among those.
+    source: str  # This is lookup, tree, ngrams or draft.
+    drafted: int  # This counts tokens since the rank's start.
+    accepted: int  # This counts those of them that were accepted.
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintCounts:
-    """Constraints took this since the rank's start."""
-
-    requests: int = 0  # They had a constraint.
-    compiled: int = 0  # They were not known here.
+    # All are counted since the rank's start.
+    requests: int = 0  # This counts requests with a constraint.
+    compiled: int = 0  # This counts constraints that had to be compiled.
     compile_s: float = 0.0
-    masked_tokens: int = 0  # They were chosen under a mask, or verified.
-    mask_s: float = 0.0  # It passed beside the model.
+    masked_tokens: int = 0  # These were chosen or verified under a mask.
+    mask_s: float = 0.0  # The masks took this time, apart from the model's computing.
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """A rank reports this of what it is doing now; see common.proto for each field."""
+    """This is a rank's present load; common.proto describes each field."""
 
     running: int = 0
     waiting: int = 0
@@ -123,33 +121,30 @@ class RankLoad:
     waiting_tokens: int = 0
     admitted_per_s: float = 0.0
     stalled: bool = False
-    kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these.
-    tokens_per_step: float = 0.0  # A decoding sequence gets so many lately; 0 says that it is not known.
-    granted_pages: int = 0  # They are kept for pulls of other ranks.
-    # What follows is not reported to routers.
-    reserved_pages: int = 0  # They are kept back for the growth of what runs.
-    retractions: int = 0  # It counts since the rank's start, as `overtakes` does.
+    kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these paths.
+    tokens_per_step: float = 0.0  # A decoding sequence recently got this many; 0 means unknown.
+    granted_pages: int = 0  # These are reserved for pulls of other ranks.
+    # The following fields are not reported to routers.
+    reserved_pages: int = 0  # These are reserved for the growth of running sequences.
+    retractions: int = 0  # This is counted since the rank's start, as `overtakes` is.
     overtakes: int = 0
-    computed_tokens: int | None = (
-        # They are of prompts, since the start, of ended requests too; None says that they are not counted.
-        None
-    )
-    free_runs: int = 0  # They are of neighbouring free pages.
-    lent_pages: int = 0  # They count since the start, several at a time.
-    lent_runs: int = 0  # They were lent in so many runs of neighbours.
+    # These are prompt tokens since the start, of ended requests too; None means that they are not counted.
+    computed_tokens: int | None = None
+    free_runs: int = 0  # This counts runs of neighbouring free pages.
+    lent_pages: int = 0  # These pages were lent since the start, in groups.
+    lent_runs: int = 0  # These are the runs of neighbours that the lent pages made.
     carried: tuple[CarriedPool, ...] = ()
-    resume_points: int = 0  # They are kept now.
-    evicted_points: int = 0  # They went since the start, for others or for sequences.
-    open_rooms: int = 0  # These transfers of a prefill rank are not over.
-    unreadable_events: int = 0  # They count since the start, of what another's engine reported of its cache.
+    resume_points: int = 0  # This counts the checkpoints that are kept now.
+    evicted_points: int = 0  # These were evicted since the start, for others or for sequences.
+    open_rooms: int = 0  # This counts a prefill rank's unfinished transfers.
+    unreadable_events: int = 0  # Another engine reported these of its cache since the start.
     drafts: tuple[DraftCount, ...] = ()
     constraints: ConstraintCounts = ConstraintCounts()
-    decode_steps: StepHistogram = NO_STEPS  # They count since the start, and computed single tokens only.
-    prompt_steps: StepHistogram = NO_STEPS  # They computed prompts, too.
+    decode_steps: StepHistogram = NO_STEPS  # These steps since the start computed only single tokens.
+    prompt_steps: StepHistogram = NO_STEPS  # These steps computed prompts, too.
 
     @property
     def token_s(self) -> float:
-        """Return the seconds between two tokens of a sequence."""
         return self.step_s / max(1.0, self.tokens_per_step)
 
     @property
@@ -162,6 +157,7 @@ class RankLoad:
 
     @property
     def queue_wait_s(self) -> float:
-        """Return the seconds until one who comes now has pages; 0 says that nobody waits, or that it is
-        not known."""
+        """Return the seconds until a new request gets pages; 0 means that none waits, or that it is
+        unknown.
+        """
         return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0

@@ -1,6 +1,6 @@
-"""An engine is asked in these values, and answers in them.
+"""These are an engine's requests and answers.
 
-A constraint says what the text of an answer must be; services/grammar says which tokens it allows.
+A constraint limits the text of an answer; services/grammar decides which tokens it allows.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MAX_CONSTRAINT_BYTES = 65_536
 
 
 class ConstraintKind(Enum):
-    """The kinds are called as the fields of common.proto's Constraint are."""
+    """The values are the names of the fields of common.proto's Constraint."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -27,10 +27,10 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`texts` are the alternatives of a choice, none of a JSON object, and otherwise the one schema, regular
+    """`texts` has the alternatives of a choice, nothing for a JSON object, and otherwise the schema, regular
     expression or grammar.
 
-    Raises InvalidRequest, naming the field; whether a schema or a grammar can be kept to is not looked at.
+    Raises InvalidRequest that names the field; it does not check that a schema or a grammar is valid.
     """
 
     kind: ConstraintKind
@@ -52,7 +52,6 @@ class Constraint:
 
     @property
     def text(self) -> str:
-        """Return the one text of a kind that has one."""
         (only,) = self.texts
         return only
 
@@ -61,13 +60,13 @@ class Constraint:
 
 
 MAX_ID_CHARS = 128
-# It is a year. gRPC reckons in 64 bits of nanoseconds since 1970 and takes a deadline past them, 292 years,
-# for one that has passed; a clock's seconds lose their fractions in a float long before.
+# This is a year. gRPC counts nanoseconds since 1970 in 64 bits, 292 years, and treats a later deadline as one
+# that has passed; and in a float a clock's seconds would lose their fractions long before.
 MAX_TIMEOUT_S = 365 * 86_400.0
 MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
-_MAX_BIAS = 100.0  # It is OpenAI's.
+_MAX_BIAS = 100.0  # This is OpenAI's limit.
 _MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 _MAX_BAD_WORD_CHARS = 1024
@@ -77,33 +76,33 @@ _MAX_BAD_IDS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Tokens are chosen by these parameters; the fields are those of common.proto, with the defaults filled
-    in.
+    """These parameters decide how tokens are chosen; the fields are those of common.proto, with defaults
+    filled in.
 
-    Raises InvalidRequest, naming the field, when a value is out of its range.
+    Raises InvalidRequest that names a field whose value is out of range.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # A 0 stands for all.
+    top_k: int = 0  # 0 means all tokens.
     min_p: float = 0.0
     seed: int = 0
-    max_tokens: int | None = None  # None lets it go on until the context is full.
+    max_tokens: int | None = None  # None means until the context is full.
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # It is the router's business; engines ignore it.
+    stop: tuple[str, ...] = ()  # The router handles this; engines ignore it.
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
-    constraint: Constraint | None = None  # It bounds what may be chosen.
+    constraint: Constraint | None = None  # It limits which tokens may be chosen.
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # They are (token id, what is added), each id once.
-    bad_words: tuple[str, ...] = ()  # They are the router's business, which makes ids of them.
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # The last of each is not chosen after the others.
-    include_stop_str_in_output: bool = False  # It is the router's business, as `stop` is.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # Each is (token id, addition), with distinct ids.
+    bad_words: tuple[str, ...] = ()  # The router makes bad_token_ids of them.
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # The last id of each is not chosen after the others.
+    include_stop_str_in_output: bool = False  # The router handles this, as `stop`.
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
@@ -128,18 +127,18 @@ class SamplingParams:
                 _require(0 <= count <= 20, name, "between 0 and 20", count)
         if (start := self.prompt_logprobs_start) and self.prompt_logprobs is None:
             _require(False, "prompt_logprobs_start", "0 without prompt_logprobs", start)
-        if self.constraint is not None:  # It alone says where an answer may end.
+        if self.constraint is not None:  # Only the constraint decides where an answer may end.
             _require(self.min_tokens == 0, "min_tokens", "0 beside a constraint", self.min_tokens)
             _require(not self.ignore_eos, "ignore_eos", "false beside a constraint", self.ignore_eos)
 
     @property
     def without_prompt_logprobs(self) -> "SamplingParams":
-        """Return the sampling for who computes the prompt once more: it needs no log-probabilities again."""
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     def _check_stops(self) -> None:
-        """Check the stops: each has its price at every token, and all of them go with the request to each
-        rank."""
+        """Check the stops. They are limited because each costs time at every token, and all of them are sent
+        to each rank.
+        """
         if not self.stop and not self.stop_token_ids:
             return
         count, longest = len(self.stop), max(map(len, self.stop), default=0)
@@ -172,7 +171,7 @@ class SamplingParams:
         _require(all(self.bad_token_ids), "bad_token_ids", "made of lists that are not empty", ())
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise InvalidRequest, naming the field, for an id that is none of the vocabulary's."""
+        """Raise InvalidRequest that names the field if an id is outside the vocabulary."""
         if not self.logit_bias and not self.bad_token_ids:
             return
         ids = {
@@ -189,25 +188,24 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Return whether a token is chosen by how often it was chosen before."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def heeds_output(self) -> bool:
-        """Return whether a token is chosen by what was generated before, beside the model's reading of it."""
+        """Return whether the choice of a token depends on earlier output, other than through the model."""
         looks_back = any(len(ids) > 1 for ids in self.bad_token_ids)
         return self.penalizes or looks_back or self.constraint is not None
 
 
 def reusable_of(sampling: SamplingParams, prompt_len: int) -> float:
-    """Return how many tokens of a prompt whoever computes it may take from a cache. Raises as `scored_of`."""
+    """Return how many tokens of a prompt its computation may take from a cache. Raises as `scored_of`."""
     return inf if sampling.prompt_logprobs is None else scored_of(sampling, prompt_len).start - 1
 
 
 def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
     """Return the positions of a prompt whose tokens' log-probabilities are requested.
 
-    Raises InvalidRequest, naming the field, where they are not in the prompt, or too many.
+    Raises InvalidRequest that names the field if they are not in the prompt, or too many.
     """
     num_top, start = sampling.prompt_logprobs, sampling.prompt_logprobs_start
     if num_top is None:
@@ -222,22 +220,21 @@ def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
 
 
 def is_id(text: str) -> bool:
-    """Return whether a request, a conversation or a tenant may be called so."""
     return len(text) <= MAX_ID_CHARS and text.isprintable()
 
 
 def _require(holds: bool, field_name: str, expected: str, value: object) -> None:
-    # NaN fails every comparison, so it is refused as well.
+    # A comparison with NaN is false, so NaN is refused as well.
     if not holds:
         raise InvalidRequest(f"sampling.{field_name}", f"must be {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """An engine sees a request as ids, not as text.
+    """This is a request to an engine, in ids instead of text.
 
-    `prompt_ids` are the client's prompt. `output_ids_so_far` were generated elsewhere before the stream moved
-    here; generation goes on after them, and sampling counts them as output.
+    `prompt_ids` are the client's prompt. Another rank generated `output_ids_so_far` before the stream moved
+    here; generation continues after them, and sampling counts them as output.
     """
 
     request_id: str
@@ -248,11 +245,10 @@ class GenerationRequest:
     priority: int = 0
     plan: Plan = Plan.REMOTE
     eos_token_ids: tuple[int, ...] = ()
-    pull_from: PullSource | None = None  # It is for whoever computes the prompt.
+    pull_from: PullSource | None = None  # This is for the rank that computes the prompt.
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        """Return the ids any of which ends the answer; there may be a thousand."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return frozenset((*self.sampling.stop_token_ids, *eos))
 
@@ -262,14 +258,14 @@ class GenerationRequest:
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """Return the ids whose KV must be there before the next token: the prompt's, and then the output's
-        so far."""
+        """Return the ids whose KV the next token needs: the prompt's and those of the output so far."""
         return self.prompt_ids + self.output_ids_so_far
 
 
 class FinishReason(Enum):
-    """The reasons are those of common.proto. Ranks know no tools: TOOL_CALLS is a router's word for a STOP
-    behind calls."""
+    """The reasons are those of common.proto. Ranks do not know tools: a router replaces STOP after calls by
+    TOOL_CALLS.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -280,22 +276,19 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logarithm is natural, of one generated token, before biases, penalties and temperature."""
-
     token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # They are (token id, logprob), the most probable first.
+    logprob: float  # The logarithm is natural, before biases, penalties and temperature.
+    top: tuple[tuple[int, float], ...] = ()  # Each is (token id, logprob), the most probable first.
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A source was asked, and this came of it; see common.proto."""
-
+    # This is the result of a pull; see common.proto.
     tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
     refused: str = ""
-    held_tokens: int | None = None  # The source could grant up to there; None says that it has not said.
+    held_tokens: int | None = None  # The source could grant up to here; None means that it did not say.
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +306,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A decode rank really had and did this for a request; see decode.proto."""
+    """These are a decode rank's measurements of an admitted request; see decode.proto."""
 
     prompt_tokens: int
     decode_prefix_len: int
@@ -326,33 +319,33 @@ class Admitted:
     prefill_compute_s: float
     transfer_s: float
     plan: Plan
-    first_decode_step_s: float = 0.0  # The service fills it in: it waited so long beside all that.
-    digested_pages: int = 0  # They are of what moved, slots too; routers do not get them.
-    # They are a part of kv_bytes_moved, by GroupKind's value.
+    first_decode_step_s: float = 0.0  # The service sets this: the wait besides all other times.
+    digested_pages: int = 0  # This counts transferred pages and slots; routers do not get it.
+    # These are a part of kv_bytes_moved, by GroupKind's value.
     carried_bytes: Mapping[str, int] = field(default_factory=dict)
-    # It is a part of decode_queue_s, until its constraint was compiled or found so.
+    # This part of decode_queue_s passed until its constraint was compiled, or found compiled.
     constraint_s: float = 0.0
-    pulled: Pulled | None = None  # It is of whoever computed; what was pulled counts as reused.
+    pulled: Pulled | None = None  # This is the pull of the rank that computed; pulled tokens count as reused.
 
     @property
     def reused_tokens(self) -> int:
-        """Return the tokens of the prompt that the rank which computed it had cached, or pulled. Under plan
-        remote, what decode had cached saved bytes, not compute."""
+        """Return the prompt tokens that the rank which computed the prompt had cached or pulled. Under plan
+        remote, decode's cached tokens save bytes, not compute.
+        """
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
 
     @property
     def pulled_tokens(self) -> int:
-        """Return those of `reused_tokens` that the rank which computed the prompt got from its source."""
+        """Return those of `reused_tokens` that came by a pull."""
         return 0 if self.pulled is None else self.pulled.tokens
 
     @property
     def own_reused_tokens(self) -> int:
-        """Return the tokens of the prompt that the rank which computed it had cached itself."""
+        """Return those of `reused_tokens` that the rank had cached itself."""
         return self.reused_tokens - self.pulled_tokens
 
     @property
     def delta_tokens(self) -> int:
-        """Return the tokens of the prompt whose KV crossed to the decode rank."""
         return self.prompt_tokens - self.decode_prefix_len if self.plan is Plan.REMOTE else 0
 
     @property
@@ -361,7 +354,6 @@ class Admitted:
 
     @property
     def rank_s(self) -> float:
-        """Return the seconds from the request's arrival at the decode rank to its first token."""
         pull_s = self.pulled.seconds if self.pulled is not None else 0.0
         waits_s = self.decode_queue_s + self.prefill_queue_s + pull_s
         return waits_s + self.prefill_compute_s + self.transfer_s + self.first_decode_step_s
@@ -369,25 +361,25 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens of one request came together, of an engine step or of several. The first output has
-    `admitted`, and what is reported of the prompt's tokens."""
+    """These tokens of one request come from one engine step or several. The first output has `admitted`, and
+    the prompt's log-probabilities.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     admitted: Admitted | None = None
     finished: FinishReason | None = None
-    drafted_tokens: int = 0  # Those steps verified them.
-    accepted_draft_tokens: int = 0  # They are those that are among the tokens.
+    drafted_tokens: int = 0  # These steps verified this many.
+    accepted_draft_tokens: int = 0  # This counts the drafted ones among the tokens.
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def is_tokens_alone(self) -> bool:
-        """Return whether there is nothing else to report."""
-        told = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
-        return not told
+        more = self.logprobs or self.drafted_tokens or self.finished or self.admitted or self.prompt_logprobs
+        return not more
 
     def followed_by(self, later: "Output") -> "Output":
-        """Return both in one; `later` is not the first."""
+        # `later` is not the first output, which alone has `admitted`.
         return Output(
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,
@@ -400,9 +392,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """A router tells a decode rank the request, and who prefills it under plan remote.
+    """A router sends a decode rank this request, with the rank that prefills it under plan remote.
 
-    `sampling` is its SamplingParams as they came, serialized: a prefill rank is handed the same.
+    `sampling` is the client's SamplingParams, serialized, which a prefill rank gets unchanged.
     """
 
     request: GenerationRequest
