@@ -1,4 +1,4 @@
-"""Isthmus is called from Python by a client of a router's gRPC API, blocking or asynchronous."""
+"""This package is a Python client of a router's gRPC API, blocking or asynchronous."""
 
 from isthmus.aio import AsyncClient, AsyncConversation, AsyncStream
 from isthmus.blocking import Client, Conversation, Stream

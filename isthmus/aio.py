@@ -1,4 +1,4 @@
-"""This client is for asyncio."""
+"""This is the client for asyncio."""
 
 import asyncio
 import inspect
@@ -23,24 +23,28 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 
 
 def _is_cancelled() -> bool:
-    """Return whether it is the task that is cancelled, and not a call of it alone: grpc.aio raises
-    CancelledError for both, and loses it where a cancellation of the task meets the failure of a call."""
+    """Return whether the task itself was cancelled, and not only its call: grpc.aio raises CancelledError for
+    both, and loses it if a cancellation of the task coincides with the failure of a call.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _heed_cancellation() -> None:
-    """Raise CancelledError where the task was cancelled while its call failed."""
+    """Raise CancelledError if the task was cancelled while its call failed."""
     if _is_cancelled():
         raise asyncio.CancelledError
 
 
 class AsyncStream(BaseStream):
-    """Yields an answer as it comes. Iterate over it once: nothing is sent before. Leaving the `async with`
-    stops the answer at once; leaving the loop alone does when the loop of events comes to it."""
+    """Yields an answer piece by piece. Iterate over it once; nothing is sent before.
+
+    Leaving the `async with` stops the answer at once. Leaving only the loop stops it when the event loop
+    finalizes the generator.
+    """
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        """Yield the answer's pieces. Raises what the call failed with."""
+        """Yield the answer's pieces. Raises the call's IsthmusError."""
         self._begin()
         async with aclosing(self._responses()) as responses:
             async for response in responses:
@@ -48,14 +52,14 @@ class AsyncStream(BaseStream):
         self._end()
 
     async def texts(self) -> AsyncGenerator[str, None]:
-        """Yield what the answer says, without thinking and calls."""
+        """Yield the answer's text, without thinking and tool calls."""
         async with aclosing(aiter(self)) as pieces:
             async for piece in pieces:
                 if piece.text:
                     yield piece.text
 
     async def read(self) -> Answer:
-        """Return the whole answer, when it has ended."""
+        """Return the whole answer once it has ended. Raises the call's IsthmusError."""
         async for _ in self:
             pass
         return self.answer
@@ -92,10 +96,10 @@ class AsyncStream(BaseStream):
 
 
 class AsyncConversation(BaseConversation[AsyncStream]):
-    """Holds a conversation over an AsyncClient, whose `conversation` makes it."""
+    """A conversation over an AsyncClient; the client's `conversation` makes it."""
 
     async def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
-        """Return the answer to the text, or without one to the results of tools that were given since.
+        """Send the text, or without one the results of tools given since, and return the answer.
 
         Raises as a client's `generate`.
         """
@@ -109,19 +113,20 @@ class AsyncConversation(BaseConversation[AsyncStream]):
         called: Callable[[ToolCall, str], None] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Say it, call the functions that the model calls, and go on until it answers without a call.
+        """Send the text, call the functions that the model calls, and continue until it answers without a
+        call.
 
-        The functions may be plain or `async`. A call that no function takes goes back to the model as an
-        error; what a function raises is raised.
+        The functions may be plain or `async`. A call that no function accepts is returned to the model as an
+        error; an exception of a function is raised.
 
         Args:
-            text: What is said first, as for `say`.
-            most_turns: The turns after which the model must not call any more.
+            text: The first message, as for `say`.
+            most_turns: The number of turns after which the model must not call any more.
             called: It receives each call and its result.
             options: The options of each turn, as for `say`.
 
         Raises:
-            IncompleteAnswer: the model still calls after `most_turns`.
+            IncompleteAnswer: The model still calls after `most_turns`.
         """
         for _ in range(most_turns):
             answer = await self.say(text, **options)
@@ -140,8 +145,9 @@ class AsyncConversation(BaseConversation[AsyncStream]):
 
 
 class AsyncClient(BaseClient[AsyncStream]):
-    """Talks to a router; BaseClient says by what settings. Tasks may share one; `close` it, or use it in an
-    `async with`."""
+    """A client of a router; BaseClient documents its settings. Tasks may share it. `close` it, or use it in
+    an `async with`.
+    """
 
     def __init__(
         self, *args: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, **kwargs: Any
@@ -153,7 +159,7 @@ class AsyncClient(BaseClient[AsyncStream]):
 
     @property
     def _stub(self) -> generation_pb2_grpc.GenerationStub:
-        """The stub is opened at its first use: a channel belongs to the loop that runs then."""
+        """The stub is made at its first use, because a channel belongs to the loop that runs then."""
         self._check_open()
         if self._channel is None or self._open_stub is None:
             self._channel = self._router.open_aio()
@@ -168,16 +174,16 @@ class AsyncClient(BaseClient[AsyncStream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Return the answer to a text as it is, to a chat, or to token ids.
+        """Return the answer to a plain text, to a chat, or to token ids.
 
         Args:
-            prompt: The text, where neither messages nor ids are given.
+            prompt: The text, if neither messages nor ids are given.
             messages: The chat.
             token_ids: The prompt's ids.
-            options: They are those of `isthmus.Options`; None is as if one were left out.
+            options: Those of `isthmus.Options`; None is the same as leaving one out.
 
         Raises:
-            IsthmusError: what the call failed with.
+            IsthmusError: The call failed.
         """
         return await self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
 
@@ -189,7 +195,9 @@ class AsyncClient(BaseClient[AsyncStream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> list[Answer]:
-        """Return the `n` answers; the prompt is computed once."""
+        """Return the `n` answers to a prompt, which is computed once. Takes and raises the same as
+        `generate`.
+        """
         stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
         await stream.read()
         return stream.answers
@@ -201,11 +209,11 @@ class AsyncClient(BaseClient[AsyncStream]):
         messages: Sequence[Message] = (),
         **options: Unpack[Options],
     ) -> AsyncConversation:
-        """Return a conversation that begins with a system's message and with what was said before.
+        """Return a conversation that begins with a system message and earlier messages.
 
         Args:
-            system: The system's message; there is none where it is empty.
-            messages: What was said before.
+            system: The system message; empty means none.
+            messages: The earlier messages.
             options: The options of each turn. `tools` may be Tools, or functions with type hints.
         """
         return AsyncConversation(self, turns_of(system, messages), options)
@@ -218,7 +226,9 @@ class AsyncClient(BaseClient[AsyncStream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Explanation:
-        """Return where such a request would go, and why; it is not run."""
+        """Return where such a request would be placed, and why; it is not run. Takes the same as
+        `generate`.
+        """
         call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
         answered = await self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
         return read(Explanation, answered)
@@ -231,7 +241,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> TokenizedPrompt:
-        """Return the prompt that such a request would have."""
+        """Return the token ids that such a request's prompt would have. Takes the same as `generate`."""
         call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
         answered = await self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
         return read(TokenizedPrompt, answered)
@@ -239,7 +249,7 @@ class AsyncClient(BaseClient[AsyncStream]):
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None
     ) -> str:
-        """Return the tokens' text; special tokens are written out."""
+        """Return the tokens' text, including special tokens."""
         request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
         return str((await self._ask(self._stub.Detokenize, request, timeout or self._timeout_s)).text)
 
@@ -249,16 +259,17 @@ class AsyncClient(BaseClient[AsyncStream]):
         return [read(Model, model) for model in answered.models]
 
     async def ranks(self, *, timeout: float | None = None) -> Ranks:
-        """Return what the router knows of every rank."""
+        """Return the router's report on every rank."""
         return read(
             Ranks, await self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s)
         )
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
-        """Stop a request, of the client's tenant if it has one: its stream ends with finish_reason aborted.
+        """Stop a request of the client's tenant, or of any if it has none: its stream ends with finish_reason
+        aborted.
 
         Returns:
-            False where no such request runs there.
+            False if no such request runs there.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
         return bool((await self._ask(self._stub.Abort, request, timeout or self._timeout_s)).found)
@@ -271,14 +282,13 @@ class AsyncClient(BaseClient[AsyncStream]):
         all_tenants: bool = False,
         timeout: float | None = None,
     ) -> AsyncGenerator[ClusterNews, None]:
-        """Yield ranks as they change, and requests as they run and end, until the loop is left.
+        """Yield reports of ranks as they change, and of requests as they run and end, until the loop is left.
 
         Args:
-            interval_s: The seconds between two of them, at most.
-            tenant: The tenant whose requests are reported; None is the client's own.
-            all_tenants: Everybody's requests are reported, which needs an operator's key where keys are asked
-                for.
-            timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
+            interval_s: The most seconds between two reports.
+            tenant: The tenant whose requests are reported; None means the client's own.
+            all_tenants: Report requests of all tenants; a router with API keys wants an operator's for this.
+            timeout: The seconds after which the watch ends with DeadlineExceeded; None means never.
         """
         request = self._watch_request(interval_s, tenant, all_tenants)
         call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
@@ -296,7 +306,7 @@ class AsyncClient(BaseClient[AsyncStream]):
             call.cancel()
 
     async def close(self) -> None:
-        """End every call; whoever waits for one gets Cancelled."""
+        """End every call; callers that wait for one get Cancelled."""
         self._closed = True
         if self._channel is not None:
             await self._channel.close()

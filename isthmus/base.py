@@ -1,7 +1,7 @@
-"""The blocking and the asynchronous client have this in common: all but waiting.
+"""This is what the blocking and the asynchronous client have in common: everything but waiting.
 
-The blocking one is none over the other: once grpc.aio has run in a process, a child that is forked from it
-crashes in gRPC (its poller keeps gRPC's fork handlers from running), and with the blocking API it does not.
+The blocking client does not use the asynchronous one: once grpc.aio has run in a process, a forked child
+crashes in gRPC (its poller keeps gRPC's fork handlers from running), but not with the blocking API.
 """
 
 import random
@@ -26,16 +26,16 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 _TIMEOUT_S = 600.0
 Ended = Callable[[Answer], None]
 Metadata = tuple[tuple[str, str], ...]
-# A client and its streams sleep by time.sleep or by asyncio.sleep.
+# This is time.sleep or asyncio.sleep.
 Sleep = Callable[[float], Any]
 
 
 class BaseStream:
-    """An answer comes in pieces.
+    """An answer that comes in pieces.
 
     made --(first iteration)--> sent --> pieces ... --> ended: `answer` is there
               ^ pause |                    | left, closed, failed: the call is cancelled, the router stops
-              +-- nothing had come, and it may be tried again (retries.py)
+              +-- it failed without a piece, and may be retried (retries.py)
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BaseStream:
         sleep: Sleep,
         ended: Ended | None = None,
     ) -> None:
-        self.request_id = call.request.request_id  # It is that of the attempt that runs.
+        self.request_id = call.request.request_id  # This is the id of the running attempt.
         self._stub = stub
         self._call = call
         self._make_attempts = make_attempts
@@ -65,11 +65,11 @@ class BaseStream:
 
     @property
     def answers(self) -> list[Answer]:
-        """Return all answers, where `n` requested several. Raises IncompleteAnswer before the end."""
+        """Return all answers; `n` may request several. Raises IncompleteAnswer before the end."""
         return self._growing.answers()
 
     def close(self) -> None:
-        """Stop the answer: whoever iterates gets Cancelled. After the end it does nothing."""
+        """Stop the answer; iterating then raises Cancelled. After the end this does nothing."""
         self._closed = True
         if self._running is not None:
             self._running.cancel()
@@ -80,7 +80,6 @@ class BaseStream:
         self._begun = True
 
     def _send(self, attempts: Attempts) -> Any:
-        """Return the call of the next attempt."""
         request = self._call.attempt(attempts.failed)
         self.request_id = request.request_id
         call = self._stub.Generate(request, timeout=attempts.left_s(), metadata=self._metadata)
@@ -102,11 +101,11 @@ class Asks(Protocol[StreamT_co]):
 
 
 class BaseConversation(Generic[StreamT_co]):
-    """A conversation's turns find the KV of those before; a client's `conversation` makes it.
+    """A conversation's turns find the KV of earlier ones; a client's `conversation` makes it.
 
-    Past answers go back as the ids that were generated, under one conversation id: the rank that holds the KV
-    of the turns before gets the next one. There is one turn at a time. A turn that fails, or is left before
-    its end, is as if it had not been: `messages` is as it was.
+    Past answers are sent as their generated ids, under one conversation id, so the rank that holds the KV of
+    earlier turns gets the next one. There is one turn at a time. A turn that fails, or is left before its
+    end, has no effect: `messages` stays as it was.
     """
 
     def __init__(self, client: Asks[StreamT_co], messages: Sequence[Message], options: Options) -> None:
@@ -119,45 +118,45 @@ class BaseConversation(Generic[StreamT_co]):
 
     @property
     def messages(self) -> list[Message]:
-        """Return all that was said so far, the oldest first."""
+        """Return all messages so far, the oldest first."""
         return list(self._history.messages)
 
     def stream(self, text: str | None = None, **options: Unpack[Options]) -> StreamT_co:
-        """Return the answer as it comes: to a text, or without one to the results of tools since.
+        """Send the text, or without one the results of tools given since, and stream the answer.
 
         Raises:
-            InvalidRequest: there is nothing to answer, or one of the options is none of a turn's.
+            InvalidRequest: There is nothing to answer, or an option is not allowed in a turn.
         """
         check_options(options)
-        asked = self._history.asked(text)
+        messages = self._history.with_question(text)
         merged: Options = {**self._options, **options}
-        return self._client.ask(asked, lambda answer: self._history.keep(asked, answer, merged), merged)
+        return self._client.ask(messages, lambda answer: self._history.keep(messages, answer, merged), merged)
 
     def tool_result(self, call: ToolCall | str, result: Any) -> None:
-        """Say what a call came to; what is no text is sent as JSON.
+        """Give the result of a tool call; a result that is no text is sent as JSON.
 
         Raises:
-            InvalidRequest: no such call waits.
+            InvalidRequest: No such call waits for a result.
         """
         self._history.add_result(call, text_of(result))
 
 
 class BaseClient(Generic[StreamT_co]):
-    """Talks to a router.
+    """A client of a router.
 
-    Unavailable and Overloaded are tried again, as `retries` says, while nothing of an answer has come. Every
+    Unavailable and Overloaded are retried, as `retries` says, if no piece of an answer has come. Every failed
     call raises an IsthmusError.
 
     Args:
         target: HOST:PORT of a router's gRPC API.
-        api_key: The key that goes with every call, in the clear where there is no TLS.
+        api_key: The key that is sent with every call; without TLS it is not encrypted.
         tls: True trusts the system's authorities; a Tls names files.
         model: The model of every request that names no other.
         tenant: The tenant of every request that names no other.
         timeout: The seconds that a call with all its attempts may take; None leaves that to the router.
-        retries: They say when a call that failed is tried again.
-        clock: The tests' clock.
-        chance: The tests' dice.
+        retries: The rules for retrying a failed call.
+        clock: A monotonic clock in seconds, for tests.
+        chance: A source of random numbers in [0, 1), for tests.
     """
 
     def __init__(
@@ -193,14 +192,14 @@ class BaseClient(Generic[StreamT_co]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> StreamT_co:
-        """Return the answer as it comes: to a text as it is, to a chat, or to token ids.
+        """Stream the answer to a plain text, to a chat, or to token ids; `generate` documents the arguments.
 
-        Nothing is sent before it is read.
+        Nothing is sent before the first iteration.
         """
         return self._stream(Prompt(prompt, messages, token_ids), options)
 
     def ask(self, messages: Sequence[Message], ended: Ended, options: Options) -> StreamT_co:
-        """Return a conversation's next answer; `ended` gets it."""
+        """Stream a conversation's next answer; `ended` is called with it."""
         return self._stream(Prompt(messages=messages), options, ended)
 
     def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> StreamT_co:
@@ -214,7 +213,6 @@ class BaseClient(Generic[StreamT_co]):
         return Attempts(self._retries, timeout_s, self._clock, self._chance, self._check_open)
 
     def _prepared(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Call, float | None]:
-        """Return the call, and the seconds that it has."""
         given = {**self._defaults, **options}
         timeout_s = given.pop("timeout", self._timeout_s)
         return call_of(prompt, given), timeout_s
@@ -227,5 +225,5 @@ class BaseClient(Generic[StreamT_co]):
 
 
 def turns_of(system: str, messages: Sequence[Message]) -> list[Message]:
-    """Return what was said before a conversation begins; there is no system's message where it is empty."""
+    """Return the first messages of a conversation; an empty `system` adds none."""
     return [*([Message("system", system)] if system else ()), *messages]

@@ -1,4 +1,4 @@
-"""This client's calls wait; threads may share one."""
+"""This is the client whose calls block; threads may share it."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,11 +22,13 @@ from services.wire.isthmus.v1 import generation_pb2_grpc
 
 
 class Stream(BaseStream):
-    """Yields an answer as it comes. Iterate over it once: nothing is sent before. Leaving the loop, or the
-    `with`, stops the answer. Any thread may close it."""
+    """Yields an answer piece by piece. Iterate over it once; nothing is sent before.
+
+    Leaving the loop, or the `with`, stops the answer. Any thread may close it.
+    """
 
     def __iter__(self) -> Generator[Piece, None, None]:
-        """Yield the answer's pieces. Raises what the call failed with."""
+        """Yield the answer's pieces. Raises the call's IsthmusError."""
         self._begin()
         with closing(self._responses()) as responses:
             for response in responses:
@@ -34,14 +36,14 @@ class Stream(BaseStream):
         self._end()
 
     def texts(self) -> Iterator[str]:
-        """Yield what the answer says, without thinking and calls."""
+        """Yield the answer's text, without thinking and tool calls."""
         with closing(iter(self)) as pieces:
             for piece in pieces:
                 if piece.text:
                     yield piece.text
 
     def read(self) -> Answer:
-        """Return the whole answer, when it has ended."""
+        """Return the whole answer once it has ended. Raises the call's IsthmusError."""
         for _ in self:
             pass
         return self.answer
@@ -73,10 +75,10 @@ class Stream(BaseStream):
 
 
 class Conversation(BaseConversation[Stream]):
-    """Holds a conversation over a Client, whose `conversation` makes it."""
+    """A conversation over a Client; the client's `conversation` makes it."""
 
     def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
-        """Return the answer to the text, or without one to the results of tools that were given since.
+        """Send the text, or without one the results of tools given since, and return the answer.
 
         Raises as a client's `generate`.
         """
@@ -90,18 +92,20 @@ class Conversation(BaseConversation[Stream]):
         called: Callable[[ToolCall, str], None] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Say it, call the functions that the model calls, and go on until it answers without a call.
+        """Send the text, call the functions that the model calls, and continue until it answers without a
+        call.
 
-        A call that no function takes goes back to the model as an error; what a function raises is raised.
+        A call that no function accepts is returned to the model as an error; an exception of a function is
+        raised.
 
         Args:
-            text: What is said first, as for `say`.
-            most_turns: The turns after which the model must not call any more.
+            text: The first message, as for `say`.
+            most_turns: The number of turns after which the model must not call any more.
             called: It receives each call and its result.
             options: The options of each turn, as for `say`.
 
         Raises:
-            IncompleteAnswer: the model still calls after `most_turns`.
+            IncompleteAnswer: The model still calls after `most_turns`.
         """
         for _ in range(most_turns):
             answer = self.say(text, **options)
@@ -118,8 +122,9 @@ class Conversation(BaseConversation[Stream]):
 
 
 class Client(BaseClient[Stream]):
-    """Talks to a router; BaseClient says by what settings. Threads may share one; `close` it, or use it in a
-    `with`."""
+    """A client of a router; BaseClient documents its settings. Threads may share it. `close` it, or use it in
+    a `with`.
+    """
 
     def __init__(self, *args: Any, sleep: Callable[[float], None] = time.sleep, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,16 +145,16 @@ class Client(BaseClient[Stream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Return the answer to a text as it is, to a chat, or to token ids.
+        """Return the answer to a plain text, to a chat, or to token ids.
 
         Args:
-            prompt: The text, where neither messages nor ids are given.
+            prompt: The text, if neither messages nor ids are given.
             messages: The chat.
             token_ids: The prompt's ids.
-            options: They are those of `isthmus.Options`; None is as if one were left out.
+            options: Those of `isthmus.Options`; None is the same as leaving one out.
 
         Raises:
-            IsthmusError: what the call failed with.
+            IsthmusError: The call failed.
         """
         return self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
 
@@ -161,7 +166,9 @@ class Client(BaseClient[Stream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> list[Answer]:
-        """Return the `n` answers; the prompt is computed once."""
+        """Return the `n` answers to a prompt, which is computed once. Takes and raises the same as
+        `generate`.
+        """
         stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
         stream.read()
         return stream.answers
@@ -173,11 +180,11 @@ class Client(BaseClient[Stream]):
         messages: Sequence[Message] = (),
         **options: Unpack[Options],
     ) -> Conversation:
-        """Return a conversation that begins with a system's message and with what was said before.
+        """Return a conversation that begins with a system message and earlier messages.
 
         Args:
-            system: The system's message; there is none where it is empty.
-            messages: What was said before.
+            system: The system message; empty means none.
+            messages: The earlier messages.
             options: The options of each turn. `tools` may be Tools, or functions with type hints.
         """
         return Conversation(self, turns_of(system, messages), options)
@@ -190,7 +197,9 @@ class Client(BaseClient[Stream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Explanation:
-        """Return where such a request would go, and why; it is not run."""
+        """Return where such a request would be placed, and why; it is not run. Takes the same as
+        `generate`.
+        """
         call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
         answered = self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
         return read(Explanation, answered)
@@ -203,13 +212,13 @@ class Client(BaseClient[Stream]):
         token_ids: Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> TokenizedPrompt:
-        """Return the prompt that such a request would have."""
+        """Return the token ids that such a request's prompt would have. Takes the same as `generate`."""
         call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
         answered = self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
         return read(TokenizedPrompt, answered)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """Return the tokens' text; special tokens are written out."""
+        """Return the tokens' text, including special tokens."""
         request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
         return str(self._ask(self._stub.Detokenize, request, timeout or self._timeout_s).text)
 
@@ -219,14 +228,15 @@ class Client(BaseClient[Stream]):
         return [read(Model, model) for model in answered.models]
 
     def ranks(self, *, timeout: float | None = None) -> Ranks:
-        """Return what the router knows of every rank."""
+        """Return the router's report on every rank."""
         return read(Ranks, self._ask(self._stub.ListRanks, pb.ListRanksRequest(), timeout or self._timeout_s))
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
-        """Stop a request, of the client's tenant if it has one: its stream ends with finish_reason aborted.
+        """Stop a request of the client's tenant, or of any if it has none: its stream ends with finish_reason
+        aborted.
 
         Returns:
-            False where no such request runs there.
+            False if no such request runs there.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
         return bool(self._ask(self._stub.Abort, request, timeout or self._timeout_s).found)
@@ -239,14 +249,13 @@ class Client(BaseClient[Stream]):
         all_tenants: bool = False,
         timeout: float | None = None,
     ) -> Generator[ClusterNews, None, None]:
-        """Yield ranks as they change, and requests as they run and end, until the loop is left.
+        """Yield reports of ranks as they change, and of requests as they run and end, until the loop is left.
 
         Args:
-            interval_s: The seconds between two of them, at most.
-            tenant: The tenant whose requests are reported; None is the client's own.
-            all_tenants: Everybody's requests are reported, which needs an operator's key where keys are asked
-                for.
-            timeout: The seconds after which the watch ends with DeadlineExceeded; None is no end.
+            interval_s: The most seconds between two reports.
+            tenant: The tenant whose requests are reported; None means the client's own.
+            all_tenants: Report requests of all tenants; a router with API keys wants an operator's for this.
+            timeout: The seconds after which the watch ends with DeadlineExceeded; None means never.
         """
         request = self._watch_request(interval_s, tenant, all_tenants)
         call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
@@ -259,7 +268,7 @@ class Client(BaseClient[Stream]):
             call.cancel()
 
     def close(self) -> None:
-        """End every call; whoever waits for one gets Cancelled."""
+        """End every call; callers that wait for one get Cancelled."""
         self._closed = True
         self._channel.close()
 

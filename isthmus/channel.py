@@ -1,4 +1,4 @@
-"""A router is reached by a channel of gRPC's."""
+"""This module opens gRPC channels to a router."""
 
 import os
 from collections.abc import Callable
@@ -11,20 +11,20 @@ import grpc.aio
 
 from isthmus.errors import InvalidRequest
 
-_MAX_MESSAGE_BYTES = 64 * 2**20  # It is the router's.
+_MAX_MESSAGE_BYTES = 64 * 2**20  # This is the router's limit.
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A router whose host died sends no FIN; one that is only busy has the time to answer.
+    # A router whose host died sends no FIN; one that is only busy has enough time to answer.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # This is what really ends the wait (grpc/grpc#39239).
+    ("grpc.http2.ping_timeout_ms", 20_000),  # This option really limits the wait (grpc/grpc#39239).
     ("grpc.http2.max_pings_without_data", 0),
-    # A router that was started again is found within this, not within gRPC's two minutes.
+    # A restarted router is found again within this time, not within gRPC's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Only retries.py knows what has come already, and gRPC does not.
+    # retries.py retries, since it knows which pieces have come, and gRPC does not.
     ("grpc.enable_retries", 0),
 )
 
@@ -33,9 +33,11 @@ Channel = TypeVar("Channel")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files say who is trusted and who the client is. Without `ca` the system's authorities are
-    trusted; `cert` and `key` are for a router that asks for a certificate; `server_name` is what the
-    router's carries, if that is not the host in the target."""
+    """PEM files for TLS.
+
+    Without `ca` the system's authorities are trusted. `cert` and `key` are for a router that wants a client
+    certificate. `server_name` is the name in the router's certificate, if that is not the host in the target.
+    """
 
     ca: str | os.PathLike[str] | None = None
     cert: str | os.PathLike[str] | None = None
@@ -43,7 +45,7 @@ class Tls:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Return gRPC's credentials. Raises OSError when a file cannot be read."""
+        """Return gRPC's credentials. Raises OSError if a file cannot be read."""
         return grpc.ssl_channel_credentials(_bytes(self.ca), _bytes(self.key), _bytes(self.cert))
 
 
@@ -53,8 +55,9 @@ def _bytes(path: str | os.PathLike[str] | None) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router's gRPC API is at `target`, HOST:PORT. Raises InvalidRequest for a URL, and for a key that
-    no header can carry."""
+    """A router's gRPC API at `target`, HOST:PORT. Raises InvalidRequest for a URL, and for a key that no
+    header can contain.
+    """
 
     target: str
     tls: Tls | None = None
@@ -68,7 +71,7 @@ class Router:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what every call carries: the key, where there is one."""
+        """Return the metadata of every call: the API key, if there is one."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def open(self) -> grpc.Channel:

@@ -1,16 +1,19 @@
-"""Calls raise these errors, named by what the caller can do next; each carries the router's own sentence."""
+"""These errors are named by what the caller can do next; each has the router's own message."""
 
 from collections.abc import Mapping
 
 import grpc
 
-_ERROR_KEY = "isthmus-error"  # It is trailing metadata: the router's own name for what it raised.
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # It is gRPC's, and says when to come again.
+_ERROR_KEY = "isthmus-error"  # This trailing metadata has the router's own name of the error.
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # This is gRPC's name for the delay before a retry.
 
 
 class IsthmusError(Exception):
-    """All errors of this package are of this class. `code` is gRPC's, None where no call failed;
-    `retry_after_s` is what the router requested, None where it did not say."""
+    """The base class of all errors of this package.
+
+    `code` is gRPC's status, or None if no call failed. `retry_after_s` is the delay that the router
+    requested, or None.
+    """
 
     def __init__(
         self,
@@ -28,31 +31,31 @@ class InvalidRequest(IsthmusError):
 
 
 class ContextExceeded(InvalidRequest):
-    """The prompt is longer than any context there; make it shorter."""
+    """The prompt is longer than any context of the model's ranks; make it shorter."""
 
 
 class Unauthenticated(IsthmusError):
-    """The router asks for an API key, and this one is none of its."""
+    """The router requires an API key, and does not know this one."""
 
 
 class Forbidden(IsthmusError):
-    """The API key is not good for this."""
+    """The API key does not allow this call."""
 
 
 class NotFound(IsthmusError):
-    """The request names what does not exist, a model for one."""
+    """The request names something that does not exist, such as a model."""
 
 
 class AlreadyRunning(IsthmusError):
-    """A request of this id is running."""
+    """A request with this id is running."""
 
 
 class Overloaded(IsthmusError):
-    """The cluster is full; come again later."""
+    """The cluster is full; try again later."""
 
 
 class Unavailable(IsthmusError):
-    """The router cannot be reached, or no rank can take the request; come again later."""
+    """The router cannot be reached, or no rank can accept the request; try again later."""
 
 
 class DeadlineExceeded(IsthmusError):
@@ -60,19 +63,19 @@ class DeadlineExceeded(IsthmusError):
 
 
 class Cancelled(IsthmusError):
-    """The call was ended from this side, by `close` for one."""
+    """The client ended the call, for example by `close`."""
 
 
 class NotSupported(IsthmusError):
-    """This router does not know such a call: it is of another version."""
+    """The router does not know this call, because it has another version."""
 
 
 class ServerFailed(IsthmusError):
-    """The router failed in a way that it did not foresee; its log has more."""
+    """The router failed in an unexpected way; its log has more."""
 
 
 class IncompleteAnswer(IsthmusError):
-    """The answer ended before it was what had been requested."""
+    """The answer ended before it was complete."""
 
 
 _BY_STATUS: Mapping[grpc.StatusCode, type[IsthmusError]] = {
@@ -90,21 +93,22 @@ _BY_STATUS: Mapping[grpc.StatusCode, type[IsthmusError]] = {
 
 
 def error_from(error: grpc.RpcError) -> IsthmusError:
-    """Return what a failed call of gRPC's says, the blocking or the asynchronous one's."""
+    """Return our error for a failed gRPC call, blocking or asynchronous."""
     code, details = error.code(), error.details() or ""
     metadata = dict(error.trailing_metadata() or ())
     cls = _BY_STATUS.get(code, ServerFailed)
     if metadata.get(_ERROR_KEY) == ContextExceeded.__name__:
         cls = ContextExceeded
-    # It is gRPC's own sentence; waiting makes it no smaller.
+    # This is gRPC's own message; the request does not get smaller by waiting.
     if cls is Overloaded and "larger than max" in details:
         cls = InvalidRequest
     return cls(details or code.name, code, _pushback_s(metadata.get(_PUSHBACK_KEY)))
 
 
 def _pushback_s(text: str | bytes | None) -> float | None:
-    """Return the seconds to wait by gRPC's A6: what is no number, or is negative, says that one should not
-    come again."""
+    """Return the seconds to wait by gRPC's proposal A6: a negative value, or one that is no number, forbids a
+    retry.
+    """
     if text is None:
         return None
     try:

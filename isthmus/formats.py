@@ -1,4 +1,4 @@
-"""A format says what an answer must be, and what it then is as a value."""
+"""A format says what an answer's text must be, and how it becomes a value."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,17 @@ NAMES = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`parse` is None where the text is all there is."""
+    """`parse` makes a value of the text; None leaves the text as it is."""
 
     constraint: common_pb2.Constraint
     parse: Parse | None
 
 
 def format_of(given: Mapping[str, Any]) -> Format | None:
-    """Return the format that is requested, or None.
+    """Return the requested format, or None.
 
-    It is one of `json_schema` (a dict, its JSON, or a class such as pydantic's), `json_object`, `regex`,
-    `grammar` and `choice` (some texts), as far as they are not None. Raises InvalidRequest where there are
-    two.
+    The options are `json_schema` (a dict, its JSON, or a class such as pydantic's), `json_object`, `regex`,
+    `grammar` and `choice` (a list of texts). Raises InvalidRequest if more than one is not None.
     """
     wanted = {name: given[name] for name in NAMES if given.get(name) not in (None, False)}
     if len(wanted) > 1:

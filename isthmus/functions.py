@@ -1,8 +1,7 @@
-"""Python functions become tools: their schema comes from their type hints, and their calls are made.
+"""Python functions become tools: the schema comes from their type hints, and their calls are executed.
 
-str, int, float, bool, None, Literal, list, dict with str keys, unions of these and Any are taken: what JSON
-has. Annotated[T, "a sentence"] describes a parameter. Anything else is refused by name rather than guessed
-at.
+Parameters may have the types that JSON has: str, int, float, bool, None, Literal, list, dict with str keys,
+unions of these, and Any. Annotated[T, "a sentence"] describes a parameter. Any other type is refused by name.
 """
 
 import inspect
@@ -31,14 +30,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def tool_of(given: AnyTool, strict: bool = False) -> Tool:
-    """Return the tool of a function, which is called by its name and described by its docstring.
+    """Return the tool of a function, with its name and its docstring.
 
     Args:
         given: The function, or a Tool, which is returned as it is.
-        strict: The model's arguments are held to the schema.
+        strict: Whether the model's arguments must follow the schema.
 
     Raises:
-        InvalidRequest: JSON has no type for a parameter, which is named.
+        InvalidRequest: JSON has no type for a parameter, which the message names.
     """
     if isinstance(given, Tool):
         return given
@@ -66,8 +65,8 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
 def _schema(hint: Any, where: str) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        said = [text for text in arguments[1:] if isinstance(text, str)]
-        return {**_schema(arguments[0], where), **({"description": said[0]} if said else {})}
+        texts = [text for text in arguments[1:] if isinstance(text, str)]
+        return {**_schema(arguments[0], where), **({"description": texts[0]} if texts else {})}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
@@ -85,8 +84,9 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def result_of(tools: Sequence[Tool], call: ToolCall) -> tuple[Callable[[], Any] | None, str]:
-    """Return what to call, and an empty text; or None, and the sentence for the model: it named no tool,
-    or gave what it does not take."""
+    """Return the function to call and an empty text; or None and a message for the model if it names no tool,
+    or arguments that the tool does not accept.
+    """
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         return None, f"error: there is no tool {call.name}"
@@ -101,5 +101,5 @@ def result_of(tools: Sequence[Tool], call: ToolCall) -> tuple[Callable[[], Any] 
 
 
 def text_of(result: Any) -> str:
-    """Return a text as it is, and anything else as JSON. Raises TypeError for what is neither."""
+    """Return a text as it is, and any other value as JSON. Raises TypeError if that is not possible."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

@@ -13,12 +13,15 @@ from isthmus.functions import AnyTool, tool_of
 from isthmus.values.message import Message, message_of, message_to_proto, tool_to_proto
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
-MAX_ID_CHARS = 128  # It is the router's.
+MAX_ID_CHARS = 128  # This is the router's limit.
 
 
 class Sampling(TypedDict, total=False):
-    """Tokens are chosen by these; common.proto says more. What is left out, or None, is what the model's
-    own generation_config.json states, if the router heeds it, and else no constraint."""
+    """Options by which tokens are chosen; common.proto documents them.
+
+    An option that is absent or None has the value of the model's generation_config.json, if the router uses
+    that, and otherwise no effect.
+    """
 
     temperature: float | None
     top_p: float | None
@@ -39,7 +42,7 @@ class Sampling(TypedDict, total=False):
     include_stop_str_in_output: bool
     prompt_logprobs: int | None
     prompt_logprobs_start: int
-    json_schema: Any  # It is a dict, its JSON, or a class with model_json_schema.
+    json_schema: Any  # This is a dict, its JSON, or a class with model_json_schema.
     json_object: bool
     regex: str | None
     grammar: str | None
@@ -47,23 +50,23 @@ class Sampling(TypedDict, total=False):
 
 
 class Options(Sampling, total=False):
-    """A request may have these, too. Those of chats are refused with other prompts."""
+    """Further options of a request. Those of chats are refused with other prompts."""
 
     model: str
     conversation_id: str
     tenant: str
-    request_id: str  # It is drawn here where it is left out.
+    request_id: str  # The client draws one by default.
     priority: int
-    add_special_tokens: bool | None  # It is for a text.
+    add_special_tokens: bool | None  # This is only for a text prompt.
     n: int | None
     best_of: int | None
     tools: Sequence[AnyTool] | None
-    tool_choice: str | None  # It is auto, none, required, or a tool's name.
+    tool_choice: str | None  # This is auto, none, required, or a tool's name.
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     raw_answer: bool
     continue_final_message: bool
-    timeout: float | None  # It is in seconds, for all of it.
+    timeout: float | None  # This is in seconds, for all attempts together.
 
 
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -96,7 +99,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt is a text, a chat or ids. Raises InvalidRequest where it is not one of the three."""
+    """A prompt is a text, a chat or ids. Raises InvalidRequest unless exactly one is given."""
 
     text: str | None = None
     messages: Messages | None = None
@@ -110,14 +113,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`parse` makes a value of the answer's text; where it is None the text is all there is."""
+    """`parse` makes a value of the answer's text; None leaves the text as it is."""
 
     request: generation_pb2.GenerateRequest
     parse: Parse | None
 
     def attempt(self, number: int) -> generation_pb2.GenerateRequest:
-        """Return the request of the number-th attempt, from 0: it has an id of its own, for the one before
-        may still run."""
+        """Return the request of attempt `number`, from 0. Each has an id of its own, as an earlier attempt
+        may still run.
+        """
         if number == 0:
             return self.request
         again, suffix = generation_pb2.GenerateRequest(), f".{number + 1}"
@@ -127,9 +131,9 @@ class Call:
 
 
 def call_of(prompt: Prompt, options: Mapping[str, Any]) -> Call:
-    """Return the call that asks for an answer to the prompt.
+    """Return the call for an answer to the prompt.
 
-    `options` are those of Options, but for the timeout. Raises InvalidRequest, naming what is wrong.
+    `options` are those of Options without the timeout. Raises InvalidRequest that names the mistake.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := sorted(set(given) - _KNOWN):
@@ -149,7 +153,7 @@ def call_of(prompt: Prompt, options: Mapping[str, Any]) -> Call:
 
 
 def _message(kind: Any, given: Mapping[str, Any], where: str) -> Any:
-    """Return the message. Raises InvalidRequest, as protobuf's own sentences do not name the field."""
+    """Return the message. Raises InvalidRequest with the field's name, which protobuf's own errors lack."""
     made = kind()
     for name, value in given.items():
         try:

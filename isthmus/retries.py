@@ -1,6 +1,6 @@
-"""Some calls that failed are tried again.
+"""This module decides which failed calls are retried.
 
-attempt --> Unavailable, Overloaded, nothing has come yet --> pause --> attempt ...
+attempt --> Unavailable, Overloaded, before any piece --> pause --> attempt ...
         --> anything else, the last attempt, or no time for the pause --> the error is raised
 """
 
@@ -12,11 +12,10 @@ from isthmus.errors import DeadlineExceeded, IsthmusError, Overloaded, Unavailab
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """There are at most `attempts` in all; 1 is no retry.
+    """A call has at most `attempts`; 1 means no retry.
 
-    The n-th pause is drawn from the upper half of first_s * 2**(n-1) seconds, which grows up to longest_s;
-    where the router says when to come again it is that and a draw more. Raises ValueError where these cannot
-    be.
+    The n-th pause is random, from the upper half of first_s * 2**(n-1) seconds, with longest_s as the limit;
+    if the router requests a delay, that and a random pause. Raises ValueError if the values make no sense.
     """
 
     attempts: int = 5
@@ -28,8 +27,9 @@ class Retries:
             raise ValueError("retries take attempts of 1 or more, and 0 <= first_s <= longest_s")
 
     def pause_s(self, failed: int, error: IsthmusError, chance: float) -> float | None:
-        """Return the seconds to wait after `failed` attempts, of which the last one failed with `error`;
-        None says that it is not to be tried again. `chance` is in [0, 1)."""
+        """Return the seconds to wait after `failed` attempts, of which the last raised `error`, or None for
+        no retry. `chance` is in [0, 1).
+        """
         if failed >= self.attempts or not isinstance(error, Unavailable | Overloaded):
             return None
         if error.retry_after_s == float("inf"):
@@ -41,8 +41,9 @@ class Retries:
 
 
 class Attempts:
-    """Counts the attempts of one call, which has `timeout_s` in all; with None the router bounds it.
-    `check_open` raises once the client is closed."""
+    """This counts the attempts of one call, which may take `timeout_s` in all; None leaves the limit to the
+    router. `check_open` raises once the client is closed.
+    """
 
     def __init__(
         self,
@@ -60,8 +61,9 @@ class Attempts:
         self._deadline = None if timeout_s is None else clock() + timeout_s
 
     def left_s(self) -> float | None:
-        """Return the seconds for the next attempt, or None. Raises DeadlineExceeded when there is nothing
-        left, and as `check_open`."""
+        """Return the seconds for the next attempt, or None without a limit. Raises DeadlineExceeded if none
+        are left, and the error of `check_open`.
+        """
         self._check_open()
         if self._deadline is None:
             return None
@@ -71,7 +73,7 @@ class Attempts:
         return left_s
 
     def pause_s(self, error: IsthmusError) -> float:
-        """Return the seconds to wait before the next attempt. Raises `error` when that is the end."""
+        """Return the seconds to wait before the next attempt. Raises `error` if there is none."""
         self.failed += 1
         pause_s = self._retries.pause_s(self.failed, error, self._chance())
         if pause_s is None or (self._deadline is not None and self._clock() + pause_s >= self._deadline):

@@ -1,1 +1,1 @@
-"""These values go to a router and come back."""
+"""These values are sent to a router and returned by it."""

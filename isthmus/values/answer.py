@@ -1,4 +1,4 @@
-"""An answer comes in pieces, and is whole at its end."""
+"""An answer comes in pieces, and is complete at its end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Parse = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """A piece of the answer's call number `index` has come; id and name come with its first one."""
+    """A piece of tool call number `index`; the call's first piece has its id and name."""
 
     index: int
     id: str
@@ -26,7 +26,7 @@ class ToolCallPiece:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """This has come of an answer since the piece before; `index` says of which of several answers."""
+    """The next piece of an answer; `index` is the answer's number if there are several."""
 
     text: str = ""
     reasoning: str = ""
@@ -38,12 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer is whole.
+    """A complete answer.
 
-    `finish_reason` is stop, length, tool_calls, capacity (no rank's pool holds more) or aborted. `usage` is
-    of `placement`, which is where it began; `placements` are all that generated, `totals` their sums.
-    `answer_id` names it for a later chat. `prompt_token_ids` and `prompt_logprobs` are the first answer's
-    alone. `left_out`, with best_of, is what the answers took that are not told.
+    `finish_reason` is stop, length, tool_calls, capacity (no rank's pool has room for more) or aborted.
+    `usage` is that of `placement`, where the answer began; `placements` are all that generated, `totals`
+    their sums. `answer_id` refers to the answer in a later chat. Only the first answer has `prompt_token_ids`
+    and `prompt_logprobs`. `left_out`, with best_of, has the costs of the answers that are not returned.
     """
 
     request_id: str
@@ -68,9 +68,9 @@ class Answer:
 
     @property
     def parsed(self) -> Any:
-        """Return the text as JSON, or as the class whose schema it follows; None where no JSON was requested.
+        """Return the text as JSON, or as an instance of the requested class; None if no JSON was requested.
 
-        Raises IncompleteAnswer when it ended before it was whole, or calls tools instead.
+        Raises IncompleteAnswer if the text is cut off, or if the answer calls tools instead.
         """
         if self._parse is None:
             return None
@@ -81,8 +81,8 @@ class Answer:
     def message(self, exact: bool = True) -> Message:
         """Return the answer as a past turn of a chat.
 
-        With `exact` what has neither thinking nor calls comes back as its ids, which any router takes; else
-        the router that gave the answer finds them by `answer_id`.
+        With `exact` an answer without thinking and calls contains its ids, which any router accepts.
+        Otherwise it has `answer_id`, by which the router that generated it finds the ids.
         """
         plain = exact and not (self.reasoning or self.tool_calls)
         return Message(
@@ -96,7 +96,7 @@ class Answer:
 
 
 class Growing:
-    """Grows one answer as its responses come."""
+    """This collects one answer from its responses."""
 
     def __init__(self, parse: Parse | None = None) -> None:
         self._parse = parse
@@ -131,7 +131,7 @@ class Growing:
         )
 
     def answer(self) -> Answer:
-        """Return the answer. Raises IncompleteAnswer before its end has come."""
+        """Return the answer. Raises IncompleteAnswer before its end."""
         if self._last is None:
             raise IncompleteAnswer("the answer has not ended: read its stream to the end")
         finish = self._last.finish
@@ -175,7 +175,7 @@ def _logprobs_of(given: Sequence[common_pb2.TokenLogprobs]) -> tuple[TokenLogpro
 
 
 class GrowingAnswers:
-    """Grows all answers of one request, by their index."""
+    """This collects all answers of one request, by their index."""
 
     def __init__(self, parse: Parse | None = None) -> None:
         self._parse = parse

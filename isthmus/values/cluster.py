@@ -1,5 +1,4 @@
-"""A router reports this of its ranks and of its choices. The fields are those of generation.proto, which
-says more."""
+"""These are a router's reports on its ranks and its choices. generation.proto documents the fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from isthmus.values.usage import RankId
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model has a context of so many tokens, prompt and output together, and so many ranks."""
+    """A model that the router serves; `max_context_tokens` counts prompt and output together."""
 
     id: str
     max_context_tokens: int
@@ -19,7 +18,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt has these ids, in a context of so many tokens."""
+    """A prompt's ids; `max_context_tokens` counts prompt and output together."""
 
     token_ids: tuple[int, ...]
     max_context_tokens: int
@@ -27,7 +26,7 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
-    """A term adds so many seconds to a candidate's price."""
+    """One part of a candidate's price, in seconds."""
 
     name: str
     seconds: float
@@ -35,7 +34,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request could go this way, at this price; `excluded` says why it cannot be chosen."""
+    """A possible placement of a request, with its price; `excluded` is the reason if it cannot be chosen."""
 
     decode: RankId | None
     prefill: RankId | None
@@ -60,7 +59,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A request would go to `chosen`; `candidates` come cheapest first, then those without a price."""
+    """The placement that a request would get; `candidates` are sorted by price, and those without one come
+    last.
+    """
 
     prompt_tokens: int
     candidates: tuple[Candidate, ...]
@@ -73,13 +74,13 @@ class Explanation:
 
     @property
     def chosen(self) -> Candidate | None:
-        """Return the candidate that the request would go to, or None where there is none."""
+        """Return the candidate that would get the request, or None if there is none."""
         return next((candidate for candidate in self.candidates if candidate.chosen), None)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPath:
-    """A prefill rank has written KV by this path; the fields are those of common.proto."""
+    """A path by which a prefill rank has written KV. common.proto documents the fields."""
 
     kind: str
     reach: str
@@ -88,7 +89,7 @@ class KvPath:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """A rank does this now; the fields are those of common.proto."""
+    """A rank's present load. common.proto documents the fields."""
 
     running: int
     waiting: int
@@ -111,7 +112,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """`role` is prefill or decode; `state` is live, suspect or draining."""
+    """A router's report on a rank. `role` is prefill or decode; `state` is live, suspect or draining."""
 
     rank: RankId
     role: str
@@ -136,7 +137,9 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """`degraded` says why the router places by what it remembers; it is empty where it does not."""
+    """A router's report on its ranks. `degraded` is the reason if the router's index may be out of date, else
+    empty.
+    """
 
     ranks: tuple[RankStatus, ...]
     staleness_s: float

@@ -1,4 +1,4 @@
-"""A chat has turns, with the calls of tools in them, and tools."""
+"""A chat has messages, the tool calls in them, and tools."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from services.wire.isthmus.v1 import generation_pb2
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments_json` is a JSON object, as the model wrote it."""
+    """A tool call; `arguments_json` is the JSON object that the model wrote."""
 
     id: str
     name: str
@@ -19,8 +19,9 @@ class ToolCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name. Raises InvalidRequest when they are no JSON object; an answer's
-        calls have one."""
+        """Return the arguments by name. Raises InvalidRequest if they are no JSON object, which those of an
+        answer always are.
+        """
         try:
             value = json.loads(self.arguments_json or "{}")
         except ValueError as error:
@@ -32,8 +33,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`role` is system, developer, user, assistant or tool. A past answer's `token_ids` or `answer_id`
-    bring its own ids back, so that what is cached of it is found."""
+    """`role` is system, developer, user, assistant or tool. With `token_ids` or `answer_id` a past answer is
+    sent as its own ids, so that its cached KV is found.
+    """
 
     role: str
     content: str = ""
@@ -48,8 +50,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is a JSON schema; where it is empty the tool takes none. `function`, where there is
-    one, is what `Conversation.run` calls."""
+    """`parameters` is a JSON schema; empty means none. `function`, if given, is what `Conversation.run`
+    calls.
+    """
 
     name: str
     description: str = ""
@@ -62,7 +65,7 @@ _FIELDS = {member.name for member in fields(Message)}
 
 
 def message_of(given: Message | Mapping[str, Any], where: str) -> Message:
-    """Return the message. Raises InvalidRequest, naming what is not known of `where`."""
+    """Return the message. Raises InvalidRequest that names an unknown field of `where`."""
     if isinstance(given, Message):
         return given
     if unknown := sorted(set(given) - _FIELDS):

@@ -1,4 +1,4 @@
-"""Messages of the API are read into dataclasses whose fields have the same names."""
+"""This module reads messages of the API into dataclasses with the same field names."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -14,8 +14,9 @@ _Read = Callable[[Message], Any]
 
 
 def read(kind: type[_Value], message: Message) -> _Value:
-    """Return a `kind` of the message. An enum becomes its name without the enum's own: FINISH_REASON_STOP
-    is "stop"; what is unset is None where the field may be that."""
+    """Return a `kind` with the message's fields. An enum becomes its name without the prefix
+    (FINISH_REASON_STOP is "stop"); an unset field is None if its type allows that.
+    """
     return kind(
         **{name: reader(message) for name, reader in _readers(kind, message.DESCRIPTOR.full_name, message)}
     )
@@ -26,7 +27,7 @@ _KNOWN: dict[tuple[type[Any], str], _Readers] = {}
 
 
 def _readers(kind: type[Any], name: str, message: Message) -> _Readers:
-    """Return what reads each field; it is worked out once for each of their kinds."""
+    """Return a reader for each field, computed once for each pair of types."""
     if (kind, name) not in _KNOWN:
         hints, described = get_type_hints(kind), message.DESCRIPTOR.fields_by_name
         shared = [member.name for member in fields(kind) if member.name in described]
@@ -43,7 +44,7 @@ def _reader(field: FieldDescriptor, hint: Any) -> _Read:
     if get_origin(hint) is tuple:
         each = _of_one(field, get_args(hint)[0])
         return lambda message: tuple(map(each, getattr(message, name)))
-    if get_origin(hint) is not None:  # It is a Mapping of plain values.
+    if get_origin(hint) is not None:  # The field is a Mapping of plain values.
         return lambda message: dict(getattr(message, name))
     one = _of_one(field, hint)
     return lambda message: one(getattr(message, name))

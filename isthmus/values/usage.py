@@ -1,5 +1,4 @@
-"""An answer had its costs, and was made somewhere. The fields are those of generation.proto, which says
-more."""
+"""These are the costs and the placement of an answer. generation.proto documents the fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RankId:
-    """One incarnation of a rank has this id."""
+    """One incarnation of a rank."""
 
     worker: str
     rank: int
@@ -19,8 +18,11 @@ class RankId:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """These count tokens and bytes. prompt_tokens = reused_tokens + computed_tokens; under plan remote it
-    is also decode_prefix_len + delta_tokens: what the decode rank held, and what crossed."""
+    """Numbers of tokens and bytes.
+
+    prompt_tokens = reused_tokens + computed_tokens. Under plan remote it also is decode_prefix_len, which the
+    decode rank held, plus delta_tokens, which were transferred.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -31,7 +33,7 @@ class Usage:
     prefill_prefix_len: int = 0
     kv_bytes_moved: int = 0
     kv_bytes_saved: int = 0
-    drift_tokens: int | None = None  # None says that the router has not seen the conversation.
+    drift_tokens: int | None = None  # None means that the router did not know the conversation.
     carried_bytes: Mapping[str, int] = field(default_factory=dict)
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -41,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """These are seconds to the first token; all but first_token_s add up to it."""
+    """Seconds until the first token, by stage; first_token_s is the sum of the others."""
 
     tokenize_s: float = 0.0
     route_s: float = 0.0
@@ -57,8 +59,9 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`plan` is remote, where a prefill rank computed the prompt, or local. `usage` is None where it
-    generated nothing."""
+    """`plan` is remote if a prefill rank computed the prompt, else local. `usage` is None if nothing was
+    generated.
+    """
 
     decode: RankId
     prefill: RankId | None
@@ -71,7 +74,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """These are sums over a request's placements."""
+    """Sums over a request's placements."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -86,8 +89,9 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logarithm is natural. `rank` is, of a prompt's tokens, 1 and how many are more probable there;
-    else 0."""
+    """The logarithm is natural. For a prompt's token `rank` is 1 plus the number of more probable tokens,
+    else 0.
+    """
 
     token_id: int
     logprob: float
@@ -96,8 +100,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """They are of one token, from the model's logits before biases, penalties and temperature; `top` has
-    the most probable first."""
+    """Log-probabilities of one token, from the model's logits before biases, penalties and temperature; `top`
+    has the most probable first.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]

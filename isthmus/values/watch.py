@@ -1,5 +1,4 @@
-"""A router reports what happens there, as it happens. The fields are those of generation.proto, which says
-more."""
+"""These are a router's live reports. generation.proto documents the fields."""
 
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An Answer has the same."""
+    """The end of an answer; its fields are those of Answer."""
 
     reason: str
     matched_stop: str
@@ -40,8 +39,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """`outcome` is ok, aborted, or the name of the status that it failed with. `ended_at_s` is Unix time;
-    `finish` is None where it failed before."""
+    """`outcome` is ok, aborted, or the name of the status with which it failed. `ended_at_s` is Unix time;
+    `finish` is None if it failed earlier.
+    """
 
     request_id: str
     conversation_id: str
@@ -60,9 +60,10 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNews:
-    """`ranks` are first all, then those that changed; `gone` are not known any more. `running` is all that
-    runs now, at most 1,000 of `num_running`; `finished` are those since the news before, but for `dropped`
-    in all."""
+    """The first report has all `ranks`, later ones those that changed; `gone` ranks are not known any more.
+    `running` has the requests that run now, at most 1,000 of `num_running`; `finished` those since the report
+    before. `dropped` counts all that were left out.
+    """
 
     ranks: tuple[RankStatus, ...]
     gone: tuple[RankId, ...]
