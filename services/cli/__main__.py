@@ -17,7 +17,7 @@ def main() -> None:
     if name in COMMANDS:
         _set_up_logging(arguments)
     try:
-        code = _run(name, arguments) if name in COMMANDS else _tell(name)
+        code = _run(name, arguments) if name in COMMANDS else _print_text(name)
         sys.stdout.flush()
         sys.exit(code)
     except BrokenPipeError:
@@ -54,7 +54,7 @@ def _set_up_logging(arguments: list[str]) -> None:
         json_lines.lay_pipe("isthmus", descriptors=(2,))  # The command's own output goes to descriptor 1.
 
 
-def _tell(name: str) -> int:
+def _print_text(name: str) -> int:
     if name == "--version":
         print(f"isthmus {build_info.versions()['version']}")
         return 0

@@ -132,9 +132,9 @@ async def _stats(session: Session, _argument: str) -> None:
 
 async def _system(session: Session, text: str) -> None:
     session.conversation.system = text
-    said = "is set" if text else "is taken out"
+    change = "is set" if text else "is taken out"
     session.display.aside(
-        f"the system message {said}: prompts begin otherwise now, so the next turn finds less"
+        f"the system message {change}: prompts begin otherwise now, so the next turn finds less"
     )
 
 
@@ -193,7 +193,7 @@ def _write(conversation: Conversation, path: Path) -> None:
 
 
 def _as_json(conversation: Conversation) -> str:
-    said = {
+    content = {
         "conversation_id": conversation.id,
         "messages": [MessageToDict(m, preserving_proto_field_name=True) for m in conversation.messages()],
         "turns": [
@@ -202,7 +202,7 @@ def _as_json(conversation: Conversation) -> str:
             if turn.answer.finish is not None
         ],
     }
-    return json.dumps(said, ensure_ascii=False, indent=2) + "\n"
+    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
 
 
 def _as_lines(conversation: Conversation) -> Iterator[str]:
@@ -219,11 +219,11 @@ _HINT = "/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"
 class ChatConfig(ClientConfig):
     """Talk to a model; lines that begin with / are for the chat itself, /help lists them.
 
-    Past answers go back as the ids that they were, so that the second turn finds the first one's KV. Piped,
-    each line is a turn, and the answers come out as plain text.
+    Past answers are sent as their token ids, so that a turn finds the KV of earlier ones. From a pipe each
+    line is a turn, and the answers are printed as plain text.
     """
 
-    model: str = setting("", "the name it is served under; default: the one that is", bare="MODEL")
+    model: str = setting("", "the name it is served under; default: the only model", bare="MODEL")
     system: str = setting("", "the system message")
     temperature: float | None = setting(
         None, "0 is greedy; default: the model's own", bounds=Bounds(at_least=0)
@@ -235,7 +235,7 @@ class ChatConfig(ClientConfig):
         None, "makes sampling repeatable", bounds=Bounds(at_least=0, at_most=2**64 - 1)
     )
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
-    timeout_s: float = setting(600.0, "give an answer up after so many seconds", bounds=Bounds(above=0))
+    timeout_s: float = setting(600.0, "seconds after which an answer is given up", bounds=Bounds(above=0))
     color: screen.Color = setting("auto", screen.COLOR_HELP)
 
     def __post_init__(self) -> None:

@@ -45,8 +45,6 @@ class Display(Protocol):
 
 @dataclass(slots=True)
 class Plain:
-    """It writes the answers one after the other, without thinking and remarks."""
-
     width: int | None = None
 
     def piece(self, response: generation_pb2.GenerateResponse) -> None:
@@ -140,7 +138,6 @@ _MOST_REMEMBERED = 1000
 
 
 def piped() -> Iterator[str]:
-    """Yield one turn for each line that is not blank. Raises InvalidRequest if the input is not UTF-8."""
     try:
         yield from (text for line in sys.stdin if (text := line.strip()))
     except UnicodeDecodeError as error:

@@ -186,7 +186,6 @@ def _rank(finish: generation_pb2.Finish) -> str:
 
 
 def placed(answer: StreamedAnswer) -> str:
-    """Describe where a turn was placed, and compare the expected prefix with the one that was found."""
     if answer.finish is None:
         return ""
     finish, placement = answer.finish, answer.finish.placement

@@ -35,16 +35,16 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainConfig(RanksConfig):
-    """Take ranks out of service: nothing new is placed there, and what runs there ends in peace.
+    """Take ranks out of service: no new request is placed there, and running ones end normally.
 
-    Exit code 0 once nothing runs there any more; 1 if the time is over before, or a rank cannot be asked or
-    is put back into service meanwhile. They stay out of service until --undo, or until they are started
-    again. A router is asked for their addresses; with --etcd they are read from etcd.
+    Exit code 0 once nothing runs there any more; 1 if the time is over before, or if a rank cannot be reached
+    or is put back into service. They stay out of service until --undo, or until they restart. Addresses come
+    from a router, or with --etcd from etcd.
     """
 
     targets: tuple[str, ...] = setting(help="WORKER for all of its ranks, or WORKER/RANK", positional=True)
     undo: bool = setting(False, "put them back into service")
-    timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: ask, and do not wait")
+    timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: do not wait")
 
     def __post_init__(self) -> None:
         RanksConfig.__post_init__(self)
@@ -94,7 +94,6 @@ def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[Li
 
 
 def roles_without(leaving: Sequence[ListedRank], listed: Sequence[ListedRank]) -> list[tuple[str, Role]]:
-    """Return each model and role of which no rank is left in service when the ranks of `leaving` go."""
     left = {(rank.model, rank.role) for rank in listed if not rank.draining and rank not in leaving}
     without = {(rank.model, rank.role) for rank in leaving} - left
     return sorted(without, key=lambda each: (each[0], each[1].value))
@@ -140,11 +139,11 @@ async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
 
 async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) -> bool:
     clock = asyncio.get_running_loop().time
-    deadline, shown, asked = clock() + timeout_s, -1, False
+    deadline, shown, is_requested = clock() + timeout_s, -1, False
     while True:
         left_s = max(0.0, deadline - clock())
-        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s), only_wait=asked)
-        asked = True
+        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s), only_wait=is_requested)
+        is_requested = True
         if running == 0:
             print(f"{rank}: drained", flush=True)
             return True

@@ -21,8 +21,8 @@ class GenerateConfig(ClientConfig):
     max_tokens: int = setting(128, "tokens to generate at most")
     temperature: float | None = setting(None, "0 is greedy; default: the model's own")
     seed: int | None = setting(None, "makes sampling repeatable")
-    usage: bool = setting(False, "say at the end what was reused, computed and moved")
-    timeout_s: float = setting(120.0, "give up after so many seconds")
+    usage: bool = setting(False, "print at the end what was reused, computed and moved")
+    timeout_s: float = setting(120.0, "seconds after which the answer is given up")
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < 2**64:

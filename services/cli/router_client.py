@@ -21,7 +21,7 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 class ClientConfig:
     router: str = setting("127.0.0.1:7777", "HOST:PORT of the router's gRPC API")
     tls_ca: Path | None = setting(None, "PEM of the authority of its certificate; turns TLS on")
-    tls_cert: Path | None = setting(None, "PEM of our certificate, where the router asks for one")
+    tls_cert: Path | None = setting(None, "PEM of our certificate, if the router requires one")
     tls_key: Path | None = setting(None, "PEM of its key")
     tls_server_name: str = setting("", "name that its certificate carries; default: the host in --router")
     api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
@@ -37,7 +37,6 @@ class ClientConfig:
 
 
 def key_metadata(api_key_file: Path | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that carries the API key, or nothing without a file. Raises ConfigError."""
     if api_key_file is None:
         return ()
     try:

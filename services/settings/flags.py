@@ -200,7 +200,7 @@ def to_flags(config: Any) -> list[str]:
 
 @contextmanager
 def refusing(prog: str, report: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Print a sentence to stderr on ConfigError and Unavailable, pass it to `report`, and exit.
+    """Print the sentence of a ConfigError or Unavailable to stderr, pass it to `report`, and exit.
 
     The code EX_CONFIG (78) tells a supervisor that another start will not help; EX_TEMPFAIL (75) that it may.
     """

@@ -109,7 +109,6 @@ def is_whole(directory: Path) -> bool:
 
 
 def gguf_weights_of(directory: Path) -> Path | None:
-    """Return the GGUF file with a checkpoint's weights; None if it has safetensors."""
     file = directory / GGUF_LINK
     has_others = any((directory / name).exists() for name in (WEIGHTS, INDEX))
     return file if not has_others and file.is_file() else None
@@ -169,11 +168,11 @@ def hub_name(text: str) -> HubName | None:
     return None if found is None or Path(text).exists() else HubName(found[1], found[2])
 
 
-def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda what: None) -> T:
+def resolved(config: T, *, weights: bool, report: Callable[[str], None] = lambda what: None) -> T:
     """Return the config with directories in place of the names of checkpoints.
 
     A model from the hub is served under its name there, unless `model_name` is set. `weights` means that the
-    weights are needed, and not only the tokenizer and the configuration. `tell` is called with what takes a
+    weights are needed, and not only the tokenizer and the configuration. `report` is called with what takes a
     while, such as a download.
 
     Raises:
@@ -184,7 +183,7 @@ def resolved(config: T, *, weights: bool, tell: Callable[[str], None] = lambda w
     changes: dict[str, Any] = {}
     for setting, flag in _SETTINGS.items():
         text = str(values.get(setting) or "")
-        if (found := _found(text, flag, weights, tell)) is not None:
+        if (found := _found(text, flag, weights, report)) is not None:
             changes[setting] = type(values[setting])(found.directory)
             if setting == "model" and values.get("model_name") == "":
                 changes["model_name"] = found.name
@@ -197,9 +196,9 @@ class _Found:
     name: str  # The model is served under this name.
 
 
-def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> _Found | None:
+def _found(text: str, flag: str, weights: bool, report: Callable[[str], None]) -> _Found | None:
     if (name := hub_name(text)) is not None:
-        return _Found(_directory(name, flag, weights, tell), name.repository)
+        return _Found(_directory(name, flag, weights, report), name.repository)
     if (model := known_model(text)) is not None:
         return _Found(cached_directory(model, flag), model.name)
     try:
@@ -213,7 +212,7 @@ def _found(text: str, flag: str, weights: bool, tell: Callable[[str], None]) -> 
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], None]) -> Path:
+def _directory(name: HubName, flag: str, weights: bool, report: Callable[[str], None]) -> Path:
     from huggingface_hub import constants
 
     cached = _cached(name, flag)
@@ -221,7 +220,7 @@ def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], No
         return cached
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{_missing(name, flag, cached)}, and HF_HUB_OFFLINE is set")
-    tell(f"downloading {name} from the Hugging Face hub into {constants.HF_HUB_CACHE}")
+    report(f"downloading {name} from the Hugging Face hub into {constants.HF_HUB_CACHE}")
     directory = _download(name, flag, weights)
     if weights and not _has_weights(directory):
         raise ConfigError(f"{flag}: {name} on the hub has no weights in safetensors")
@@ -229,7 +228,6 @@ def _directory(name: HubName, flag: str, weights: bool, tell: Callable[[str], No
 
 
 def _cached(name: HubName, flag: str) -> Path | None:
-    """Return the snapshot, even if it is incomplete. Raises ConfigError if the hub would refuse the name."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

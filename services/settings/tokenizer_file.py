@@ -58,9 +58,6 @@ def tokenizer_of_file(loaded: Any, directory: Path) -> Any:
 
 
 def first_difference(one: Any, other: Any) -> str | None:
-    """Return a text that two `tokenizers.Tokenizer` encode differently, or whose ids they decode
-    differently.
-    """
     for text in _texts(other):
         ids = other.encode(text, add_special_tokens=False).ids
         if one.encode(text, add_special_tokens=False).ids != ids or _decoded(one, ids) != _decoded(

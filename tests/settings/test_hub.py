@@ -107,7 +107,7 @@ def test_what_is_nowhere_is_told(cache, monkeypatch):
     told = []
     nowhere = "--draft-model: there is no directory org/name here, it is not in the Hugging Face cache"
     with pytest.raises(Unavailable, match=f"{nowhere}.*the hub cannot be reached: .*refused"):
-        resolved(Config("/m", draft_model="org/name"), weights=True, tell=told.append)
+        resolved(Config("/m", draft_model="org/name"), weights=True, report=told.append)
     assert len(told) == 1 and told[0].startswith("downloading org/name from the Hugging Face hub")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"{nowhere}.*HF_HUB_OFFLINE is set"):

@@ -33,14 +33,14 @@ _NOT_NEGATIVE, _ABOVE_0 = Bounds(at_least=0), Bounds(above=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig(ClientConfig):
-    """Send a load of random tokens to a router and tell throughput, latencies, hits and what moved.
+    """Send a load of random tokens to a router; report throughput, latencies, hits and moved KV.
 
     Prompts are a function of the seed. Definitions are those of sglang.bench_serving.
     """
 
     workload: Literal["random", "shared-prefix", "multi-turn", "trace"] = setting(
         "random",
-        "prompts that share nothing, groups that share a prefix, conversations, or what --trace asks",
+        "prompts that share nothing, groups that share a prefix, conversations, or those of --trace",
         bare="WORKLOAD",
     )
     rate: float | None = setting(
@@ -62,16 +62,16 @@ class BenchConfig(ClientConfig):
     trace: Path | None = setting(None, "JSON lines of timestamp, input_length, output_length, hash_ids")
     trace_scale: float = setting(1.0, "lengths of the trace are multiplied by it", bounds=_ABOVE_0)
     slowdown: float = setting(1.0, "the trace's time is stretched by it", bounds=_ABOVE_0)
-    seed: int = setting(0, "the same seed asks the same", bounds=_NOT_NEGATIVE)
-    warm_up: int = setting(1, "requests before, that are not measured", bounds=_NOT_NEGATIVE)
+    seed: int = setting(0, "the same seed sends the same requests", bounds=_NOT_NEGATIVE)
+    warm_up: int = setting(1, "requests that are sent first, and not measured", bounds=_NOT_NEGATIVE)
     reuse: bool = setting(
-        False, "let prompts hit what earlier runs left; else each run is a tenant of its own"
+        False, "let prompts find KV of earlier runs; otherwise each run has a tenant of its own"
     )
-    http: str = setting("", "URL: ask the OpenAI API there instead of gRPC")
-    vocab_size: int | None = setting(None, "tokens to draw from; default: found by asking", bounds=_SOME)
-    timeout_s: float = setting(600.0, "give a request up after so many seconds", bounds=_ABOVE_0)
-    json: Path | None = setting(None, "write the figures there")
-    plot: Path | None = setting(None, "draw them there, a PNG; wants the extra isthmus[plots]")
+    http: str = setting("", "URL of an OpenAI API to use instead of gRPC")
+    vocab_size: int | None = setting(None, "tokens to draw from; default: found by trying ids", bounds=_SOME)
+    timeout_s: float = setting(600.0, "seconds after which a request is given up", bounds=_ABOVE_0)
+    json: Path | None = setting(None, "write the figures to this file")
+    plot: Path | None = setting(None, "draw them into this PNG file; needs the extra isthmus[plots]")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -122,7 +122,6 @@ def _report(config: BenchConfig, side: LoadTarget, meter: Meter) -> None:
 
 
 async def _measured(config: BenchConfig, side: LoadTarget) -> Meter:
-    """Measure until all requests are answered, or until Ctrl-C, which keeps what was measured before."""
     total = total_of(config)
     chance = Chance(config.seed, config.vocab_size or await vocab_size_of(side))
     await _warm_up(config, chance, side)
@@ -143,12 +142,11 @@ async def _measured(config: BenchConfig, side: LoadTarget) -> Meter:
 
 
 async def _warm_up(config: BenchConfig, chance: Chance, side: LoadTarget) -> None:
-    """Send the warm-up requests. Raises ConfigError if none was answered: the load would fail, too."""
     output_len = min(_WARM_UP_OUTPUT, config.output_len)
     sessions = workload.warm_up(chance, config.warm_up, config.input_len, output_len)
     meter = Meter(time.perf_counter)
     await closed_loop(side, sessions, config.concurrency or 1, meter)
-    if meter.errors and not meter.completed:
+    if meter.errors and not meter.completed:  # Then the load would fail, too.
         name, sentence = next(iter(meter.first_errors.items()))
         raise ConfigError(f"no warm-up request was answered: {name}: {sentence}")
 

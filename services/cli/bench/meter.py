@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.cli.bench.sides import Came, Counts
+from services.cli.bench.sides import Arrival, Counts
 from services.cli.table import fold, format_bytes, format_table
 
 _EXACT = 1_000_000
@@ -78,7 +78,7 @@ class Running:
     # Each item is the seconds between tokens, and the number of such gaps.
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
-    def came(self, num_tokens: int, now_s: float) -> None:
+    def add(self, num_tokens: int, now_s: float) -> None:
         if self.num_tokens:
             self.gaps.append(((now_s - self.last_s) / num_tokens, num_tokens))
         else:
@@ -105,11 +105,11 @@ class Meter:
         self.most_running = max(self.most_running, self.running)
         return Running(self._clock())
 
-    def note(self, request: Running, came: Came) -> None:
-        if came.num_tokens:
+    def note(self, request: Running, arrival: Arrival) -> None:
+        if arrival.num_tokens:
             now_s = self._clock()
-            request.came(came.num_tokens, now_s)
-            self.tokens_by_second[int(now_s - self.began_s)] += came.num_tokens
+            request.add(arrival.num_tokens, now_s)
+            self.tokens_by_second[int(now_s - self.began_s)] += arrival.num_tokens
 
     def end(self, request: Running, counts: Counts) -> None:
         now_s = self._clock()

@@ -55,7 +55,7 @@ COUNTED = tuple(each.name for each in fields(Counts))
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class Arrival:
     """These are tokens that came together; the last one has the request's counts.
 
     `token_ids` is empty if a server sends only text.
@@ -69,7 +69,7 @@ class Came:
 class LoadTarget(Protocol):
     name: str
 
-    def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
+    def ask(self, request: LoadRequest) -> AsyncIterator[Arrival]:
         pass
 
     async def is_token(self, token_id: int) -> bool: ...
@@ -103,20 +103,20 @@ class GrpcSide:
         self._tenant = tenant
         self._timeout_s = timeout_s
 
-    async def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
-        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=asked.max_tokens, ignore_eos=True)
-        request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=asked.token_ids),
+    async def ask(self, request: LoadRequest) -> AsyncIterator[Arrival]:
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+        message = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=request.token_ids),
             sampling=sampling,
-            conversation_id=asked.conversation,
+            conversation_id=request.conversation,
             tenant=self._tenant,
         )
-        async for response in responses(self._channel, request, self._timeout_s, self._metadata):
+        async for response in responses(self._channel, message, self._timeout_s, self._metadata):
             counts = None
             if response.HasField("finish"):
                 usage = response.finish.usage
                 counts = Counts(*(getattr(usage, name) for name in COUNTED))
-            yield Came(len(response.token_ids), response.token_ids, counts)
+            yield Arrival(len(response.token_ids), response.token_ids, counts)
 
     async def is_token(self, token_id: int) -> bool:
         stub = generation_pb2_grpc.GenerationStub(self._channel)
@@ -175,17 +175,17 @@ class HttpSide:
         self._timeout_s = timeout_s
         self._context = context
 
-    async def ask(self, asked: LoadRequest) -> AsyncIterator[Came]:
+    async def ask(self, request: LoadRequest) -> AsyncIterator[Arrival]:
         body = {
-            "prompt": [*asked.token_ids],
-            "max_tokens": asked.max_tokens,
+            "prompt": [*request.token_ids],
+            "max_tokens": request.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        headers = {"x-isthmus-conversation": asked.conversation} if asked.conversation else {}
+        headers = {"x-isthmus-conversation": request.conversation} if request.conversation else {}
         counts = Counts()
         async with asyncio.timeout(self._timeout_s), self._posted("/v1/completions", body, headers) as answer:
             async for event in _events(answer):
@@ -193,8 +193,8 @@ class HttpSide:
                 for choice in event.get("choices", ()):
                     ids = choice.get("token_ids") or ()
                     if ids or choice.get("text"):
-                        yield Came(len(ids) or 1, ids)
-        yield Came(counts=counts)
+                        yield Arrival(len(ids) or 1, ids)
+        yield Arrival(counts=counts)
 
     async def is_token(self, token_id: int) -> bool:
         try:
@@ -212,7 +212,6 @@ class HttpSide:
     async def _posted(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator["_Exchange"]:
-        """Post a request. Raises the answer's error, and PeerFailed or Unavailable if none comes."""
         url = self._url
         try:
             reader, writer = await asyncio.open_connection(

@@ -34,11 +34,9 @@ class LoadTurn:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """`at_s` is when it starts, in seconds from the beginning, if the workload has times of its own."""
-
     name: str
     turns: Sequence[LoadTurn]
-    at_s: float | None = None
+    at_s: float | None = None  # It starts this many seconds after the beginning, if the workload says so.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,6 @@ def random_prompts(
 def conversations(
     chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
 ) -> Iterator[LoadSession]:
-    """Generate conversations in which each turn adds up to `input_len` tokens."""
     for number in range(count):
         turns = []
         for turn in range(num_turns):
@@ -148,7 +145,6 @@ def replayed(chance: Chance, lines: Iterable[Traced], slowdown: float, scale: fl
 
 
 def arriving(chance: Chance, sessions: Iterable[LoadSession], rate: float) -> Iterator[LoadSession]:
-    """Give the sessions times of a Poisson process of `rate` a second; the first starts at once."""
     at_s, pauses_s = 0.0, chance.pauses_s(rate, _ARRIVALS)
     for session in sessions:
         yield LoadSession(session.name, session.turns, at_s)
@@ -229,7 +225,7 @@ async def open_loop(
     """Start each session at its `at_s`. A late session does not delay those after it."""
     began_s, room = clock(), asyncio.Semaphore(concurrency) if concurrency else None
 
-    async def in_turn(session: LoadSession) -> None:
+    async def run_one(session: LoadSession) -> None:
         try:
             await converse(side, session, meter)
         finally:
@@ -242,11 +238,10 @@ async def open_loop(
             await sleep(max(0.0, began_s + session.at_s - clock()))
             if room is not None:
                 await room.acquire()
-            clients.create_task(in_turn(session))
+            clients.create_task(run_one(session))
 
 
 async def converse(side: LoadTarget, session: LoadSession, meter: Meter) -> None:
-    """Send all turns, one after another. A turn that fails is counted, and ends the session."""
     so_far: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
     for turn, last in zip(session.turns, _is_last(len(session.turns)), strict=True):
@@ -263,14 +258,14 @@ def _is_last(count: int) -> Iterator[bool]:
     return itertools.chain(itertools.repeat(False, count - 1), [True])
 
 
-async def _ask(side: LoadTarget, asked: LoadRequest, meter: Meter) -> list[int] | None:
+async def _ask(side: LoadTarget, load_request: LoadRequest, meter: Meter) -> list[int] | None:
     request, answer, counts = meter.begin(), list[int](), Counts()
     try:
-        async with aclosing(side.ask(asked)) as coming:  # type: ignore[type-var]
-            async for came in coming:
-                meter.note(request, came)
-                answer += came.token_ids
-                counts = came.counts or counts
+        async with aclosing(side.ask(load_request)) as coming:  # type: ignore[type-var]
+            async for arrival in coming:
+                meter.note(request, arrival)
+                answer += arrival.token_ids
+                counts = arrival.counts or counts
         meter.end(request, counts)
     except (IsthmusError, TimeoutError) as error:
         meter.fail(error)

@@ -117,7 +117,7 @@ def _chosen(config: DemoConfig, folder: Path) -> tuple[Path, Talk]:
     try:
         if name != _RANDOM:
             ensure_cached(name, print)
-            named = resolved(_Named(name), weights=True, tell=print)
+            named = resolved(_Named(name), weights=True, report=print)
             known = KNOWN.get(name)
             return Path(named.model), replace(_ON_A_TEXT, warning=known.warning if known else "")
     except Unavailable as error:

@@ -165,7 +165,6 @@ class LocalCluster:
         return waits[done.pop()]
 
     async def keep_running(self) -> None:
-        """Restart every process that ends, under its name and with its flags. It never returns."""
         async with asyncio.TaskGroup() as group:
             for name in self.children:
                 group.create_task(self._keep_running(name))
@@ -180,9 +179,6 @@ class LocalCluster:
             failures = await self._start_again(child, code, loop.time() - began_s, failures)
 
     async def _start_again(self, child: Child, code: int, lived_s: float, failures: int) -> int:
-        """Restart the child, and try again if the machine has no process to give. Returns the failures in a
-        row.
-        """
         how = _ended(child)
         while True:
             decision = supervisor.on_exit(code, lived_s, failures, has_served=True)

@@ -58,9 +58,9 @@ class StartProgress:
         elif self._is_over or line.level not in _QUIET:
             print(line.short(self.color), file=self.stream, flush=True)
         else:
-            self._tell(line)
+            self._report(line)
 
-    def _tell(self, line: LogLine) -> None:
+    def _report(self, line: LogLine) -> None:
         fields = line.fields
         if line.event == "weights_loading":
             self.step("loading", f"{line.service}: {fields['done']} of {fields['of']} weights")
@@ -111,7 +111,9 @@ class UpConfig:
     tls_ca: Path | None = setting(None, "PEM of the authority of the services' certificates")
     tls_cert: Path | None = setting(None, "PEM of the certificate of all services; turns TLS on")
     tls_key: Path | None = setting(None, "PEM of its key")
-    log_format: Literal["text", "json"] = setting("text", "of what the services log; json: an object a line")
+    log_format: Literal["text", "json"] = setting(
+        "text", "format of the services' logs; json: one object a line"
+    )
     color: screen.Color = setting("auto", screen.COLOR_HELP)
     rank_flag: tuple[str, ...] = _passed_on("rank")
     router_flag: tuple[str, ...] = _passed_on("router")
@@ -177,8 +179,8 @@ def _run(config: UpConfig) -> int:
     if progress is not None:
         progress.step("checking", "the model, flags, ports, memory and etcd")
     with refusing("isthmus up"):
-        ensure_cached(str(config.model), _tell)
-        config = resolved(config, weights="engine=fake" not in config.rank_flag, tell=_tell)
+        ensure_cached(str(config.model), _report)
+        config = resolved(config, weights="engine=fake" not in config.rank_flag, report=_report)
     LocalCluster(config.shape(), _show_nothing).check()
     return asyncio.run(_up(config, progress))
 
@@ -192,7 +194,7 @@ def _progress(config: UpConfig) -> StartProgress | None:
     )
 
 
-def _tell(what: str) -> None:
+def _report(what: str) -> None:
     print(f"isthmus up: {what}", file=sys.stderr, flush=True)
 
 
@@ -244,12 +246,12 @@ async def _until_stopped(serve: "asyncio.Task[int]", cluster: LocalCluster, kill
 
 async def _serve(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> int:
     async with cluster:
-        _tell_ready(config, cluster, progress)
+        _report_ready(config, cluster, progress)
         await cluster.keep_running()
     return 0
 
 
-def _tell_ready(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> None:
+def _report_ready(config: UpConfig, cluster: LocalCluster, progress: StartProgress | None) -> None:
     scheme = "http" if cluster.router_config.tls() is None else "https"
     http_port = cluster.http_ports[0]
     grpc, http = cluster.router_endpoint(), f"{scheme}://{host_port(config.host, http_port)}/v1"

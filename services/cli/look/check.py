@@ -37,7 +37,7 @@ _RETRY_S = 1.0
 class CheckConfig(ClientConfig):
     """Send a conversation of two turns; exit code 1 unless the second finds the first one's KV.
 
-    Given a directory (`isthmus check DIR`) it looks at a checkpoint instead.
+    With a directory (`isthmus check DIR`) it examines a checkpoint instead.
     """
 
     words: int = setting(200, "words of the first prompt; it must fill a page")
@@ -170,9 +170,6 @@ def run_on_checkpoint(argv: list[str]) -> int:
 
 
 def report(config: CheckpointConfig, checkpoint: Mapping[str, Any], width: int | None = None) -> list[str]:
-    """Return lines for people, folded to `width` columns. Raises ConfigError if the config.json is not
-    usable.
-    """
     dtype, groups = config.dtype or kv_dtype(checkpoint), layer_groups(checkpoint)
     lines = [", ".join(_title(checkpoint, dtype)), ""]
     lines += format_table(_GROUP_HEADINGS, list(_rows(groups, dtype, config.page_size)), width).splitlines()

@@ -100,11 +100,11 @@ class Picture:
         self._ranks: dict[RankName, RankStatus] = {}
         self._window = RecentRequests(window_s, now)
         self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
-        self._heard_s = now
+        self._received_s = now
         self._last = WatchClusterResponse()
         self.away = ""  # This is the reason if no reports arrive.
 
-    def hear(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
+    def add(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
         """Add a report. The first one of a stream (`is_first`) contains all ranks."""
         if is_first:
             self._ranks.clear()
@@ -115,7 +115,7 @@ class Picture:
         for finished in response.finished:
             self._window.add(now, finished)
             self._finished.appendleft((now, finished))
-        self._last, self._heard_s, self.away = response, now, ""
+        self._last, self._received_s, self.away = response, now, ""
 
     @property
     def ranks(self) -> Sequence[RankStatus]:
@@ -143,12 +143,10 @@ class Picture:
         return self._window.window_s
 
     def running(self, now: float) -> Sequence[tuple[float, RunningRequest]]:
-        """Return each request with its age in seconds, the oldest first."""
-        return [(each.age_s + now - self._heard_s, each) for each in self._last.running]
+        return [(each.age_s + now - self._received_s, each) for each in self._last.running]
 
     def finished(self, now: float) -> Sequence[tuple[float, FinishedRequest]]:
-        """Return each request with the seconds since it was reported, the latest first."""
-        return [(now - heard_s, each) for heard_s, each in self._finished]
+        return [(now - received_s, each) for received_s, each in self._finished]
 
     def totals(self, now: float) -> Totals:
         return self._window.totals(now)

@@ -76,8 +76,8 @@ def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None
         lines.append(f"past answers: {known}")
     if answer.degraded:
         lines.append(f"degraded, from memory: {answer.degraded}")
-    said = [fold(line, width, indent=2) for line in lines]
-    return "\n".join([*said, "", _held(answer, width), "", format_candidates(answer, width)])
+    choice = [fold(line, width, indent=2) for line in lines]
+    return "\n".join([*choice, "", _held(answer, width), "", format_candidates(answer, width)])
 
 
 def format_candidates(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
@@ -106,20 +106,15 @@ _POOL = {"holds at most": "context"}
 
 
 def _held(answer: generation_pb2.ExplainResponse, width: int | None) -> str:
-    """Format what each rank holds of the prompt.
-
-    If these differ, it also shows where each rank can continue computing, and how much of a request it can
-    hold.
-    """
     ranks: dict[str, tuple[str, generation_pb2.Candidate]] = {}
     for candidate in answer.candidates:
         for role in ("decode", "prefill"):
             if candidate.HasField(role):
                 ranks.setdefault(_name(getattr(candidate, role)), (role, candidate))
-    tells = any(candidate.HasField(f"{role}_resume_tokens") for role, candidate in ranks.values())
+    reports = any(candidate.HasField(f"{role}_resume_tokens") for role, candidate in ranks.values())
     pools = {(role, getattr(candidate, f"{role}_context_tokens")) for role, candidate in ranks.values()}
     differ = len(pools) > len({role for role, _ in pools})
-    columns = _HELD | (_RESUMED if tells else {}) | (_POOL if differ else {})
+    columns = _HELD | (_RESUMED if reports else {}) | (_POOL if differ else {})
     rows = [
         (name, role, *(_tokens(candidate, f"{role}_{what}_tokens") for what in columns.values()))
         for name, (role, candidate) in sorted(ranks.items())

@@ -25,9 +25,9 @@ _WHEREVER_IT_HOLDS = "all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig(RanksConfig):
-    """Print the ranks of a cluster, what each holds, and how far it is trusted and loaded.
+    """Print the ranks of a cluster, what each holds, and its trust and load.
 
-    A router is asked, for trust and load are what a router knows; with --etcd the index is read from etcd.
+    They come from a router, since only routers know trust and load; with --etcd the index is read from etcd.
     """
 
 

@@ -123,14 +123,14 @@ class SizeConfig:
     conversations: int = setting(
         64, "conversations whose KV is to stay, running or idle", bounds=Bounds(at_least=1)
     )
-    concurrency: int = setting(0, "of those, how many run at once: so many must fit")
+    concurrency: int = setting(0, "how many of those run at once, and so must fit")
     resume_points: int = setting(
         32, "borders at which a rank keeps windows and states, if layers have them", bounds=Bounds(at_least=0)
     )
     ranks: int = setting(1, "decode DP ranks that share them", bounds=Bounds(at_least=1))
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
     draft_model: Path | None = setting(
-        None, "the ranks' --draft-model: a page holds its KV, too; of --gpu-gib it takes its weights"
+        None, "the ranks' --draft-model: pages hold its KV, too, and its weights count for --gpu-gib"
     )
     engine: Literal["torch", "sglang"] = setting(
         "torch", "what computes: torch holds quantized weights dequantized while it starts"
@@ -141,32 +141,32 @@ class SizeConfig:
     page_size: int = setting(64, "the ranks' --page-size", bounds=Bounds(at_least=1))
     pool_gib: float | None = setting(
         None,
-        "GiB that each rank has for KV, or each of its GPUs: tell how many conversations it holds",
+        "GiB for KV on each rank, or on each of its GPUs: compute how many conversations it holds",
         bounds=Bounds(above=0),
     )
     gpu_gib: float | None = setting(
         None,
-        "GiB of a GPU, or of what a rank on the CPU may take: tell whether all fits",
+        "GiB of a GPU, or of a rank's memory on the CPU: check whether everything fits",
         bounds=Bounds(above=0),
     )
     kv_pages: int | None = setting(
         None,
-        "with it, the ranks' --kv-pages; default: what the conversations need",
+        "with --gpu-gib: the ranks' --kv-pages; default: what the conversations need",
         bounds=Bounds(at_least=1),
     )
     dp_attention_size: int = setting(
         1,
-        "with it, DP ranks that share all weights but attention's (DP attention)",
+        "with --gpu-gib: DP ranks that share all weights except attention's (DP attention)",
         bounds=Bounds(at_least=1),
     )
     reserve_gib: float | None = setting(
         None,
-        "with it, GiB for activations, graphs and the runtime; default: a tenth",
+        "with --gpu-gib: GiB for activations, graphs and the runtime; default: a tenth",
         bounds=Bounds(at_least=0),
     )
     weights_gib: float | None = setting(
         None,
-        "with it, GiB of weights on each GPU; default: what the architecture comes to",
+        "with --gpu-gib: GiB of weights on each GPU; default: computed from the architecture",
         bounds=Bounds(above=0),
     )
 
@@ -243,7 +243,6 @@ class Fit:
 
 
 def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fit:
-    """Return what each GPU of a rank holds. Raises ConfigError as weights, layer_groups and kv_dtype do."""
     pool = _pool(config, checkpoint)
     return Fit(
         _weights_bytes(config, checkpoint),
@@ -298,7 +297,6 @@ def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
 
 
 def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
-    """Return lines for people. Raises ConfigError as layer_groups and kv_dtype do."""
     pool, carried = _pool(config, checkpoint), _carried(config, checkpoint)
     full = carried.groups.full
     per_gpu = f" on each of {config.tp_size} GPUs" if config.tp_size > 1 else ""

@@ -113,18 +113,22 @@ _Feed = AsyncGenerator[News | Away, None]
 class TopConfig(ClientConfig):
     """Show ranks, the requests that run and those that ended, as it happens; q leaves.
 
-    Piped it is plain text, a picture each interval.
+    Into a pipe it prints plain text, one picture each interval.
     """
 
-    tenant: str = setting("", "whose requests; default: everybody's, or else those that the key may see")
+    tenant: str = setting("", "whose requests to show; default: all tenants', or those that the key may see")
     interval_s: float = setting(
         1.0, "seconds between two pictures", bounds=Bounds(at_least=0.1, at_most=60.0)
     )
     window_s: float = setting(
-        60.0, "seconds that totals and hit rates are of", bounds=Bounds(at_least=1.0, at_most=3600.0)
+        60.0,
+        "seconds over which totals and hit rates are computed",
+        bounds=Bounds(at_least=1.0, at_most=3600.0),
     )
-    once: bool = setting(False, "one picture, and that is all: of what runs, for nothing has ended yet")
-    json: bool = setting(False, "the router's words instead, a line of JSON each")
+    once: bool = setting(
+        False, "print one picture and exit; it has no ended requests, since none has ended yet"
+    )
+    json: bool = setting(False, "print the router's reports instead, one JSON object a line")
     color: screen.Color = setting("auto", screen.COLOR_HELP)
 
     def __post_init__(self) -> None:
@@ -192,7 +196,7 @@ async def _print_json(news: _Feed, once: bool) -> None:
 async def _print_once(news: _Feed, config: TopConfig) -> None:
     view = _View(config)
     async for each in news:
-        view.hear(each)
+        view.add(each)
         if isinstance(each, News):
             view.print()
             return
@@ -201,7 +205,7 @@ async def _print_once(news: _Feed, config: TopConfig) -> None:
 async def _print_plain(news: _Feed, config: TopConfig) -> None:
     view, printed_s = _View(config), float("-inf")
     async for each in news:
-        view.hear(each)
+        view.add(each)
         if isinstance(each, Away):
             print(f"isthmus top: {each.reason}", file=sys.stderr, flush=True)
         elif time.monotonic() - printed_s >= 0.9 * config.interval_s:
@@ -228,7 +232,7 @@ async def _draw_live(news: _Feed, config: TopConfig) -> None:
 
 async def _follow(news: _Feed, view: "_View") -> None:
     async for each in news:
-        view.hear(each)
+        view.add(each)
 
 
 class _View:
@@ -240,12 +244,12 @@ class _View:
         self._glyphs = BLOCKS if self.console.encoding.startswith("utf") else ASCII
         self.received = asyncio.Event()
 
-    def hear(self, news: News | Away) -> None:
+    def add(self, news: News | Away) -> None:
         if isinstance(news, Away):
             self._picture.away = news.reason
         else:
             self._of_all = news.of_all
-            self._picture.hear(news.response, time.monotonic(), news.is_first)
+            self._picture.add(news.response, time.monotonic(), news.is_first)
         self.received.set()
 
     async def news_or(self, timeout_s: float) -> None:

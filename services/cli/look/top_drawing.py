@@ -19,8 +19,6 @@ _HEADING = "dim"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """These draw a bar's parts, in this order; `more` stands for what was cut."""
-
     full: str
     half: str
     rest: str
@@ -225,7 +223,6 @@ def draw(
 
 
 def _fitted(tables: list[list[Text]], height: int) -> list[list[Text]]:
-    """Fit the tables: each shows something, ranks the most; a line counts the ranks or requests left out."""
     ranks, running, finished = tables
     ranks = _first(ranks, height - _reserved(running) - _reserved(finished), "ranks")
     left = height - len(ranks)
@@ -313,7 +310,6 @@ def _rank_row(rank: RankStatus, rates: dict[RankName, float]) -> list[Cell]:
 
 
 def _tokens_per_s(rank: RankStatus) -> str:
-    """Return a prefill rank's rate of prompt tokens, or the rate of a decode rank's sequences together."""
     load = rank.load
     if rank.role == common_pb2.ROLE_PREFILL:
         rate = load.prefill_tokens_per_s

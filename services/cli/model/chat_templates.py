@@ -14,11 +14,9 @@ EOS, OPEN, CLOSE = "␄", "⟦", "⟧"
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`likings` are logits by token, which make strings, lists, thinking and answers end soon."""
-
     text: str
     markers: tuple[str, ...] = ()
-    likings: Mapping[str, float] | None = None
+    likings: Mapping[str, float] | None = None  # These logits by token make an answer's parts end soon.
 
 
 CHAT_TEMPLATE = (

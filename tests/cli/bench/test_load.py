@@ -6,7 +6,7 @@ import pytest
 
 from router.scripted_router import Pauses
 from services.cli.bench.meter import Meter
-from services.cli.bench.sides import Came, Counts, LoadRequest, vocab_size_of
+from services.cli.bench.sides import Arrival, Counts, LoadRequest, vocab_size_of
 from services.cli.bench.workload import LoadSession, LoadTurn, closed_loop, open_loop
 from services.values.errors import NoCapacity, PeerFailed
 
@@ -30,8 +30,8 @@ class ScriptedSide:
             if len(self.asked) in self._failing:
                 raise NoCapacity("full")
             ids = [900 + len(self.asked)] * asked.max_tokens
-            yield Came(len(ids), ids if self._tells_ids else ())
-            yield Came(counts=Counts(len(asked.token_ids), len(ids)))
+            yield Arrival(len(ids), ids if self._tells_ids else ())
+            yield Arrival(counts=Counts(len(asked.token_ids), len(ids)))
         finally:
             self.running -= 1
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.scripted_router import Pauses
 from services.cli.bench.meter import Meter, figures_of, lines_of
-from services.cli.bench.sides import Came, Counts
+from services.cli.bench.sides import Arrival, Counts
 from services.values.errors import NoCapacity
 
 # Of each request: pauses, and how many tokens come after each; then how long until its end.
@@ -26,9 +26,9 @@ def run(requests, meter, time):
         running = meter.begin()
         for pause_s, num_tokens in pieces:
             time.sleep(pause_s)
-            meter.note(running, Came(num_tokens))
+            meter.note(running, Arrival(num_tokens))
         time.sleep(rest_s)
-        meter.note(running, Came())
+        meter.note(running, Arrival())
         meter.end(running, Counts(10, sum(count for _, count in pieces), 4, 3, 7, 100, 50))
 
 
@@ -60,8 +60,8 @@ def a_bad_run():
     run([([(0.5, 1), (0.25, 2)], 0.0)], meter, time)
     cut, failed = meter.begin(), meter.begin()
     assert meter.running == meter.most_running == 2
-    meter.note(cut, Came(5))
-    meter.note(failed, Came(5))
+    meter.note(cut, Arrival(5))
+    meter.note(failed, Arrival(5))
     meter.cut()
     meter.stopped = True
     meter.fail(NoCapacity("the cluster is full: the request would wait 9.0 s for its turn"))

@@ -20,7 +20,7 @@ def picture():
         finished(3, prompt=50, found=40, decode=D1, plan=common_pb2.PLAN_LOCAL),
         finished(4, outcome="RESOURCE_EXHAUSTED"),
     ]
-    picture.hear(first(finished=requests), 4.0, is_first=True)
+    picture.add(first(finished=requests), 4.0, is_first=True)
     return picture
 
 
@@ -62,16 +62,16 @@ def test_pictures(subtests, picture):
         assert not any("more" in line for line in lines)
         assert [line for line in lines if line] == [line for line in shown(picture) if line]
     with subtests.test("of several tenants it is told whose"):
-        picture.hear(first(running=[running(tenant="acme")]), 5.0, is_first=False)
+        picture.add(first(running=[running(tenant="acme")]), 5.0, is_first=False)
         assert any(line.split()[:2] == ["request-1", "acme"] for line in shown(picture))
     with subtests.test("what a client named is shown as it is"):
-        picture.hear(first(running=[running(tenant="[red]x[/red]")]), 5.0, is_first=False)
+        picture.add(first(running=[running(tenant="[red]x[/red]")]), 5.0, is_first=False)
         assert any("[red]x[/red]" in line for line in shown(picture, width=120))
     for height in [8, 12, 16, 24]:
         with subtests.test("of all something is seen however few lines there are", height=height):
             many = [rank(common_pb2.RankId(worker="decode", rank=number)) for number in range(40)]
             ran = [running(number) for number in range(30)]
-            picture.hear(first(ranks=many, running=ran, num_running=30), 5.0, is_first=False)
+            picture.add(first(ranks=many, running=ran, num_running=30), 5.0, is_first=False)
             lines = shown(picture, height=height, hint="q leaves")
             assert len(lines) <= height
             if height >= 16:
@@ -86,7 +86,7 @@ def test_pictures(subtests, picture):
     with subtests.test("states have colours"):
         other = Picture(60.0, 0.0)
         ranks = [rank(D0), rank(D1, state="suspect")]
-        other.hear(first(ranks=ranks), 0.0, is_first=True)
+        other.add(first(ranks=ranks), 0.0, is_first=True)
         console = Console(
             record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard"
         )
@@ -94,7 +94,7 @@ def test_pictures(subtests, picture):
         text = console.export_text(styles=True)
         assert "\x1b[32mlive" in text and "\x1b[33msuspect" in text
     with subtests.test("what is wrong is said"):
-        picture.hear(
+        picture.add(
             first(dropped=5, degraded="etcd is away", staleness_s=2.0, running=[running(decode=None)]),
             5.0,
             is_first=False,
