@@ -167,21 +167,21 @@ class EtcdStream(Generic[_Request, _Response]):
         # Cancelling a read would cancel the whole RPC, so we only stop waiting for it.
         loop = asyncio.get_running_loop()
         self._news = loop.create_future()
-        timer = loop.call_later(timeout_s, self._tell)
+        timer = loop.call_later(timeout_s, self._wake_reader)
         try:
             await self._news
         finally:
             timer.cancel()
             self._news = None
 
-    def _tell(self) -> None:
+    def _wake_reader(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def _receive(self) -> None:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             self._received.append(message)
-            self._tell()
+            self._wake_reader()
             while len(self._received) >= _MAX_AHEAD:
                 self._room.clear()
                 await self._room.wait()
@@ -189,7 +189,7 @@ class EtcdStream(Generic[_Request, _Response]):
     def _ended(self, receiving: asyncio.Task[None]) -> None:
         if not receiving.cancelled():
             receiving.exception()  # The error counts as seen: the next read raises it, if there is one.
-        self._tell()
+        self._wake_reader()
 
     def _raise_end(self) -> NoReturn:
         try:

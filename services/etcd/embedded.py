@@ -65,7 +65,6 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """Return HOST:PORT of the client API; the port is 0 before the first start."""
         return f"127.0.0.1:{self._chosen_ports[0]}"
 
     @property

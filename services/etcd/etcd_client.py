@@ -121,7 +121,6 @@ class Etcd:
         return (await self.connection.unary(_RANGE, request)).header.revision
 
     async def snapshot(self, prefix: bytes, page_keys: int = _FIRST_PAGE_KEYS) -> tuple[int, list[KeyValue]]:
-        """Return a revision, and every key with the prefix at exactly that revision, in key order."""
         for attempt in range(1, _LIST_ATTEMPTS + 1):
             kvs: list[KeyValue] = []
             try:
@@ -188,7 +187,6 @@ class Etcd:
         return await self.compare_and_swap(key, value, 0, lease_id)
 
     async def compare_and_swap(self, key: bytes, value: bytes, mod_revision: int, lease_id: int = 0) -> bool:
-        """Put if the key's last write is `mod_revision` (0: the key is absent); return False if it is not."""
         result = await self.txn([unchanged(key, mod_revision)], [put_op(key, value, lease_id)])
         return result.succeeded
 

@@ -76,7 +76,6 @@ def is_transient(error: grpc.aio.AioRpcError) -> bool:
 
 
 def is_token_refused(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the token was refused, so that nothing was done and a new token helps."""
     return error.code() is _Code.UNAUTHENTICATED or any(text in details(error) for text in _TOKEN_TEXTS)
 
 

@@ -27,7 +27,7 @@ _KeepAliveStream = EtcdStream[etcd_pb2.LeaseKeepAliveRequest, etcd_pb2.LeaseKeep
 
 # A member that has just started, or lags behind, may report a lease as gone because it has not read it yet
 # (etcd before 3.5.3: https://github.com/etcd-io/etcd/pull/13690).
-_SAID_GONE = 3
+_GONE_ANSWERS = 3
 
 
 class EtcdLease:
@@ -44,7 +44,7 @@ class EtcdLease:
         self._etcd = etcd
         self._deadline = deadline  # This is a time of etcd.clock.
         self._streams = 0  # This many streams have kept it alive.
-        self._said_gone = 0  # This counts such answers in a row.
+        self._gone_answers = 0  # This counts such answers in a row.
         self._task = asyncio.create_task(self._keep_alive())
 
     @classmethod
@@ -79,8 +79,8 @@ class EtcdLease:
                 try:
                     await self._keep_alive_on_one_stream(backoff)
                 except LeaseNotFound:
-                    self._said_gone += 1
-                    if self._said_gone == _SAID_GONE:
+                    self._gone_answers += 1
+                    if self._gone_answers == _GONE_ANSWERS:
                         break
                 except IsthmusError as error:
                     logger.warning(
@@ -123,7 +123,7 @@ class EtcdLease:
             raise stream.silent(Unavailable("etcd did not answer a keep-alive in time"))
         if response.TTL <= 0:
             raise LeaseNotFound(f"etcd no longer knows the lease {self.id:x}")
-        self._said_gone = 0
+        self._gone_answers = 0
         # It counts from the time of sending: the answer may have been under way for long.
         self._deadline = sent + response.TTL
 
@@ -139,16 +139,15 @@ class BucketLease:
         self._bucket_s = bucket_s
         self._ttl_s = int(life_s + bucket_s) + 1
         self._lease_id = 0
-        self._taken_at: float | None = None
+        self._granted_at: float | None = None
 
     async def id(self) -> int:
-        """Return the id of the present bucket's lease. Raises Unavailable, EtcdNoSpace."""
         now = self._etcd.clock()
-        if self._taken_at is None or now - self._taken_at >= self._bucket_s:
+        if self._granted_at is None or now - self._granted_at >= self._bucket_s:
             self._lease_id, _ = await self._etcd.grant_lease(self._ttl_s)
-            self._taken_at = now
+            self._granted_at = now
         return self._lease_id
 
     def forget(self) -> None:
-        """Take a new one next time; to be called after LeaseNotFound."""
-        self._taken_at = None
+        """Grant a new lease next time. Call it after LeaseNotFound."""
+        self._granted_at = None

@@ -121,7 +121,6 @@ class PrefixWatch:
             await backoff.sleep()
 
     async def _list(self) -> AsyncGenerator[WatchBatch, None]:
-        """Yield the difference to what was delivered; if it breaks off, the next listing does the rest."""
         revision, rewound = 0, False
         present: set[bytes] = set()
         for number, (start, end) in enumerate(self._ranges):

@@ -86,8 +86,6 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """All ranks and routers of a cluster must have the same schema."""
-
     index_block: int  # This is the number of tokens in an index block.
     hash_scheme: str
     version: int = SCHEMA_VERSION

@@ -43,10 +43,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class KnownPin:
-    """This is a pin in etcd; `revision` is that of its last write."""
-
     pin: Pin
-    revision: int
+    revision: int  # This is the revision of the pin's last write to etcd.
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +191,8 @@ class PinMirror(Mapping[str, KnownPin]):
     def __init__(self, max_pins: int) -> None:
         self._max_pins = max_pins
         self._pins: OrderedDict[str, KnownPin] = OrderedDict()  # They are sorted by revision.
-        self._listed: list[tuple[int, str, KnownPin]] | None = (
-            None  # This is a heap with the oldest pin first.
-        )
+        # This is a heap with the oldest pin first.
+        self._listed: list[tuple[int, str, KnownPin]] | None = None
 
     def __repr__(self) -> str:
         return f"PinMirror(pins={len(self._pins)}, listing={self._listed is not None})"

@@ -92,9 +92,8 @@ class Staleness:
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
-        self._ages: deque[tuple[float, float]] = (
-            deque()
-        )  # It holds (time of the report, age), with falling ages.
+        # It holds (time of the report, age), with falling ages.
+        self._ages: deque[tuple[float, float]] = deque()
 
     def reported(self, age_s: float, now: float) -> None:
         """Note that a delta or snapshot was applied whose oldest event had waited `age_s` when it was

@@ -66,7 +66,6 @@ class BytesInFlight:
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:
-        """Release everything that the call holds when the context ends."""
         held = HeldBytes(self, self._owner())
         try:
             yield held

@@ -221,8 +221,6 @@ def certificate_health(certificates: Certificates, clock: Callable[[], float] = 
 
 
 class CertificateCollector(Collector):
-    """This collector labels each of `uses` with the purpose of its files: "services", "etcd"."""
-
     def __init__(self, uses: dict[str, Certificates]) -> None:
         self._uses = uses
 

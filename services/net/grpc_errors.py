@@ -80,7 +80,6 @@ def status_named(name: str) -> grpc.StatusCode:
 
 
 def error_from(error: grpc.aio.AioRpcError) -> IsthmusError:
-    """Return the error that the peer raised, or the class of ours that fits a failure of gRPC itself."""
     details = error.details() or error.code().name
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     if name in _BY_NAME:

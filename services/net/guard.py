@@ -52,10 +52,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
-        """It wraps each handler once, if it `keeps` handlers.
+        """Make an interceptor that wraps each handler once if it `keeps` handlers.
 
-        It must not if an inner interceptor makes handlers for each call: they would be kept with what they
-        know of their calls, such as API keys. `in_flight` limits the messages that calls hold.
+        It must not keep them if an inner interceptor makes handlers for each call: they would be kept with
+        what they know of their calls, such as API keys. `in_flight` limits the messages that calls hold.
         """
         guarded = partial(_guarded, in_flight)
         self._around: Callable[[grpc.RpcMethodHandler, str], grpc.RpcMethodHandler] = (

@@ -184,7 +184,6 @@ class RpcServer:
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no new call, cancel calls that still run after `grace_s`, and return when all have ended."""
         await self.begin_shutdown()
         await self._server.stop(grace_s)
         for takers in self._takers:

@@ -19,9 +19,6 @@ class Validity:
 
 
 def validities(pem: bytes) -> list[Validity]:
-    """Return the validity of each certificate of the file, in order. Raises ValueError if one cannot be
-    read.
-    """
     return [_validity(_der(body)) for body in _PEM.findall(pem)]
 
 

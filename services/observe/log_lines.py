@@ -135,8 +135,6 @@ def _of_request(record: logging.LogRecord) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """This formatter writes one object a line; an event's fields become the object's own."""
-
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
@@ -164,7 +162,6 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """Return a value that JSON can represent: it has neither infinity nor our types."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value if value is None or type(value) in (str, int, bool) else str(value)  # type: ignore[return-value]

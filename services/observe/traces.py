@@ -32,9 +32,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from services.values.errors import Aborted
 
 TRACEPARENT = "traceparent"  # This is also the metadata key: https://www.w3.org/TR/trace-context/.
-_LAST_SPANS_S = (
-    2.0  # The exporter would retry an unreachable collector for longer than a process may take to end.
-)
+# The exporter would retry an unreachable collector for longer than a process may take to end.
+_LAST_SPANS_S = 2.0
 _propagator = TraceContextTextMapPropagator()
 
 

@@ -4,7 +4,6 @@ import asyncio
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Return when one event is set, or the time is over."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

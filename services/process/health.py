@@ -46,8 +46,6 @@ class ProcessPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Each probe has the reason for its failure, or "" if it passes."""
-
     startup: str = ""
     ready: str = ""
     live: str = ""
@@ -83,7 +81,6 @@ class Lifecycle:
 
     @property
     def beats(self) -> bool:
-        """Return whether it must report every few seconds."""
         return self.phase in (ProcessPhase.WAITING, ProcessPhase.SERVING)
 
     def health(self) -> Health:
@@ -115,12 +112,12 @@ class SilentLooks:
     """
 
     looks: int = 0
-    _heard: float | None = None
+    _last_seen: float | None = None
 
     def look(self, lifecycle: Lifecycle) -> None:
         beat = lifecycle.last_beat if lifecycle.beats else None
-        self.looks = self.looks + 1 if beat is not None and beat == self._heard else 0
-        self._heard = beat
+        self.looks = self.looks + 1 if beat is not None and beat == self._last_seen else 0
+        self._last_seen = beat
 
 
 def joint_health(parts: Sequence[Health]) -> Health:

@@ -287,7 +287,6 @@ async def _exited(pid: int) -> None:
 
 
 async def _reap_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the rest of the rank's process group; return when all of it has been reaped."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     while process.poll() is None:

@@ -47,7 +47,6 @@ class TurnWatch:
 
 
 async def until_it_hangs(watch: TurnWatch, limit_s: float) -> None:
-    """Return when the thread has been in one iteration for `limit_s`."""
     while watch.looks < LOOKS:
         await asyncio.sleep(limit_s / LOOKS)
         watch.look()

@@ -48,7 +48,6 @@ class PackedIds:
 
     @classmethod
     def from_varints(cls, varints: bytes) -> Self:
-        """Return the ids of at least one varint. Raises ValueError as `unpacked` does."""
         return cls(unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
@@ -87,7 +86,6 @@ def unpacked(varints: bytes) -> "array[int]":
 
 
 def length_delimited(number: int, payload: bytes) -> bytes:
-    """Return a field that is a message, a string, bytes or packed numbers."""
     return _varint(number << 3 | LENGTH_DELIMITED) + _varint(len(payload)) + payload
 
 

@@ -54,9 +54,8 @@ class _Sets:
         self._numbers = {0: 0}
         self._free: list[int] = []
         self._many = _MIN_SETS
-        self._in_use: bytearray | None = (
-            None  # It has a flag for each number, between `begin_looking` and `end_looking`.
-        )
+        # It has a flag for each number, between `begin_looking` and `end_looking`.
+        self._in_use: bytearray | None = None
         self.num_new = 0  # This many are new since the last step of tidying.
 
     @property
@@ -85,7 +84,7 @@ class _Sets:
         return number
 
     def begin_looking(self) -> None:
-        """Count every set whose number is requested as in use from now on."""
+        """Count every set whose number is requested from now on as in use."""
         self._in_use = bytearray(len(self.masks))
         self._in_use[0] = 1
 
@@ -114,9 +113,8 @@ class BlockHolders:
         self._table = HashTable()
         self._sets = _Sets()
         self._num_blocks = np.zeros(0, np.int64)  # It is indexed by column.
-        self._alone = np.zeros(
-            0, np.uint32
-        )  # It has for each column the number of the set of that column alone.
+        # It has for each column the number of the set of that column alone.
+        self._alone = np.zeros(0, np.uint32)
         self._free: list[int] = []
         self._shown = 0  # This is the mask of the columns that count.
         self._dead = self._num_dead_blocks = 0

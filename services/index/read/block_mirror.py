@@ -82,7 +82,6 @@ class BlockMirror:
         return RankProgress(epoch, next_seq, reading.age_s, reading.history.current)
 
     def expect(self, rank: RankKey, generation: Generation) -> None:
-        """Make this the rank's present incarnation, and drop the blocks of any other."""
         self._reading(rank).history.expect(generation)
         if self.index.generation(rank) != generation:
             self.index.remove_rank(rank)

@@ -116,7 +116,6 @@ class HashTable:
             self._drop_if_empty(bucket)
 
     def mark_numbers(self, start: int, stop: int, in_use: NDArray[np.bool_]) -> None:
-        """Set `in_use` for all numbers in these buckets, and for 0."""
         in_use[self._numbers[start:stop]] = True
         for bucket in (start + np.flatnonzero(self._is_over[start:stop])).tolist():
             in_use[list(self._over[bucket].values())] = True

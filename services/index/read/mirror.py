@@ -67,9 +67,8 @@ class Probe:
         self._interval_s = interval_s
         self._lease = BucketLease(etcd, life_s=60.0, bucket_s=60.0)
         self._number = 0
-        self._put_at: float | None = (
-            None  # This is when the probe was put that the watch has not delivered yet.
-        )
+        # This is when the probe was put that the watch has not delivered yet.
+        self._put_at: float | None = None
         self._last_delay_s = 0.0
         self._seen_s: dict[str, float] = {}
 
@@ -186,9 +185,8 @@ class Mirror:
         self.pins = PinMirror(max_pins)
         self.ranks_known = asyncio.Event()
         self.ready = asyncio.Event()
-        self.torn_values = (
-            0  # This counts values that are damaged or not from our programs; they are skipped.
-        )
+        # This counts values that are damaged or not from our programs; they are skipped.
+        self.torn_values = 0
         self._etcd = etcd
         self._keys = keys
         self._observe_staleness = observe_staleness
@@ -272,9 +270,6 @@ class Mirror:
         return 0.0 if view.registered else self._etcd.clock() - view.gone_s
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` whenever a rank appears, changes or is forgotten; return a function that stops
-        this.
-        """
         self._subscribers.append(subscriber)
         return lambda: self._subscribers.remove(subscriber)
 
@@ -388,15 +383,15 @@ class Mirror:
     def _set_view(self, rank: RankKey, view: RankView) -> None:
         if self.ranks.get(rank) != view:
             self.ranks[rank] = view
-            self._tell(rank)
+            self._notify(rank)
 
     def _forget(self, rank: RankKey) -> None:
         self.blocks.forget(rank)
         self._reported_at.pop(rank, None)
         if self.ranks.pop(rank, None) is not None:
-            self._tell(rank)
+            self._notify(rank)
 
-    def _tell(self, rank: RankKey) -> None:
+    def _notify(self, rank: RankKey) -> None:
         for subscriber in tuple(self._subscribers):
             subscriber(rank)
 

@@ -71,7 +71,6 @@ class ResumableBlocks:
         return self._shared.setdefault(ranks, ranks)
 
     def changes(self, key: RankKey, blocks: AbstractSet[int]) -> tuple[AbstractSet[int], AbstractSet[int]]:
-        """Return what to remove and what to add so that the rank has exactly `blocks`."""
         known = self._blocks.get(key, set())
         return known - blocks, blocks - known
 

@@ -30,7 +30,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The snapshot, if there is one, replaces all blocks at APPLY, and then the deltas are applied.
+    """APPLY means that the snapshot, if there is one, replaces all blocks, and that the deltas are applied
+    then.
 
     The snapshot has the chunks in which it was written.
     """
@@ -81,7 +82,6 @@ class RankHistory:
         return True
 
     def expect(self, generation: Generation) -> None:
-        """Note the rank's present incarnation, from its registration: records of others are old."""
         self._expected = generation
         if self._head is not None and self._head.generation != generation:
             self._head, self._following = None, False
@@ -159,7 +159,7 @@ class RankHistory:
             self._chunks.pop((head.generation, head.epoch), None)
         if not self._following:
             return _WAIT
-        deltas = self._take_deltas_in_turn()
+        deltas = self._take_next_deltas()
         if snapshot is None and not deltas:
             return _WAIT
         return Step(Verdict.APPLY, head.generation, snapshot, head.age_s, deltas)
@@ -173,7 +173,7 @@ class RankHistory:
             return None
         return tuple(chunks[chunk] for chunk in range(head.snapshot_chunks))
 
-    def _take_deltas_in_turn(self) -> tuple[PrefixDelta, ...]:
+    def _take_next_deltas(self) -> tuple[PrefixDelta, ...]:
         deltas = []
         while (delta := self._deltas.pop(self._next_seq, None)) is not None:
             deltas.append(delta)

@@ -127,9 +127,8 @@ class Membership:
                 await backoff.sleep()
                 continue
             if not has_registered:
-                await (
-                    self._count_ranks()
-                )  # All ranks may be starting; knowing their number spreads their first writes.
+                # All ranks may be starting; knowing their number spreads their first writes.
+                await self._count_ranks()
             has_registered, foreign_since_s = True, None
             backoff.reset()
             self.publisher.attach(lease.id)

@@ -92,7 +92,6 @@ class PrefixWriter:
 
     @property
     def has_log(self) -> bool:
-        """Return whether our snapshot is in etcd, and everything appended since."""
         return self._log is not None
 
     @property
@@ -233,7 +232,6 @@ class PrefixWriter:
 
 
 def _parts(contents: CacheEvents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
-    """Yield chunks of at most `size` hashes, held ones before resumable ones."""
     held, resumable = contents.stored, contents.resumable_stored
     for start in range(0, len(held) + len(resumable), size):
         first, end = max(0, start - len(held)), max(0, start + size - len(held))

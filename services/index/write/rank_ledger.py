@@ -223,7 +223,6 @@ class FlushPace:
         self._next_at = max(self._next_at, now + chance * self._beat_s)
 
     def tries(self, now: float) -> None:
-        """Note that a write begins; it counts even if it fails."""
         if self._next_at == -math.inf:
             self._next_at = now
         # A beat that was missed, or nearly missed, is skipped.
