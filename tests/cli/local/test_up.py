@@ -27,7 +27,7 @@ def sit_at_terminal(monkeypatch):
 def test_what_up_says_and_to_whom(subtests, capsys, monkeypatch):
     with subtests.test("a program reads one line of them"):
         assert up._progress(config()) is None
-        up._tell_ready(config(), CLUSTER, None)
+        up._report_ready(config(), CLUSTER, None)
         out, err = capsys.readouterr()
         assert err == ""
         first = (
@@ -36,7 +36,7 @@ def test_what_up_says_and_to_whom(subtests, capsys, monkeypatch):
         assert out.splitlines()[0] == first
     with subtests.test("a person is told each address"), monkeypatch.context() as patch:
         sit_at_terminal(patch)
-        up._tell_ready(config("--port=7878"), CLUSTER, up._progress(config("--color=never")))
+        up._report_ready(config("--port=7878"), CLUSTER, up._progress(config("--color=never")))
         out, err = capsys.readouterr()
         assert out == ""
         assert [line.split(maxsplit=1) for line in err.splitlines()] == [
