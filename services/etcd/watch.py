@@ -241,7 +241,7 @@ class PrefixWatch:
         if found != newest:
             self._rewound = True
             raise EtcdCompacted(
-                f"etcd wrote something else at revision {newest.mod_revision} than we were told"
+                f"etcd wrote something else at revision {newest.mod_revision} than it reported to us"
             )
 
     def _deliver(self, events: list[etcd_pb2.Event]) -> WatchBatch:

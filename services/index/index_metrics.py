@@ -71,7 +71,7 @@ class MirrorCollector(Collector):
         yield _gauge("isthmus_index_blocks", "Index blocks over all ranks.", mirror.index.total_blocks)
         yield _gauge(
             "isthmus_index_resumable_blocks",
-            "Index blocks at whose end ranks can go on computing, over all ranks that tell them.",
+            "Index blocks at whose end ranks can continue computing, over all ranks that report them.",
             len(mirror.index.resume_points),
         )
         yield _gauge("isthmus_index_pins", "Conversations with a pin.", len(mirror.pins))
@@ -80,8 +80,14 @@ class MirrorCollector(Collector):
         yield _counter("isthmus_index_gaps", "Times a rank's record was missing.", blocks.gaps)
         yield _counter("isthmus_index_resyncs", "Times a rank was read again for that.", blocks.resyncs)
         yield _counter("isthmus_index_torn_values", "Values in etcd skipped as torn.", mirror.torn_values)
-        yield _counter("isthmus_index_added_blocks", "Index blocks taken in.", blocks.added_blocks)
-        yield _counter("isthmus_index_removed_blocks", "Index blocks told evicted.", blocks.removed_blocks)
+        yield _counter(
+            "isthmus_index_added_blocks", "Index blocks that ranks reported as held.", blocks.added_blocks
+        )
+        yield _counter(
+            "isthmus_index_removed_blocks",
+            "Index blocks that ranks reported as evicted.",
+            blocks.removed_blocks,
+        )
         yield self._pins_written()
 
     def _ranks(self) -> Metric:
@@ -113,7 +119,7 @@ class MembershipCollector(Collector):
             "1 while the rank's key is in etcd under a good lease.",
             membership.registered.is_set(),
         )
-        yield _counter("isthmus_lease_losses", "Leases that lapsed or were taken.", membership.lease_losses)
+        yield _counter("isthmus_lease_losses", "Leases that lapsed or were revoked.", membership.lease_losses)
         yield _gauge(
             "isthmus_publisher_lag_seconds", "How long the oldest cache event has waited.", publisher.lag_s
         )
@@ -123,11 +129,11 @@ class MembershipCollector(Collector):
         yield _gauge("isthmus_publisher_blocks", "Index blocks that the rank holds.", publisher.num_blocks)
         yield _gauge(
             "isthmus_publisher_resumable_blocks",
-            "Index blocks at whose end the rank can go on computing; 0 where it can wherever it holds.",
+            "Index blocks at whose end the rank can continue computing; 0 if it can anywhere.",
             publisher.num_resumable,
         )
         yield self._writes()
-        yield _counter("isthmus_publisher_failures", "Writes that etcd did not take.", publisher.failures)
+        yield _counter("isthmus_publisher_failures", "Writes that etcd did not accept.", publisher.failures)
 
     def _writes(self) -> Metric:
         publisher = self._membership.publisher

@@ -267,7 +267,7 @@ def _head(picture: Picture, now: float, title: str, width: int) -> Iterator[Text
     if picture.staleness_s >= _BEHIND_S:
         yield Text(f"the index is {picture.staleness_s:.1f} s behind the ranks", _WARN)
     if picture.dropped:
-        yield Text(f"{picture.dropped} finished requests were not told: this reads too slowly", _WARN)
+        yield Text(f"{picture.dropped} finished requests were not reported: this reads too slowly", _WARN)
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:

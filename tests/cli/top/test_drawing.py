@@ -105,6 +105,6 @@ def test_pictures(subtests, picture):
             "no router answers; trying again",
             "degraded: etcd is away",
             "the index is 2.0 s behind the ranks",
-            "5 finished requests were not told: this reads too slowly",
+            "5 finished requests were not reported: this reads too slowly",
         ):
             assert sentence in lines
