@@ -69,23 +69,21 @@ FACTORS = {
 ALL = [Case(*values) for values in itertools.product(*FACTORS.values())]
 OF_TWO = [case for case in ALL if case.architecture in ("llama", "qwen3")]
 PLAIN = [case for case in ALL if case.speculation == "off"]
-# Half of them: every combination of all factors but one of two values.
-EVEN = [c for c in PLAIN if sum(FACTORS[name].index(getattr(c, name)) for name in FACTORS) % 2 == 0]
 
 
-def pairwise(cases):
-    """Greedy: few cases that between them have every pair of values of every two factors."""
+def covering(cases, num_factors):
+    """Greedy: few cases that between them have all values together of every so many factors."""
     names = list(FACTORS)
 
-    def pairs(case):
+    def met(case):
         values = [(n, getattr(case, n)) for n in names]
-        return set(itertools.combinations(values, 2))
+        return set(itertools.combinations(values, num_factors))
 
-    missing, chosen = set().union(*map(pairs, cases)), []
+    missing, chosen = set().union(*map(met, cases)), []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best = max(cases, key=lambda case: len(met(case) & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= met(best)
     return chosen
 
 
@@ -152,21 +150,21 @@ async def check(etcd, case, name):
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.exact)])
 async def test_pairwise(etcd_endpoint, architecture, cluster_name, subtests):
     """Every pair of values of every two factors, of these two architectures."""
-    rows = [case for case in pairwise(OF_TWO) if case.architecture == architecture]
+    rows = [case for case in covering(OF_TWO, 2) if case.architecture == architecture]
     for number, case in enumerate(rows):
         with subtests.test(str(case)):
             await check(etcd_endpoint, case, f"{cluster_name}-{number}")
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("case", pairwise(ALL), ids=str)
+@pytest.mark.parametrize("case", covering(ALL, 2), ids=str)
 async def test_pairwise_of_every_architecture(etcd_endpoint, case, cluster_name):
     await check(etcd_endpoint, case, cluster_name)
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("case", EVEN, ids=str)
-async def test_every_combination_of_all_but_one(etcd_endpoint, case, cluster_name):
+@pytest.mark.parametrize("case", covering(PLAIN, 3), ids=str)
+async def test_every_three_values_together(etcd_endpoint, case, cluster_name):
     await check(etcd_endpoint, case, cluster_name)
 
 

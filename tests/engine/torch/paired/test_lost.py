@@ -3,7 +3,6 @@
 Each fault is made once two conversations have had two turns; without one the third is right.
 """
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import pytest
 
 from engine.pair import Pair, core_of
 from engine.torch.paired.families import (
-    CARRYING,
     RECURRENT,
     Talk,
     evict_resume_points,
@@ -27,8 +25,15 @@ from services.values.rank import Plan
 # New tokens and answers: then prefill has resume points at 64 and 80, decode at 80 and 112. At none of these
 # a chunk of 24 begins, for there nothing is carried.
 TURNS = ((67, 16), (7, 30))
-# One plan each: minutes. And both where attention has sinks.
-CASES = [*zip(CARRYING, itertools.cycle(Plan)), ("gpt_oss", Plan.LOCAL)]
+# Of each kind of memory; the faults are those of what all families share.
+CASES = [
+    ("qwen3_5", Plan.REMOTE),
+    ("falcon_h1", Plan.REMOTE),
+    ("bamba", Plan.LOCAL),
+    ("gemma3", Plan.REMOTE),
+    ("gpt_oss", Plan.REMOTE),
+    ("gpt_oss", Plan.LOCAL),
+]
 
 
 async def notices(pair, fault, plan, seed):

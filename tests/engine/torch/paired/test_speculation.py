@@ -78,8 +78,10 @@ SHAPES = [
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("shape", SHAPES)
-@of_families
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [(family, SHAPES[(first + n) % len(SHAPES)]) for first, family in enumerate(FAMILIES) for n in range(2)],
+)
 async def test_turns_in_every_shape(family, shape):
     mode, page_size, index_block, chunk_size, cache = shape
     shaped = {"page_size": page_size, "index_block": index_block, "chunk_size": chunk_size}
@@ -88,16 +90,14 @@ async def test_turns_in_every_shape(family, shape):
 
 
 @pytest.mark.exact
-@of_modes
-@of_families
+@pytest.mark.parametrize(("family", "mode"), zip(FAMILIES, MODES * 2, strict=True))
 async def test_limits(family, mode):
     said = await compare(settings_of(family, mode), meet_limits)
     assert {answer.finished for answer in said} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 @pytest.mark.exact
-@of_modes
-@of_families
+@pytest.mark.parametrize(("family", "mode"), zip(FAMILIES, MODES[::-1] * 2, strict=True))
 async def test_a_crowd_that_has_some_retracted(family, mode):
     foretold = replace(settings_of(family, "draft"), speculation=mode)  # it repeats itself, too
     await compare(crowded(foretold), crowd, keeps_memory=False, num_rejected=2)
