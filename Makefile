@@ -117,7 +117,7 @@ demo-sglang: $(SGLANG_STAMP) ## the same on real SGLang, on the CPU; takes 4 GB 
 test: $(STAMP) ## the default tests: no GPU, no network, no download
 	$(BIN)/python -m pytest -q -n 3
 
-test-exact: $(STAMP) ## every combination against transformers; minutes
+test-exact: $(STAMP) ## combinations against transformers, by pairs and threes; minutes
 	$(BIN)/python -m pytest -q -n 2 -m "exact and not slow"
 
 test-long: $(STAMP) ## clusters of processes, the tests under mutations, short benchmarks; minutes
