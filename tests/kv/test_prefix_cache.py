@@ -207,6 +207,20 @@ class CacheMachine(RuleBasedStateMachine):
                 step(held.real)
         return held
 
+    @rule(target=in_quarantine, held=open_sequences, kept=st.integers(0, 9))
+    def set_aside(self, held, kept):
+        kept = min(kept, len(held.table))
+        if kept < held.published:
+            with pytest.raises(ProtocolError):
+                self.cache.set_aside(held.real, kept)
+            return multiple()
+        aside = Held(self.cache.set_aside(held.real, kept), held.salt, (), ())
+        aside.private = set(held.table[kept:])
+        held.private -= aside.private
+        del held.table[kept:]
+        self.quarantined.append(aside)
+        return aside
+
     @rule(target=in_quarantine, held=consumes(in_quarantine), really=st.booleans())
     def end_quarantine(self, held, really):
         if not really:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Offered, Reserved, Token
+from services.engine.paged.core_events import Carried, Offered, Reserved, Token, Wanted
 from services.engine.paged.model_runner import Proposal, Sampled, scores_of
 from services.engine.paged.sequence import Sequence
 from services.kv.carried_cache import CarriedCache
@@ -13,7 +13,10 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.tails import tail_pages, units_for
 from services.values.kv import GroupKind
 from services.values.prompt_logprobs import PromptLogprobs
+from services.values.rank import Generation, PullSource, RankAddress, RankId
 from services.values.request import FinishReason, GenerationRequest, SamplingParams
+
+ELSEWHERE = RankAddress(RankId("elsewhere", 0, Generation(1)), "")
 
 
 class CountingRunner:
@@ -91,6 +94,7 @@ class Rank:
         self.told: dict[Sequence, PromptLogprobs] = {}
         self.finished: dict[Sequence, FinishReason] = {}
         self.reserved: dict[Sequence, Reserved] = {}
+        self.wanted: dict[Sequence, Wanted] = {}
         self.offered: dict[Sequence, list[Offered]] = {}
         self._arrivals = 0
 
@@ -98,8 +102,11 @@ class Rank:
         self.now += 0.001
         return self.now
 
-    def submit(self, prompt, max_tokens=5, *, receives=False, room=None, scored=None, **request) -> Sequence:
-        """`scored`: what is asked of its prompt's tokens, of SamplingParams."""
+    def submit(
+        self, prompt, max_tokens=5, *, receives=False, room=None, scored=None, held=None, **request
+    ) -> Sequence:
+        """`scored`: what is asked of its prompt's tokens, of SamplingParams; `held`: as much of it as another
+        rank is said to hold."""
         self._arrivals += 1
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, **(scored or {}))
         asked = GenerationRequest(f"r{self._arrivals}", tuple(prompt), sampling, **request)
@@ -111,6 +118,7 @@ class Rank:
             room=room,
             single_token=room is not None,
             room_open=room is not None,
+            source=None if held is None else PullSource(ELSEWHERE, held),
         )
         self.core.submit(seq)
         return seq
@@ -124,6 +132,8 @@ class Rank:
             match event:
                 case Reserved():
                     self.reserved[seq] = event
+                    if event.wanted is not None:
+                        self.wanted[seq] = event.wanted
                 case Offered():
                     self.offered.setdefault(seq, []).append(event)
                 case Carried():
@@ -152,6 +162,23 @@ class Rank:
             )
             self.core.landed(seq, Sampled(first))
         self.take()
+
+    def pull(self, seq, end=None) -> None:
+        """A source has written what it lacks up to `end`, or as far as it was said to hold."""
+        wanted = self.wanted[seq]
+        end = wanted.expected_end if end is None else end
+        if self.groups and end != wanted.expected_end:
+            self.core.pulls.up_to(seq, end)
+            self.take()
+        self.write_pulled(seq, end)
+        self.core.pulls.landed(seq, end, with_draft=False)
+        self.take()
+
+    def write_pulled(self, seq, end) -> None:
+        reserved, page_size = self.reserved[seq], self.runner.layout.page_size
+        start = min(reserved.prefix_len, end)
+        pages = reserved.delta_pages[: (end - start) // page_size]
+        Prefill(self.runner).run(seq.ids[:end], pages, start, reserved.carried)
 
     def limit(self, **changes) -> None:
         """From now on."""

@@ -1,8 +1,10 @@
 """Whatever happens to a core in whatever order: the books balance, nobody starves, every token is right.
 
-Submissions of all kinds, steps, transfers that land, fail or are renegotiated, quarantines, rooms, aborts and
-evictions, on a pool that is too small. `pytest -m exact` runs it longer.
+Submissions of all kinds, steps, transfers that land, fail or are renegotiated, pulls and grants, quarantines,
+rooms, aborts and evictions, on a pool that is too small. `pytest -m exact` runs it longer.
 """
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -16,10 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.paged.core_rank import Guesses, Rank
-from services.engine.fake import fake_state, fake_window
+from engine.paged.core_rank import Guesses, Rank, check_carried
+from services.engine.fake import FakeModel, fake_state, fake_window
 from services.engine.paged.admitting import Patience
 from services.engine.paged.model_runner import RunnerFailed
+from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Phase
 from services.values.kv import GroupKind
 
@@ -35,7 +38,7 @@ CARRIED = [
 ]
 ANY = st.integers(0, 99)
 REQUESTS = st.tuples(
-    st.sampled_from(["local", "local", "remote", "remote", "room"]),
+    st.sampled_from(["local", "local", "remote", "remote", "room", "pull", "room that pulls"]),
     st.integers(0, 12),  # tokens of the prefix that all share
     st.lists(st.integers(0, 2), min_size=1, max_size=8),
     st.integers(1, 10),  # max_tokens
@@ -72,6 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
             **settings,
         )
         self.core = self.rank.core
+        self.aside, self.granted, self.rooms_made = {}, {}, 0
         self.sent, self.rooms, self.quarantined = [], [], []
         self._watch_evictions()
 
@@ -108,8 +112,10 @@ class CoreMachine(RuleBasedStateMachine):
             self._submit(*request)
 
     def _submit(self, kind, shared, rest, max_tokens, priority, tenant):
-        room = len(self.sent) if kind == "room" else None
+        room = len(self.sent) if kind.startswith("room") else None
         about = {"priority": priority, "cache_salt": tenant}
+        if kind.endswith(("pull", "pulls")):
+            about["held"] = 8
         seq = self.rank.submit([7] * shared + rest, max_tokens, receives=kind == "remote", room=room, **about)
         self.sent.append(seq)
         if room is not None:
@@ -142,7 +148,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Half of it was written perhaps, perhaps by a writer who has not stopped."""
         seq = self.pick(self.in_phase(Phase.RECEIVING), number)
         if garbled:
-            self._garble(seq)
+            self._garble(self.rank.reserved[seq])
         self.core.cancel(seq, quarantine=True)
         self.sent.remove(seq)
         self.quarantined.append(seq)
@@ -152,11 +158,84 @@ class CoreMachine(RuleBasedStateMachine):
     def writer_stops(self, number):
         """It may write until then."""
         seq = self.quarantined.pop(number % len(self.quarantined))
-        self._garble(seq)
+        self._garble(self.rank.reserved[seq])
         self.core.end_quarantine(seq)
 
-    def _garble(self, seq):
-        reserved = self.rank.reserved[seq]
+    @rule(number=ANY, end=ANY)
+    @precondition(lambda self: self.pulling())
+    def a_source_has_written(self, number, end):
+        seq = self.pick(self.pulling(), number)
+        self.rank.pull(seq, self._some_end(seq, end))
+
+    def pulling(self):
+        return [seq for seq in self.in_phase(Phase.PULLING) if not seq.lacking_pages]
+
+    def _some_end(self, seq, number):
+        wanted = self.rank.wanted[seq]
+        unit = self.core.carried.index_block if self.rank.groups else self.page_size
+        return self.pick([e for e in range(0, wanted.end + 1, unit) if e > wanted.resumes_at], number)
+
+    @rule(number=ANY, written=st.booleans())
+    @precondition(lambda self: self.pulling())
+    def a_source_fails(self, number, written):
+        seq = self.pick(self.pulling(), number)
+        if written:
+            self._garble(self.rank.reserved[seq])
+        self.core.pulls.failed(seq)
+
+    @rule(number=ANY, end=ANY, leaves=st.booleans())
+    @precondition(lambda self: self.pulling())
+    def a_source_may_write_still(self, number, end, leaves):
+        seq = self.pick(self.pulling(), number)
+        end, reserved, room = self._some_end(seq, end), self.rank.reserved[seq], self.rooms_made
+        self.rooms_made += 1
+        pages = reserved.delta_pages[: max(0, end - reserved.prefix_len) // self.page_size]
+        self.aside[room] = replace(reserved, delta_pages=pages)
+        self.core.pulls.set_aside(seq, room, end)
+        if leaves:
+            self.core.cancel(seq)
+            self.sent.remove(seq)
+        else:
+            self.core.pulls.failed(seq)
+
+    @rule()
+    @precondition(lambda self: self.aside)
+    def a_source_writes_and_stops(self):
+        room, reserved = self.aside.popitem()
+        self._garble(reserved)
+        self.core.pulls.end_aside(room)
+
+    @rule(
+        shared=st.integers(0, 12),
+        rest=st.lists(st.integers(0, 2), max_size=4),
+        tenant=st.sampled_from(["", "one"]),
+    )
+    def another_asks(self, shared, rest, tenant):
+        room, ids = self.rooms_made, [7] * shared + rest
+        self.rooms_made += 1
+        granted = self.core.pulls.grant(room, ids, tenant, 1)
+        assert self.core.pulls.grant(room, ids, tenant, 1) is None or isinstance(granted, Refused)
+        if isinstance(granted, Granted):
+            self.granted[room] = granted, ids
+            self._check_granted(room)
+
+    @rule()
+    @precondition(lambda self: self.granted)
+    def another_has_read(self):
+        room = next(iter(self.granted))
+        self._check_granted(room)
+        del self.granted[room]
+        self.core.pulls.grant_ended(room)
+
+    def _check_granted(self, room):
+        """What was granted is there, and is what the tokens compute to."""
+        granted, ids = self.granted[room]
+        model = FakeModel(ids[: granted.end], self.rank.groups)
+        stored = self.rank.runner.slots[list(granted.pages)].reshape(-1).tolist()
+        assert stored == model.values[0]
+        check_carried(self.rank.runner, granted.end, granted.carried, model, self.page_size)
+
+    def _garble(self, reserved):
         self.rank.runner.slots[list(reserved.delta_pages)] = 12345
         for pool, units in zip(self.rank.runner.carried_pools, reserved.carried, strict=True):
             pool[list(units)] = 54321
@@ -221,7 +300,8 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_run_than_may(self):
         if hasattr(self, "core"):
-            running = [s for s in self.core._active if s.phase in (Phase.COMPUTING, Phase.DECODING)]
+            with_slot = (Phase.COMPUTING, Phase.DECODING, Phase.PULLING)
+            running = [s for s in self.core._active if s.phase in with_slot]
             assert len(running) <= self.max_running
 
     @invariant()
@@ -236,6 +316,10 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.end_quarantine(seq)
         for seq in self.rooms:
             self.core.room_ended(seq)
+        while self.aside:
+            self.a_source_writes_and_stops()
+        while self.granted:
+            self.another_has_read()
         # Each step computes something, retractions included; a token or a chunk has been computed often then.
         steps = 40 * (10 + sum(len(seq.ids) + 10 for seq in self.sent))
         while waiting := [seq for seq in self.sent if seq not in self.rank.finished]:
@@ -245,7 +329,9 @@ class CoreMachine(RuleBasedStateMachine):
             self.rank.take()
             for seq in (receiving := self.in_phase(Phase.RECEIVING)):
                 self._land(seq)
-            assert progressed or receiving, self.core.load()
+            for seq in (pulling := self.pulling()):
+                self.rank.pull(seq)
+            assert progressed or receiving or pulling, self.core.load()
         for seq in self.sent:
             prompt = seq.request.prompt_ids
             context = self.core.max_context_tokens - len(prompt)
