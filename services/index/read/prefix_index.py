@@ -143,6 +143,17 @@ class Held:
             deeper = mask
         return depths
 
+    def deepest(self) -> Iterator[tuple[RankKey, int]]:
+        """Yield one after the other who holds the most and how many blocks, then who holds less."""
+        deeper = 0
+        for depth, mask in reversed(self._runs):
+            ends = mask ^ deeper
+            while ends:
+                lowest = ends & -ends
+                ends ^= lowest
+                yield self._keys[lowest.bit_length() - 1], depth
+            deeper = mask
+
     def _mask(self, depth: int) -> int:
         return next((mask for deep, mask in self._runs if deep > depth), 0)
 

@@ -147,6 +147,16 @@ class Asked:
         return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
+class Source(NamedTuple):
+    """A rank that holds more of the prompt than a candidate that would compute it, which may pull that."""
+
+    id: RankId
+    tokens: int  # up to where that one could go on, at the source's trust
+    matched_tokens: int  # the index's word on it
+    running: int  # sequences, whose tokens come later while it writes
+    pull_s: float
+
+
 class DecodeCandidate(NamedTuple):
     """This is a decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
@@ -170,6 +180,7 @@ class DecodeCandidate(NamedTuple):
     resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
     matched_resume_tokens: int | None = None  # likewise, of what the index says
     tokens_per_step: float = 0.0  # that a sequence gets; 0: not known
+    sources: tuple[Source, ...] = ()  # for plan local
 
     @property
     def reused_tokens(self) -> int:
@@ -199,6 +210,7 @@ class PrefillCandidate(NamedTuple):
     holds_tokens: float = inf  # of one prompt
     resume_tokens: int | None = None  # a predicted prefill_prefix_len; None: the hit
     matched_resume_tokens: int | None = None
+    sources: tuple[Source, ...] = ()
 
     @property
     def reused_tokens(self) -> int:

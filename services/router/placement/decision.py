@@ -239,7 +239,8 @@ def _options(
         if max_wait_s < inf:
             compute_s = min(prefill.compute_wait_s for prefill in prefills)
             in_time = [each for each in in_time if waits.remote_s(each.decode, compute_s) <= max_wait_s]
-        senders = [pricing.sender(prefill) for prefill in prefills]
+        senders = pricing.senders(prefills)
+        spare_ranks = -(-spare_ranks * len(senders) // len(prefills))  # each may be there more than once
         options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
 
@@ -251,12 +252,13 @@ def _local_options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    local_s = [pricing.local_s(receiver) for receiver in receivers]
+    ways = [pricing.local(receiver) for receiver in receivers]
+    local_s = [way.total_s for way in ways]
     decodes = [receiver.decode for receiver in receivers]
     crowds = [decode.running for decode in decodes]
     nothing = [0.0] * len(receivers)
     chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
-    return [Option(local_s[index], decodes[index], None) for index in _with_home(receivers, chosen, home)]
+    return [ways[index] for index in _with_home(receivers, chosen, home)]
 
 
 def _remote_options(
@@ -279,7 +281,7 @@ def _remote_options(
         _another(tie, 7919),
         spare_ranks,
     )
-    senders = [senders[i] for i in chosen]
+    senders = _with_sources(senders, chosen)
     bytes_per_s = _typical_bandwidth(pricing.bandwidth, senders[0], receivers)
     prices = [pricing.receiving_s(receiver, bytes_per_s) for receiver in receivers]
     chosen = shortlist(
@@ -315,6 +317,16 @@ def _waits_that_matter(
     if waits.remote_s(fullest.decode, max(compute_waits_s)) <= max_wait_s:
         return [0.0] * len(receivers), [0.0] * len(senders)
     return queue_waits_s, compute_waits_s
+
+
+def _with_sources(senders: Sequence[Sender], chosen: list[int]) -> list[Sender]:
+    """Return the chosen, and with each of them the same rank with its other sources."""
+    few = [senders[index] for index in chosen]
+    if not any(sender.source for sender in senders):
+        return few
+    ranks = {sender.prefill.id for sender in few}
+    others = (sender for index, sender in enumerate(senders) if index not in chosen)
+    return few + [sender for sender in others if sender.prefill.id in ranks]
 
 
 def _with_home(receivers: Sequence[Receiver], chosen: list[int], home: DecodeCandidate | None) -> list[int]:

@@ -3,7 +3,7 @@
 sent --> admitted (what the ranks really had) --> finished --> ended
   |          |                                       |
   |          |                                       +--> the answer predicted where it was made
-  |          +--> speeds and trust learned, index corrected, prompt predicted at both ranks
+  |          +--> speeds and trust learned, index corrected, also of a source; prompt predicted at both ranks
   +--> prompt predicted where it will be computed
 
 A request may also come to the end of a decode rank's pool: `length_means` says what that is for its client.
@@ -15,12 +15,12 @@ from math import inf
 
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import extend_hash
-from services.router.placement.candidates import Candidate
+from services.router.placement.candidates import Candidate, Source
 from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
-from services.values.request import Admitted, FinishReason
+from services.values.request import Admitted, FinishReason, Pulled
 
 _PREDICTION_S = 5.0  # by then the rank's own events have come
 
@@ -55,7 +55,9 @@ class Outcomes:
         self._balance = balance
         self._progress = progress
         self._block = index_block
-        self._believed: dict[str, tuple[_Believed, ...]] = {}  # by request, until admitted or ended
+        # Of a request's own ranks and of its source, until it is admitted or ends.
+        self._believed: dict[str, tuple[_Believed, ...]] = {}
+        self._promised: dict[str, _Believed] = {}
 
     def sent(
         self,
@@ -68,13 +70,15 @@ class Outcomes:
         """The request went out; see Asked.reusable_tokens."""
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
-        uncached_tokens = max(1, prompt_tokens - (prefill or decode).reused_tokens)
+        uncached_tokens = max(1, prompt_tokens - chosen.reused_tokens)
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
         # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
         self._predict(computing, hashes, ttl_s, prompt_tokens)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
         self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
+        if (source := chosen.source) is not None:
+            self._promised[request_id] = self._promise(source)
 
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
@@ -84,14 +88,18 @@ class Outcomes:
         prefill = chosen.prefill.id.key if chosen.prefill is not None else None
         self._balance.admitted(request_id)
         self._balance.observe_admitted(decode, prefill, admitted)
-        delivered = {decode: admitted.decode_prefix_len}
+        delivered, computing = {decode: admitted.decode_prefix_len}, prefill or decode
         if prefill is not None:
             delivered[prefill] = admitted.prefill_prefix_len
+        delivered[computing] -= admitted.pulled_tokens  # it had the others itself
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
-            computed = admitted.prompt_tokens if rank == (prefill or decode) else 0
+            computed = admitted.prompt_tokens if rank == computing else 0
             self._predict(rank, hashes, _PREDICTION_S, computed)
+        promised = self._promised.pop(request_id, None)
+        if promised is not None and admitted.pulled is not None:
+            self._learn_from(promised, computing, hashes, admitted.pulled)
 
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
@@ -109,6 +117,7 @@ class Outcomes:
     def ended(self, request_id: str) -> None:
         """Note that it is in flight no more, however it ended."""
         self._believed.pop(request_id, None)
+        self._promised.pop(request_id, None)
         self._balance.ended(request_id)
 
     def _predict(
@@ -130,6 +139,18 @@ class Outcomes:
         if resuming:
             tokens = rank.matched_resume_tokens or 0
         return _Believed(key, tokens // self._block, resuming, self._progress(key))
+
+    def _promise(self, source: Source) -> _Believed:
+        key = source.id.key
+        return _Believed(key, source.matched_tokens // self._block, key in self.telling, self._progress(key))
+
+    def _learn_from(
+        self, promised: _Believed, computing: RankKey, hashes: Sequence[BlockHash], pulled: Pulled
+    ) -> None:
+        """Learn from what came of the source; of what it holds, where it has said that."""
+        self._balance.observe_pulled(promised.rank, computing, pulled)
+        if pulled.held_tokens is not None:
+            self._compare(promised, hashes, pulled.held_tokens)
 
     def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
         """Learn how far the index can be trusted, and correct it where it was wrong.

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeVar
 
 from services.index.read.prefix_index import Held, PrefixIndex
 from services.kv.tails import carried_bytes
@@ -31,6 +32,7 @@ from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
+from services.router.placement.sources import Holder, Sources
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
@@ -53,9 +55,11 @@ class PlacerSettings:
     index_block: int  # tokens
     chunk_tokens: int
     weights: PriceWeights
+    pulls: bool = True  # whoever computes may pull what others hold
 
 
 _SHORTEST = Asked((), 1, frozenset(Plan))
+_Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class Placer:
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
         self._hits = Hits(index, balance, settings.index_block)
+        self._sources = Sources(index, balance, settings.index_block, is_connected)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 
@@ -103,6 +108,7 @@ class Placer:
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
         telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
         self._hits.telling = self.outcomes.telling = telling
+        self._sources.set_ranks(ranks if self._settings.pulls else ())
 
     @property
     def _has_many(self) -> bool:
@@ -198,7 +204,15 @@ class Placer:
             self._prefill_candidate(rank, hit, snapshot)
             for rank, hit in zip(senders, self._hits.of(senders, snapshot), strict=True)
         ]
+        if holders := self._sources.holders(snapshot):
+            prefills = [self._with_sources(prefill, holders) for prefill in prefills]
+            if Plan.LOCAL in asked.plans:
+                decodes = [self._with_sources(decode, holders) for decode in decodes]
         return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
+
+    def _with_sources(self, candidate: _Candidate, holders: Sequence[Holder]) -> _Candidate:
+        sources = self._sources.of(candidate, holders)
+        return candidate._replace(sources=sources) if sources else candidate
 
     def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
         layout, most = self._layout, asked.most_tokens

@@ -1,14 +1,17 @@
 """These formulas say what it costs to serve a request somewhere, in seconds by name. Pure.
 
-    remote  T = wait_prefill + max(compute, transfer) + last_chunk + carried + overhead + occupy
-                + evict_prefill + at_decode
-    local   T = compute + occupy + at_decode
+    remote  T = wait_prefill + pull + max(compute, transfer) + last_chunk + carried + overhead + occupy
+                + evict_prefill + lend + at_decode
+    local   T = pull + compute + occupy + lend + at_decode
     at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
+
+Each rank that computes is priced without a source and with each that it has. A pull goes on while it would
+wait in any case, so `pull` is what it takes beyond that.
 
 Transfer is priced by what decode holds, computing by where who computes can go on: where tails and states are
 carried beside full attention's pages, that may be less. They cross when the last chunk is computed.
 
-occupy, evict and itl are what a request costs those that come after it or run beside it. Without them
+occupy, evict, itl and lend are what a request costs those that come after it or run beside it. Without them
 each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
 """
 
@@ -23,6 +26,7 @@ from services.router.placement.candidates import (
     DecodeCandidate,
     PlacementRequest,
     PrefillCandidate,
+    Source,
 )
 from services.values.rank import Plan, RankKey
 
@@ -62,12 +66,19 @@ class PriceWeights:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """This is the price of one way. `terms` are named seconds; `prefill` is None under plan local."""
+    """This is the price of one way. `terms` are named seconds; `prefill` is None under plan local, `source`
+    where nothing is pulled."""
 
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
     plan: Plan
     terms: tuple[tuple[str, float], ...]
+    source: Source | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Return the tokens that nobody needs to compute."""
+        return (self.prefill or self.decode).reused_tokens if self.source is None else self.source.tokens
 
     @property
     def total_s(self) -> float:
@@ -84,6 +95,7 @@ class Option(NamedTuple):
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
     bytes_per_s: float = inf  # between them, as it was when this was priced
+    source: Source | None = None
 
     @property
     def plan(self) -> Plan:
@@ -103,6 +115,7 @@ class Sender(NamedTuple):
     evict_s: float
     fixed_s: float  # all but the computing
     prefill: PrefillCandidate
+    source: Source | None = None
 
 
 class Receiver(NamedTuple):
@@ -141,15 +154,30 @@ class PriceList:
         self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
-    def sender(self, prefill: PrefillCandidate) -> Sender:
+    def senders(self, prefills: Sequence[PrefillCandidate]) -> list[Sender]:
+        """Return each without a source, then those that have any with each of them."""
+        senders = [self.sender(prefill) for prefill in prefills]
+        return senders + [self.sender(each, source) for each in prefills for source in each.sources]
+
+    def sender(self, prefill: PrefillCandidate, source: Source | None = None) -> Sender:
         rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
+        reused_tokens = prefill.reused_tokens if source is None else source.tokens
         # The last token is always computed: its logits choose the next one.
-        compute_s = max(1, prompt - prefill.reused_tokens) / rate
+        compute_s = max(1, prompt - reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
         wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy * compute_s
         evict_s = evicted * self.evict_s_per_token
-        return Sender(wait_s, compute_s, occupy_s, evict_s, wait_s + occupy_s + evict_s, prefill)
+        fixed_s = wait_s + occupy_s + evict_s
+        if source is not None:
+            fixed_s += sum(self.pull(source, wait_s))
+        return Sender(wait_s, compute_s, occupy_s, evict_s, fixed_s, prefill, source)
+
+    def pull(self, source: Source, wait_s: float) -> tuple[float, float]:
+        """Return the seconds that a pull takes beyond the wait, and what it costs those who run at its
+        source."""
+        lend_s = self.weights.itl_weight * source.running * source.pull_s
+        return max(0.0, source.pull_s - wait_s), lend_s
 
     def receiver(self, decode: DecodeCandidate) -> Receiver:
         prompt = self.request.prompt_tokens
@@ -172,11 +200,11 @@ class PriceList:
         room = max(0, holds - self.request.prompt_tokens)
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
 
-    def local_terms(self, receiver: Receiver) -> dict[str, float]:
-        decode = receiver.decode
-        compute_s = receiver.uncached / decode.prefill_tokens_per_s
+    def local_terms(self, receiver: Receiver, source: Source | None = None) -> dict[str, float]:
+        decode, compute_s = receiver.decode, self.local_compute_s(receiver, source)
         return {
             "wait_decode": receiver.wait_s,
+            **self.pull_terms(source, receiver.wait_s),
             "compute": compute_s,
             "occupy": self.occupy_local * compute_s,
             "wait_room": receiver.room_s,
@@ -185,12 +213,25 @@ class PriceList:
             "outgrow": receiver.outgrow_s,
         }
 
+    def pull_terms(self, source: Source | None, wait_s: float) -> dict[str, float]:
+        if source is None:
+            return {}
+        pull_s, lend_s = self.pull(source, wait_s)
+        return {"pull": pull_s, "lend": lend_s}
+
+    def local_compute_s(self, receiver: Receiver, source: Source | None) -> float:
+        uncached = receiver.uncached
+        if source is not None:
+            uncached = max(1, self.request.prompt_tokens - source.tokens)
+        return uncached / receiver.decode.prefill_tokens_per_s
+
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         wait_s, itl_s = self.beside(receiver.wait_s, receiver.decode)
         carried = {"carried": self.carried_s(bytes_per_s)} if self.request.carried_bytes else {}
         return {
             "wait_prefill": sender.wait_s,
+            **self.pull_terms(sender.source, sender.wait_s),
             "compute": max(sender.compute_s, transfer_s),
             "last_chunk": last_chunk_s,
             **carried,
@@ -235,23 +276,34 @@ class PriceList:
                 last, (fixed_s, transfer_s) = bytes_per_s, self.receiving_s(receiver, bytes_per_s)
             overlapped_s = max(sender.compute_s, transfer_s)
             total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
-            yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s)
+            yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s, sender.source)
 
-    def local_s(self, receiver: Receiver) -> float:
-        """The sum of `local_terms`, in their order."""
+    def local(self, receiver: Receiver) -> Option:
+        """Return the cheapest of a receiver's."""
+        decode = receiver.decode
+        best = Option(self.local_s(receiver), decode, None)
+        for source in decode.sources:
+            total_s = self.local_s(receiver, source)
+            if total_s < best.total_s:
+                best = Option(total_s, decode, None, source=source)
+        return best
+
+    def local_s(self, receiver: Receiver, source: Source | None = None) -> float:
+        """The sum of `local_terms`, without a source in their order."""
         decode, wait_s, room_s = receiver.decode, receiver.wait_s, receiver.room_s
-        compute_s = receiver.uncached / decode.prefill_tokens_per_s
+        compute_s = self.local_compute_s(receiver, source)
         itl_s = self.weights.itl_weight * decode.running * compute_s
         occupy_s = self.occupy_local * compute_s
-        return sum((wait_s, compute_s, occupy_s, room_s, receiver.evict_s, itl_s, receiver.outgrow_s))
+        own_s = sum((wait_s, compute_s, occupy_s, room_s, receiver.evict_s, itl_s, receiver.outgrow_s))
+        return own_s if source is None else own_s + sum(self.pull(source, wait_s))
 
     def priced(self, option: Option) -> Priced:
-        receiver, prefill = self.receiver(option.decode), option.prefill
+        receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source
         if prefill is None:
-            terms = self.local_terms(receiver)
+            terms = self.local_terms(receiver, source)
         else:
-            terms = self.remote_terms(receiver, self.sender(prefill), option.bytes_per_s)
-        return Priced(option.decode, prefill, option.plan, tuple(terms.items()))
+            terms = self.remote_terms(receiver, self.sender(prefill, source), option.bytes_per_s)
+        return Priced(option.decode, prefill, option.plan, tuple(terms.items()), source)
 
 
 def _occupy(weights: PriceWeights, candidates: Sequence[Candidate]) -> float:

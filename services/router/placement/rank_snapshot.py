@@ -24,6 +24,11 @@ from services.values.rank import RankKey, Role
 from services.values.rank_reports import Registration
 
 
+def what_must_agree(layout: KvLayout) -> KvLayout:
+    """Return the layout without what may differ between ranks whose KV crosses."""
+    return replace(layout, tp_size=1, draft=None)
+
+
 def common_layout(
     decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
 ) -> KvLayout | None:
@@ -38,8 +43,7 @@ def common_layout(
     if staying:
         decodes, prefills = staying, [rank for rank in prefills if rank.id.key not in draining]
     receivers, senders = (
-        Counter(replace(rank.layout, tp_size=1, draft=None) for rank in ranks)
-        for ranks in (decodes, prefills)
+        Counter(what_must_agree(rank.layout) for rank in ranks) for ranks in (decodes, prefills)
     )
 
     def pairs(layout: KvLayout) -> tuple[int, int]:

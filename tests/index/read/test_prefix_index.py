@@ -30,6 +30,9 @@ def test_match_agrees_with_a_linear_scan(hashes: list[int], depths: list[int], o
     expected = {RankKey("w", rank): linear_scan(blocks, hashes) for rank, blocks in held.items()}
     assert {key: index.match(key, hashes) for key in expected} == expected
     assert index.match_all(hashes) == {key: depth for key, depth in expected.items() if depth}
+    deepest = list(index.held(hashes).deepest())
+    assert dict(deepest) == index.match_all(hashes) and len(dict(deepest)) == len(deepest)
+    assert [depth for _, depth in deepest] == sorted((depth for _, depth in deepest), reverse=True)
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash, GroupKind, KvGroup, KvLayout, PageBooks
 from services.values.rank import Generation, Plan, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import RankLoad, Registration
-from services.values.request import Admitted
+from services.values.request import Admitted, Pulled
 
 BLOCK = 64
 HASHES = [BlockHash(number) for number in range(1, 41)]
@@ -31,31 +31,39 @@ NO_SLACK = PriceWeights(slack_ratio=0.0, slack_s=0.0)
 REMOTE = frozenset({Plan.REMOTE})
 
 
-def registration(role: Role, index: int, layout: KvLayout = LAYOUT) -> Registration:
+def registration(
+    role: Role, index: int, layout: KvLayout = LAYOUT, capabilities: tuple[str, ...] = ()
+) -> Registration:
     rank = RankId(role.value, index, Generation(1))
     address = RankAddress(rank, "host:1")
-    return Registration(role, address, layout, "m", 100_000, 10_000, "fake")
+    return Registration(role, address, layout, "m", 100_000, 10_000, "fake", capabilities=capabilities)
 
 
 class Router:
     """A placer and what it stands on. `held` and `waiting` are of each rank: blocks of HASHES, tokens."""
 
     def __init__(
-        self, decodes: int, prefills: int, weights: PriceWeights = NO_SLACK, layout: KvLayout = LAYOUT
+        self,
+        decodes: int,
+        prefills: int,
+        weights: PriceWeights = NO_SLACK,
+        layout: KvLayout = LAYOUT,
+        capabilities: tuple[str, ...] = (),
+        pulls: bool = True,
     ) -> None:
         self.now = 100.0
         self.index = PrefixIndex()
         self.balance = Balance(lambda: self.now)
         self.records: Counter[RankKey] = Counter()
         self.placer = Placer(
-            PlacerSettings(BLOCK, 512, weights),
+            PlacerSettings(BLOCK, 512, weights, pulls),
             self.index,
             self.balance,
             self.records.__getitem__,
             lambda rank: True,
         )
         self.decodes, self.prefills = (
-            [registration(role, i, layout) for i in range(number)]
+            [registration(role, i, layout, capabilities) for i in range(number)]
             for role, number in ((Role.DECODE, decodes), (Role.PREFILL, prefills))
         )
         self.placer.set_ranks(self.decodes, self.prefills)
@@ -87,8 +95,14 @@ def chains(num_blocks: int = 40) -> list[BlockHash]:
     return HASHES[:num_blocks]
 
 
-def admitted(decode_prefix_len: int, prefill_prefix_len: int = 0, plan: Plan = Plan.LOCAL) -> Admitted:
-    return Admitted(2_567, decode_prefix_len, prefill_prefix_len, 100, 0, 0, 0.0, 0.0, 0.01, 0.0, plan)
+def admitted(
+    decode_prefix_len: int,
+    prefill_prefix_len: int = 0,
+    plan: Plan = Plan.LOCAL,
+    pulled: Pulled | None = None,
+) -> Admitted:
+    prefixes, rest = (decode_prefix_len, prefill_prefix_len), (100, 0, 0, 0.0, 0.0, 0.01, 0.0)
+    return Admitted(2_567, *prefixes, *rest, plan, pulled=pulled)
 
 
 def of_other_layout(ranks: list[Registration], num: int) -> list[Registration]:

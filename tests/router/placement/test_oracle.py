@@ -1,5 +1,6 @@
 """Every way priced by the book: the choice is the best of them, or the home."""
 
+from itertools import pairwise, product
 from math import exp, inf
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from router.placement.placement_ranks import BANDWIDTH, LOCAL, NO_SLACK, REMOTE, WEIGHTS, choose
-from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
+from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate, Source
 from services.values.errors import NoCapacity, Unavailable
 from services.values.rank import Generation, Plan, RankId, RankKey
 
@@ -25,11 +26,18 @@ def outgrow(asked, weights, d, peers) -> float:
     return likely * d.holds_tokens * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
 
 
-def resumed(rank) -> int:
+def resumed(rank, source) -> int:
+    if source is not None:
+        return source.tokens
     return rank.hit_tokens if rank.resume_tokens is None else rank.resume_tokens
 
 
 def book_price(asked, weights, d, p, able) -> float:
+    """Whoever computes takes the best of its sources, or none."""
+    return min(price_with(asked, weights, d, p, able, source) for source in (None, *(p or d).sources))
+
+
+def price_with(asked, weights, d, p, able, source) -> float:
     decodes, prefills = able
     peers = prefills or decodes
     evict_s = weights.evict_weight * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
@@ -38,10 +46,14 @@ def book_price(asked, weights, d, p, able) -> float:
     wait = d.pending_tokens / d.prefill_tokens_per_s
     price = evict_s * min(lacking, d.evictable_tokens) + outgrow(asked, weights, d, peers)
     price += max(0, lacking - d.evictable_tokens) * d.token_s / max(1, d.running)
+    if source is not None:
+        own_wait = (p or d).pending_tokens / (p or d).prefill_tokens_per_s
+        price += max(0, source.pull_s - own_wait) + weights.itl_weight * source.running * source.pull_s
     if p is None:
-        compute = (asked.prompt_tokens - min(resumed(d), asked.prompt_tokens - 1)) / d.prefill_tokens_per_s
+        uncached = asked.prompt_tokens - min(resumed(d, source), asked.prompt_tokens - 1)
+        compute = uncached / d.prefill_tokens_per_s
         return price + wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
-    uncached = asked.prompt_tokens - min(resumed(p), asked.prompt_tokens - 1)
+    uncached = asked.prompt_tokens - min(resumed(p, source), asked.prompt_tokens - 1)
     compute = uncached / p.prefill_tokens_per_s
     per_token = asked.kv_bytes_per_token / BANDWIDTH
     price += p.pending_tokens / p.prefill_tokens_per_s + occupy(weights, prefills) * compute
@@ -124,6 +136,11 @@ rates = st.sampled_from([5_000.0, 10_000.0]) | st.floats(500.0, 50_000.0)
 queues = st.sampled_from([0, 1, 1, 2, 30])
 RECEIVES = st.sampled_from([True, True, True, False])
 POOLS = st.sampled_from([inf, inf, 5_000, 8_000, 20_000])
+SOURCES = [
+    Source(RankId("source", running, Generation(1)), tokens, 0, running, pull_s)
+    for tokens, running, pull_s in product((640, 2_000, 4_000), (0, 8), (0.005, 0.1))
+]
+SOURCES_OF_A_RANK = st.sampled_from([(), *((each,) for each in SOURCES), *pairwise(SOURCES)])
 EXCLUDED = st.sampled_from(["", "", "", "draining", "failed"])
 
 
@@ -145,7 +162,7 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
         for rank in ranks
     ]
     ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
-    return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
+    return pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting]))))
 
 
 @st.composite
@@ -155,7 +172,14 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
     ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
     waiting = [rank._replace(compute_wait_s=draw(waits)) for rank in ranks]
     ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
-    return shared_out(draw, draw(st.sampled_from([ranks, waiting])))
+    return pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting]))))
+
+
+def pulling(draw, ranks) -> list:
+    """None of them has a source, or each has up to two."""
+    if not draw(st.booleans()):
+        return ranks
+    return [rank._replace(sources=draw(SOURCES_OF_A_RANK)) for rank in ranks]
 
 
 def resuming(draw, ranks) -> list:
@@ -221,6 +245,7 @@ def test_finds_the_best_of_all_pairs_or_the_home(asked, decodes, prefills, weigh
         price = prices[priced.decode.id, priced.prefill and priced.prefill.id]
         assert priced.total_s == pytest.approx(price)
         assert (priced.prefill is None) == (priced.plan is Plan.LOCAL)
+        assert priced.source is None or priced.source in (priced.prefill or priced.decode).sources
     totals = [priced.total_s for priced in decision.ranked]
     assert totals == sorted(totals)
     assert totals[0] == pytest.approx(min(prices.values()))

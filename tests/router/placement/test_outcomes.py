@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from router.placement.known_cluster import BLOCK, HASHES, REMOTE, Router, admitted, chains
+from router.placement.known_cluster import BLOCK, HASHES, HYBRID, REMOTE, Router, admitted, chains
 from router.ranks.observed import predicted
 from services.values.rank import Plan
-from services.values.rank_reports import NO_CACHE
+from services.values.rank_reports import LENDS, NO_CACHE, PULLS
+from services.values.request import Pulled
 
 
 def test_a_promise_that_was_not_kept_lowers_what_the_next_one_is_worth():
@@ -95,3 +96,76 @@ def test_nothing_is_predicted_of_a_rank_without_a_cache(subtests):
                 depths = {predicted(router.balance, rank.id.key, HASHES) for rank in used}
                 assert depths == {40 if index else 0}
             assert router.place(plans=plans).chosen.decode.hit_tokens == 40 * BLOCK
+
+
+def pulling(*, own_blocks: int = 5) -> tuple[Router, object]:
+    """The prefill rank holds so many blocks of forty, its source all of them."""
+    router = Router(1, 1, capabilities=(LENDS, PULLS))
+    router.holds(router.decodes[0], 40)
+    router.holds(router.prefills[0], own_blocks)
+    decision = router.place(plans=REMOTE)
+    assert decision.chosen.source.id == router.decodes[0].id
+    router.placer.sent("a", chains(), 2_567, decision)
+    return router, decision.chosen
+
+
+def admit(router: Router, chosen, prefill_prefix_len: int, pulled: Pulled | None, holds: int = 40) -> None:
+    told = admitted(holds * BLOCK, prefill_prefix_len, Plan.REMOTE, pulled)
+    router.placer.outcomes.admitted("a", chains(), chosen, told)
+
+
+def test_what_came_of_a_source(subtests):
+    with subtests.test("what is to be pulled need not be computed there"):
+        router, _ = pulling()
+        assert router.balance.now(router.prefills[0].id.key).pending_tokens == 7
+    with subtests.test("it had what the index said, and so had the rank that pulled"):
+        router, chosen = pulling()
+        pulled = Pulled(35 * BLOCK, 35 << 20, seconds=0.04, held_tokens=40 * BLOCK)
+        admit(router, chosen, 40 * BLOCK, pulled)
+        source, computing = router.decodes[0].id.key, router.prefills[0].id.key
+        assert router.balance.trust.of(source, router.now) == 1.0
+        assert router.index.match(computing, HASHES) == 5
+        assert router.balance.pull_pace(source, computing).bytes_per_s == (35 << 20) / 0.035
+    with subtests.test("what was pulled is no hit of the rank that pulled"):
+        router, chosen = pulling()
+        admit(router, chosen, 40 * BLOCK, Pulled(38 * BLOCK, 38 << 20, 0.04, held_tokens=40 * BLOCK))
+        assert router.index.match(router.prefills[0].id.key, HASHES) == 2
+    with subtests.test("the source held less: the index learns it, and trusts it less"):
+        router, chosen = pulling()
+        admit(router, chosen, 5 * BLOCK, Pulled(refused="evicted", held_tokens=3 * BLOCK), holds=3)
+        source = router.decodes[0].id.key
+        assert router.index.match(source, HASHES) == 3
+        assert router.balance.trust.of(source, router.now) < 0.8
+        assert router.index.match(router.prefills[0].id.key, HASHES) == 5
+        assert router.balance.may_lend(source)
+    with subtests.test("it refused and did not say what it holds: nothing is known but that"):
+        router, chosen = pulling()
+        admit(router, chosen, 5 * BLOCK, Pulled(refused="gone"))
+        source = router.decodes[0].id.key
+        assert router.index.match(source, HASHES) == 40 and not router.balance.may_lend(source)
+    with subtests.test("it was not needed"):
+        router, chosen = pulling()
+        admit(router, chosen, 40 * BLOCK, None)
+        assert router.balance.may_lend(router.decodes[0].id.key)
+        assert router.index.match(router.prefills[0].id.key, HASHES) == 5
+    with subtests.test("the request ended before anything was heard"):
+        router, chosen = pulling()
+        router.placer.outcomes.ended("a")
+        admit(router, chosen, 5 * BLOCK, Pulled(refused="gone"))
+        assert router.balance.may_lend(router.decodes[0].id.key)
+
+
+def test_of_states_a_source_is_trusted_by_its_checkpoints():
+    router = Router(1, 1, layout=HYBRID, capabilities=(LENDS, PULLS))
+    router.holds(router.decodes[0], 40, 40)
+    router.waits(router.prefills[0], 0, prefill_tokens_per_s=2_000.0)
+    decision = router.place(plans=REMOTE)
+    assert decision.chosen.source.tokens == 40 * BLOCK
+    router.placer.sent("a", chains(), 2_567, decision)
+    admit(router, decision.chosen, 0, Pulled(refused="evicted", held_tokens=0))
+    source = router.decodes[0].id.key
+    assert (
+        router.balance.resume_trust.of(source, router.now) < router.balance.trust.of(source, router.now) == 1
+    )
+    assert router.index.match(source, HASHES) == 40
+    assert router.index.resume_points.num_blocks(source) == 0

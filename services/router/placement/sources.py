@@ -1,0 +1,140 @@
+"""Whoever computes a prompt may pull what another rank holds of it: from whom, and what that takes. Pure.
+
+    pull = until the source begins + bytes of what the computing rank lacks, at the pair's bandwidth
+
+A source holds more of the prompt than the computing rank can go on from, has the same layout and lends; it
+may be of either role, it may drain, and it may be the decode rank of the same request. Two are priced at
+most (price.py), and none where a pull would take more than half the time of computing what it brings: a rank
+waits for one no longer than that.
+
+What a rank will soon hold does not count here: nobody can write what is yet to be computed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from services.index.read.prefix_index import PrefixIndex
+from services.kv.tails import carried_bytes
+from services.router.placement.candidates import Candidate, Source
+from services.router.placement.rank_snapshot import Found, RankSnapshot, what_must_agree
+from services.router.ranks.balance import Balance
+from services.router.ranks.learned import PullPace
+from services.values.kv import KvLayout
+from services.values.rank import RankId, RankKey, Role
+from services.values.rank_reports import LENDS, PULLS, Registration
+
+_LOOKED_AT = 8  # of those that hold the most
+_LEAST_SHARE = 0.5  # of what the first of them holds; who holds less is of no interest
+_MOST_HOLDERS = 3  # that are of interest: the computing rank may be one of them
+_MOST_SOURCES = 2  # of a computing rank
+_TIME_SHARE = 0.5  # for a pull, of the time to compute what it brings
+
+# Of a pull by the second rank from the first.
+Pace = Callable[[RankKey, RankKey], PullPace]
+
+
+class Holder(NamedTuple):
+    """A rank that lends has so much of a prompt."""
+
+    id: RankId
+    layout: KvLayout  # the same object where pages may cross
+    tokens: int  # up to where another one can go on from it, at its trust
+    matched_tokens: int  # the index's word on that
+    running: int
+
+
+def deepest(holders: Iterable[Holder]) -> list[Holder]:
+    """Return those that are of interest: the deepest, of equal ones the least busy first."""
+    found = sorted(holders, key=lambda holder: (-holder.tokens, holder.running))
+    return [holder for holder in found if holder.tokens][:_MOST_HOLDERS]
+
+
+def sources_of(
+    candidate: Candidate, layout: KvLayout, holders: Iterable[Holder], pace: Pace
+) -> tuple[Source, ...]:
+    """Return the first ones from which a pull can pay. The candidate has that layout."""
+    key, reused_tokens, found = candidate.id.key, candidate.reused_tokens, list[Source]()
+    for rank, its_layout, tokens, matched_tokens, running in holders:
+        if tokens <= reused_tokens or rank.key == key or its_layout is not layout:
+            continue
+        num_bytes = _pulled_bytes(layout, candidate.hit_tokens, tokens)
+        pull_s = pace(rank.key, key).seconds(num_bytes)
+        if pull_s <= _TIME_SHARE * (tokens - reused_tokens) / candidate.prefill_tokens_per_s:
+            found.append(Source(rank, tokens, matched_tokens, running, pull_s))
+            if len(found) == _MOST_SOURCES:
+                break
+    return tuple(found)
+
+
+def _pulled_bytes(layout: KvLayout, held: int, end: int) -> float:
+    """Return the bytes of the tokens [held, end), and of what is carried to there."""
+    attention = (end - held) * layout.page_bytes / layout.page_size if end > held else 0.0
+    return attention + carried_bytes(layout, end) if layout.groups else attention
+
+
+class Sources:
+    """These are the sources as one router knows them. `index_block` is in tokens."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        balance: Balance,
+        index_block: int,
+        is_connected: Callable[[RankKey], bool],
+    ) -> None:
+        self._index = index
+        self._balance = balance
+        self._block = index_block
+        self._is_connected = is_connected
+        self._lending: dict[RankKey, Registration] = {}
+        self._pulling: set[RankKey] = set()
+        self._layouts: dict[RankKey, KvLayout] = {}
+
+    def set_ranks(self, ranks: Iterable[Registration]) -> None:
+        """Look among these; without any nothing is ever pulled."""
+        ranks = list(ranks)
+        self._lending = {rank.id.key: rank for rank in ranks if LENDS in rank.capabilities}
+        self._pulling = {rank.id.key for rank in ranks if PULLS in rank.capabilities}
+        known: dict[KvLayout, KvLayout] = {}
+        alike = ((rank.id.key, what_must_agree(rank.layout)) for rank in ranks)
+        self._layouts = {key: known.setdefault(layout, layout) for key, layout in alike}
+
+    def holders(self, snapshot: RankSnapshot) -> Sequence[Holder]:
+        """Return who may be the source of anybody for the prompt."""
+        if not self._lending or not self._pulling:
+            return ()
+        found: list[Found] = []
+        for key, blocks in snapshot.held().deepest():
+            if len(found) == _LOOKED_AT or (found and blocks < _LEAST_SHARE * found[0][2]):
+                break
+            rank = self._lending.get(key)
+            if rank is not None and self._may_lend(rank, snapshot):
+                found.append((key, rank, blocks))
+        return deepest(self._holders(found, snapshot))
+
+    def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[Source, ...]:
+        """Return a candidate's sources among the holders of the same prompt."""
+        key = candidate.id.key
+        if key not in self._pulling or candidate.excluded or candidate.reused_tokens >= holders[0].tokens:
+            return ()
+        return sources_of(candidate, self._layouts[key], holders, self._balance.pull_pace)
+
+    def _may_lend(self, rank: Registration, snapshot: RankSnapshot) -> bool:
+        key = rank.id.key
+        if rank.id in snapshot.asked.tried or not self._balance.may_lend(key):
+            return False
+        return rank.role is Role.PREFILL or self._is_connected(key)
+
+    def _holders(self, found: Sequence[Found], snapshot: RankSnapshot) -> Iterable[Holder]:
+        asked, balance, now, block = snapshot.asked, self._balance, self._balance.clock(), self._block
+        furthest = asked.most_reused // block
+        telling = {key: min(blocks, furthest) for key, rank, blocks in found if rank.tells_resume_points}
+        points = self._index.resume_points.deepest(asked.hashes, telling) if telling else {}
+        for key, rank, blocks in found:
+            if key in telling:
+                matched, trust = points.get(key, 0) * block, balance.resume_trust
+            else:
+                matched, trust = blocks * block, balance.trust
+            matched = min(matched, asked.most_reused)
+            tokens = trust.worth(key, matched, now)
+            yield Holder(rank.id, self._layouts[key], tokens, matched, snapshot.now(key).running)
