@@ -1,0 +1,298 @@
+"""The books say which slot of which tier holds which block, and which block goes when room is needed.
+
+    slot \\ event   claim    written   write failed   read begins, ends   evicted   digest differs, I/O error
+    FREE           WRITING  -         -              -                   -         -
+    WRITING        -        HELD      FREE           -                   -         FREE once it has ended
+    HELD           -        -         -              busy +1, -1         FREE      BAD
+    BAD            -        FREE at the end of the last that uses it: nobody begins to
+
+Tiers stand in order, the nearest first. A block has one place. It moves down a tier when room is needed in
+its own, the leaves first, and the last tier lets it go.
+
+Rule 1 (closure): a block's parent is in some tier too, or it is a first block. So what is found of a prefix
+        begins at its start, and after a restart nothing is left over that nobody can reach. A block is let
+        go only after its children; where one is bad, its descendants go with it.
+Rule 2: a slot is in one place: free, or of one block, or the target of one move.
+Rule 3: a slot that is being read, written or moved is neither given up nor written anew.
+Rule 4: a use of a block is a use of its ancestors, so children are older than their parents.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from services.kv.tiers.keys import ROOT
+from services.values.errors import ProtocolError
+
+
+class Place(NamedTuple):
+    tier: int
+    slot: int
+
+
+class SlotState(Enum):
+    WRITING = "writing"
+    HELD = "held"
+    BAD = "bad"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Block:
+    """It is a block in a slot. Everybody may read it; only TierBooks writes it."""
+
+    key: bytes
+    parent: "Block | None"
+    block_hash: int  # It is the index's.
+    place: Place
+    sequence: int  # It counts the blocks claimed: a later one has the more recent record.
+    state: SlotState = SlotState.WRITING
+    digest: int = 0  # It is of the slot's bytes, once it is held.
+    busy: int = 0  # So many read, write or move it.
+    moves_to: Place | None = None
+    children: "set[Block]" = field(default_factory=set)
+
+    @property
+    def parent_key(self) -> bytes:
+        return ROOT if self.parent is None else self.parent.key
+
+    def __repr__(self) -> str:
+        return f"Block({self.key.hex()[:8]} {self.state.value} at={self.place} busy={self.busy})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A slot's record says this."""
+
+    slot: int
+    key: bytes
+    parent_key: bytes
+    block_hash: int
+    digest: int
+    sequence: int
+
+
+class TierBooks:
+    def __init__(self, num_slots: Sequence[int]) -> None:
+        """`num_slots` are those of each tier, the nearest one first."""
+        self._num_slots = tuple(num_slots)
+        self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
+        self._blocks: dict[bytes, Block] = {}
+        # They are those of `_blocks`, by tier, the least recently used first.
+        self._by_use: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_slots]
+        self._leaving: set[Block] = set()  # They are BAD, and somebody uses their slots.
+        self._sequence = 0
+
+    def __repr__(self) -> str:
+        return f"TierBooks(blocks={len(self._blocks)} free={[len(slots) for slots in self._free]})"
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def free_slots(self, tier: int) -> int:
+        return len(self._free[tier])
+
+    def load(self, stored: Sequence[Iterable[Stored]]) -> None:
+        """Take over what a former life's records say, by tier: what is closed under parents.
+
+        The books are empty. Of two records of one key the later one counts.
+        """
+        placed = [(each, tier) for tier, records in enumerate(stored) for each in records]
+        placed.sort(key=lambda pair: pair[0].sequence)
+        newest = {each.key: (each, tier) for each, tier in placed}
+        taken: list[set[int]] = [set() for _ in self._num_slots]
+        for key in newest:
+            for each, tier in _unplaced_path(key, newest, self._blocks):
+                block = self._place(each, Place(tier, each.slot))
+                taken[tier].add(block.place.slot)
+        self._free = [
+            [slot for slot in reversed(range(count)) if slot not in used]
+            for count, used in zip(self._num_slots, taken, strict=True)
+        ]
+
+    def _place(self, stored: Stored, place: Place) -> Block:
+        parent = self._blocks.get(stored.parent_key)
+        block = Block(stored.key, parent, stored.block_hash, place, stored.sequence)
+        block.state, block.digest = SlotState.HELD, stored.digest
+        self._sequence = max(self._sequence, stored.sequence)
+        self._add(block)
+        return block
+
+    def find(self, keys: Iterable[bytes]) -> list[Block]:
+        """Return the held blocks of these keys up to the first that is not; it is no use of them."""
+        found: list[Block] = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.state is not SlotState.HELD:
+                break
+            found.append(block)
+        return found
+
+    def use(self, block: Block) -> None:
+        """Note that it has been asked for, and with it all before it."""
+        at: Block | None = block
+        while at is not None:
+            self._by_use[at.place.tier].move_to_end(at)
+            at = at.parent
+
+    def claim(self, key: bytes, parent_key: bytes, block_hash: int) -> Block | None:
+        """Take a slot of the first tier for a block that is to be written.
+
+        Returns None where it is here already, its parent is not, or there is no room.
+        """
+        parent = self._blocks.get(parent_key)
+        if key in self._blocks or (parent is None and parent_key != ROOT):
+            return None
+        slot = self._take(0, spared=parent)
+        if slot is None:
+            return None
+        self._sequence += 1
+        block = Block(key, parent, block_hash, Place(0, slot), self._sequence, busy=1)
+        self._add(block)
+        return block
+
+    def written(self, block: Block, digest: int) -> None:
+        block.digest = digest
+        if block.state is SlotState.WRITING:
+            block.state = SlotState.HELD
+        self._unbusy(block)
+
+    def write_failed(self, block: Block) -> None:
+        self.drop(block)
+        self._unbusy(block)
+
+    def begin_read(self, block: Block) -> None:
+        if block.state is not SlotState.HELD:
+            raise ProtocolError(f"{block} cannot be read")
+        block.busy += 1
+
+    def end_read(self, block: Block, *, good: bool = True) -> None:
+        if not good:
+            self.drop(block)
+        self._unbusy(block)
+
+    def begin_move(self, tier: int) -> Block | None:
+        """Begin to move the least recently used leaf of a tier down to the next one.
+
+        Returns None where there is no next tier, no such leaf, or no room.
+        """
+        if tier + 1 >= len(self._num_slots):
+            return None
+        block = next((b for b in self._by_use[tier] if self._may_move(b)), None)
+        if block is None or (slot := self._take(tier + 1, spared=block)) is None:
+            return None
+        block.moves_to = Place(tier + 1, slot)
+        block.busy += 1
+        return block
+
+    def moved(self, block: Block, *, good: bool = True) -> None:
+        """Note the end of a move; a block that somebody reads meanwhile stays where it is."""
+        target, block.moves_to = block.moves_to, None
+        assert target is not None
+        if good and block.state is SlotState.HELD and block.busy == 1:
+            del self._by_use[block.place.tier][block]
+            target, block.place = block.place, target
+            self._by_use[block.place.tier][block] = None
+            if block.parent is not None and block.parent.place.tier == block.place.tier:
+                self.use(block.parent)  # A parent is the more recent one.
+        self._free[target.tier].append(target.slot)
+        self._unbusy(block)
+
+    def drop(self, block: Block) -> None:
+        """Forget a block and all its descendants. A slot that somebody uses is free when that has ended."""
+        if block.state is SlotState.BAD:
+            return
+        falling = [block]
+        for each in falling:  # It grows meanwhile: a path may be longer than Python recurses.
+            falling.extend(each.children)
+        for each in reversed(falling):
+            self._remove(each)
+            each.state = SlotState.BAD
+            if each.busy:
+                self._leaving.add(each)
+            else:
+                self._free[each.place.tier].append(each.place.slot)
+
+    def count(self, tier: int, state: SlotState) -> int:
+        return sum(block.state is state for block in self._all() if block.place.tier == tier)
+
+    def check(self) -> None:
+        """Walk everything. Raises AssertionError where a rule is broken."""
+        places = [Place(tier, slot) for tier, slots in enumerate(self._free) for slot in slots]
+        for block in self._all():
+            places += [block.place] if block.moves_to is None else [block.place, block.moves_to]
+        due = [Place(tier, slot) for tier, count in enumerate(self._num_slots) for slot in range(count)]
+        assert sorted(places) == due, f"slots are lost, or in two places: {sorted(places)}"
+        for key, block in self._blocks.items():
+            self._check_block(key, block)
+        for block in self._leaving:
+            assert block.state is SlotState.BAD and block.busy > 0, f"{block} should be free"
+
+    def _check_block(self, key: bytes, block: Block) -> None:
+        assert block.key == key and block.state is not SlotState.BAD, f"{block} stands in the wrong place"
+        assert block in self._by_use[block.place.tier], f"{block} can never go"
+        parent = block.parent
+        if parent is not None:
+            assert self._blocks.get(parent.key) is parent, f"{block} has no parent here"
+            assert block in parent.children, f"{parent} does not know {block}"
+
+    def _all(self) -> Iterable[Block]:
+        return (*self._blocks.values(), *self._leaving)
+
+    def _add(self, block: Block) -> None:
+        self._blocks[block.key] = block
+        self._by_use[block.place.tier][block] = None
+        if block.parent is not None:
+            block.parent.children.add(block)
+        self.use(block)
+
+    def _remove(self, block: Block) -> None:
+        del self._blocks[block.key]
+        del self._by_use[block.place.tier][block]
+        if block.parent is not None:
+            block.parent.children.discard(block)
+
+    def _take(self, tier: int, spared: Block | None) -> int | None:
+        """Return a free slot of a tier, letting a leaf go for it where there is none.
+
+        `spared` and what leads to it stay.
+        """
+        if not self._free[tier] and (leaf := self._next_leaf(tier, spared)) is not None:
+            self.drop(leaf)
+        return self._free[tier].pop() if self._free[tier] else None
+
+    def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
+        may_go = (b for b in self._by_use[tier] if _is_idle(b) and not b.children and b is not spared)
+        return next(may_go, None)
+
+    def _may_move(self, block: Block) -> bool:
+        tier = block.place.tier
+        return _is_idle(block) and all(child.place.tier != tier for child in block.children)
+
+    def _unbusy(self, block: Block) -> None:
+        block.busy -= 1
+        if block in self._leaving and not block.busy:
+            self._leaving.remove(block)
+            self._free[block.place.tier].append(block.place.slot)
+
+
+def _is_idle(block: Block) -> bool:
+    return block.state is SlotState.HELD and not block.busy
+
+
+def _unplaced_path(
+    key: bytes, newest: dict[bytes, tuple[Stored, int]], placed: dict[bytes, Block]
+) -> list[tuple[Stored, int]]:
+    """Return the records down to `key` that have no place yet, a first block's first; none where one is
+    missing."""
+    path: list[tuple[Stored, int]] = []
+    while key != ROOT and key not in placed:
+        if key not in newest or len(path) > len(newest):  # A circle would be a forged table.
+            return []
+        path.append(newest[key])
+        key = newest[key][0].parent_key
+    return path[::-1]

@@ -1,0 +1,181 @@
+"""The books of what lies below a pool, against a plain oracle."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from services.kv.tiers.books import SlotState, Stored, TierBooks
+from services.kv.tiers.keys import ROOT
+from services.values.errors import ProtocolError
+
+PATHS = [(a,) * depth + (b,) for a in range(2) for depth in range(4) for b in range(3)]
+
+
+def key_of(path):
+    return bytes(path).ljust(15, b"\xff") + bytes([len(path)]) if path else ROOT
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """`contents` is the oracle: what the bytes of each slot are, as whoever writes them leaves them."""
+
+    writes = Bundle("writes")
+    reads = Bundle("reads")
+    moves = Bundle("moves")
+
+    def __init__(self):
+        super().__init__()
+        self.books = TierBooks([4, 3])
+        self.contents = {}  # by place
+        self.in_use = []  # places that somebody reads or writes
+
+    @rule(target=writes, path=st.sampled_from(PATHS))
+    def claim(self, path):
+        before = set(self.books._blocks)
+        block = self.books.claim(key_of(path), key_of(path[:-1]), 7)
+        if block is None:
+            assert set(self.books._blocks) == before
+            return multiple()
+        assert key_of(path[:-1]) in {*before, ROOT}, "it was taken without its parent"
+        self._write(block.place)
+        return path, block
+
+    @rule(write=consumes(writes), good=st.booleans())
+    def end_write(self, write, good):
+        path, block = write
+        self.in_use.remove(block.place)
+        if good:
+            self.contents[block.place] = key_of(path)
+            self.books.written(block, digest=len(path))
+        else:
+            self.contents[block.place] = None
+            self.books.write_failed(block)
+
+    @rule(target=reads, path=st.sampled_from(PATHS), data=st.data())
+    def begin_read(self, path, data):
+        keys = [key_of(path[: end + 1]) for end in range(len(path))]
+        found = self.books.find(keys)
+        for block, key in zip(found, keys, strict=False):
+            assert self.contents[block.place] == key, "another block lies in its slot"
+        if not found:
+            return multiple()
+        block = found[-1]
+        self.books.use(block)
+        self.books.begin_read(block)
+        self.in_use.append(block.place)
+        return block, block.place
+
+    @rule(read=consumes(reads), good=st.booleans())
+    def end_read(self, read, good):
+        block, place = read
+        assert self.contents[place] == block.key, "it was overwritten while it was read"
+        self.in_use.remove(place)
+        self.books.end_read(block, good=good)
+
+    @rule(target=moves)
+    def begin_move(self):
+        block = self.books.begin_move(0)
+        if block is None:
+            return multiple()
+        assert all(child.place.tier == 1 for child in block.children), "leaves go first"
+        self._write(block.moves_to)
+        self.in_use.append(block.place)
+        return block, block.place, block.moves_to
+
+    @rule(move=consumes(moves), good=st.booleans())
+    def end_move(self, move, good):
+        block, source, target = move
+        assert self.contents[source] == block.key
+        self.in_use.remove(source)
+        self.in_use.remove(target)
+        self.contents[target] = block.key if good else None
+        self.books.moved(block, good=good)
+
+    @rule()
+    def restart(self):
+        """Whoever reads the table now has all that is held, and nothing else."""
+        stored = [
+            [
+                Stored(b.place.slot, b.key, b.parent_key, b.block_hash, b.digest, b.sequence)
+                for b in self.books._blocks.values()
+                if b.place.tier == tier and b.state is SlotState.HELD
+            ]
+            for tier in range(2)
+        ]
+        again = TierBooks([4, 3])
+        again.load(stored)
+        again.check()
+        held = {s.key for tier in stored for s in tier}
+        parents = {s.key: s.parent_key for tier in stored for s in tier}
+
+        def is_closed(key):
+            return key == ROOT or (key in held and is_closed(parents[key]))
+
+        assert set(again._blocks) == {key for key in held if is_closed(key)}
+
+    @invariant()
+    def holds(self):
+        self.books.check()
+        for block in self.books._blocks.values():
+            if block.state is SlotState.HELD:
+                assert self.contents[block.place] == block.key
+
+    def _write(self, place):
+        assert place not in self.in_use, "a slot in use is written"
+        self.in_use.append(place)
+        self.contents[place] = "being written"
+
+
+TestBooks = BooksMachine.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def held(books, path):
+    block = books.claim(key_of(path), key_of(path[:-1]), 0)
+    books.written(block, 0)
+    return block
+
+
+def test_the_least_recently_used_leaf_goes_and_never_a_parent_before_it():
+    books = TierBooks([3])
+    first, second = held(books, (1,)), held(books, (1, 1))
+    other = held(books, (2,))
+    books.use(second)
+    assert held(books, (3,)).place == other.place  # it was the oldest that leads to nothing
+    assert held(books, (4,)).place == second.place
+    assert [b.key for b in books.find([key_of((1,))])] == [first.key]
+
+
+def test_a_bad_block_takes_its_descendants_along_once_nobody_reads_them():
+    books = TierBooks([3])
+    first, second = held(books, (1,)), held(books, (1, 1))
+    books.begin_read(first)
+    books.begin_read(second)
+    books.end_read(first, good=False)
+    assert (len(books), books.free_slots(0)) == (0, 2)
+    with pytest.raises(ProtocolError):
+        books.begin_read(second)
+    books.end_read(second)
+    assert books.free_slots(0) == 3
+    books.check()
+
+
+def test_a_tier_moves_what_it_cannot_keep_down_to_the_next_one():
+    books = TierBooks([2, 2])
+    first, second = held(books, (1,)), held(books, (1, 1))
+    assert books.begin_move(0) is second  # the leaf first
+    books.moved(second)
+    assert (second.place.tier, books.free_slots(0)) == (1, 1)
+    assert books.begin_move(0) is first  # its child lies below already
+    books.begin_read(first)
+    books.moved(first)
+    assert first.place.tier == 0, "it was read meanwhile"
+    books.end_read(first)
+    assert books.begin_move(1) is None
+    books.check()
+
+
+def test_a_table_that_leads_in_a_circle_is_of_no_use():
+    books = TierBooks([2])
+    books.load([[Stored(0, b"a" * 16, b"b" * 16, 0, 0, 1), Stored(1, b"b" * 16, b"a" * 16, 0, 0, 2)]])
+    assert (len(books), books.free_slots(0)) == (0, 2)
