@@ -1,0 +1,206 @@
+"""A copy brings blocks from the pool down to a slab, up again, or from one slab to the next.
+
+The tier's thread runs it; who wants it may stop it at any time:
+
+    engine's thread        stop() ......... returns once no page of the pool is touched any more
+    tier's thread    run:  read, compare digests, [lock: copy one block, unless stopped], and so on
+
+A copy between a slab and the pool goes through a buffer of the tier's own, and only the last step, from
+memory to memory, is under the lock. So a disk that never answers holds no page of the pool, and an eviction,
+a retraction or the end of a request waits for a copy of one block at the most.
+
+Rule 1: nothing of a slot comes into a page before its digest has been compared.
+Rule 2: a page that is lent anew is copied from no more: its copy down is stopped before.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.kv.page_digest import digest_of
+from services.kv.tiers.books import Block, Place, Stored
+from services.kv.tiers.wait_or_cut import Left
+from services.tier.slab import Slab
+from services.values.kv import PageId, PoolMemory
+
+Clock = Callable[[], float]
+
+
+class Staging:
+    """It is a slot's worth of bytes of the tier's thread, between the slabs and the pool."""
+
+    def __init__(self, slot_bytes: int, page_bytes: int, pool: PoolMemory) -> None:
+        self._page_bytes = page_bytes
+        self._pool_address = pool.base_address
+        buffer = (ctypes.c_char * slot_bytes)()
+        self._address = ctypes.addressof(buffer)
+        self.bytes = memoryview(buffer).cast("B")
+
+    def take(self, pages: Sequence[PageId]) -> None:
+        """Copy pages of the pool here."""
+        for index, page in enumerate(pages):
+            ctypes.memmove(self._address + index * self._page_bytes, self._of(page), self._page_bytes)
+
+    def give(self, pages: Sequence[PageId], first: int) -> None:
+        """Copy the block's pages from the `first` on into these of the pool."""
+        for index, page in enumerate(pages, start=first):
+            ctypes.memmove(self._of(page), self._address + index * self._page_bytes, self._page_bytes)
+
+    def _of(self, page: PageId) -> int:
+        return self._pool_address + page * self._page_bytes
+
+
+class Copy:
+    """It is one job of the tier's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.error: OSError | None = None
+
+    def stop(self) -> None:
+        """Touch no page of the pool any more, from when this returns on."""
+        with self._lock:
+            self._stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
+    def _with_pool(self, copy: Callable[[], None]) -> bool:
+        """Copy from or to the pool, unless it has been stopped."""
+        with self._lock:
+            if not self._stopped:
+                copy()
+            return not self._stopped
+
+    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+        """Do it. What fails is noted, and raised nowhere."""
+        raise NotImplementedError
+
+
+class Store(Copy):
+    """It brings one block from its pages into its slot. `digest` is set where that worked."""
+
+    def __init__(self, block: Block, pages: Sequence[PageId]) -> None:
+        super().__init__()
+        self.block = block
+        self.pages = tuple(pages)
+        self.digest: int | None = None
+        self._place, self._record = block.place, record_of(block)
+
+    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+        if not self._with_pool(lambda: staging.take(self.pages)):
+            return
+        try:
+            self.digest = slabs[self._place.tier].write(self._place.slot, staging.bytes, self._record)
+        except OSError as error:
+            self.error = error
+
+
+class Move(Copy):
+    """It brings one block from its slot into another tier's."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        assert block.moves_to is not None
+        self.block = block
+        self.is_done = False
+        self._source, self._target, self._record = block.place, block.moves_to, record_of(block)
+
+    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+        try:
+            slabs[self._source.tier].read(self._source.slot, staging.bytes)
+            if is_whole(staging.bytes, self._record.digest):
+                slabs[self._target.tier].write(self._target.slot, staging.bytes, self._record)
+                self.is_done = True
+        except OSError as error:
+            self.error = error
+
+
+class LoadEnd(Enum):
+    WHOLE = "whole"
+    STOPPED = "stopped"
+    SLOW = "slow"  # What was left would have been computed sooner.
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """These pages of a block are wanted, from its `first` on."""
+
+    block: Block
+    place: Place
+    digest: int
+    first: int
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is read is compared with this: `tokens` of each piece would be computed instead."""
+
+    tokens: int
+    computed_tokens_per_s: float
+    clock: Clock = field(default=time.monotonic)
+
+
+class Load(Copy):
+    """It brings blocks up into pages, in order; the first `num_done` have come at any time."""
+
+    def __init__(self, pieces: Sequence[Piece], pace: Pace) -> None:
+        super().__init__()
+        self.pieces = tuple(pieces)
+        self.num_done = 0
+        self.num_bytes = 0
+        self.took_s = 0.0
+        self.end = LoadEnd.STOPPED
+        self._pace = pace
+
+    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+        began_s = self._pace.clock()
+        try:
+            self.end = self._run(slabs, staging, began_s)
+        except OSError as error:
+            self.error, self.end = error, LoadEnd.FAILED
+
+    def _run(self, slabs: Sequence[Slab], staging: Staging, began_s: float) -> LoadEnd:
+        for piece in self.pieces:
+            if self._stopped:
+                return LoadEnd.STOPPED
+            if not self._is_worth_reading(len(staging.bytes)):
+                return LoadEnd.SLOW
+            slabs[piece.place.tier].read(piece.place.slot, staging.bytes)
+            if not is_whole(staging.bytes, piece.digest):
+                return LoadEnd.CORRUPT
+            if not self._with_pool(lambda piece=piece: self._give(staging, piece)):  # type: ignore[misc]
+                return LoadEnd.STOPPED
+            self.num_bytes += len(staging.bytes)
+            self.took_s = self._pace.clock() - began_s
+        return LoadEnd.WHOLE
+
+    def _give(self, staging: Staging, piece: Piece) -> None:
+        staging.give(piece.pages, piece.first)
+        self.num_done += 1
+
+    def _is_worth_reading(self, slot_bytes: int) -> bool:
+        if self.num_done == 0:
+            return True
+        pace, left = self._pace, len(self.pieces) - self.num_done
+        rate = self.num_bytes / max(self.took_s, 1e-6)
+        return Left(left * slot_bytes, left * pace.tokens, rate, pace.computed_tokens_per_s).is_worth_reading
+
+
+def record_of(block: Block) -> Stored:
+    return Stored(
+        block.place.slot, block.key, block.parent_key, block.block_hash, block.digest, block.sequence
+    )
+
+
+def is_whole(content: memoryview, digest: int) -> bool:
+    """Return whether a slot's bytes are those that were written."""
+    return digest_of(content) == digest

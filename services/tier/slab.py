@@ -1,0 +1,216 @@
+"""A slab is one file of equal slots behind a table of records, in memory or on a disk, with one format.
+
+    header   magic, TIER_FORMAT, layout id, bytes of a slot, slots, XXH3 of these
+    table    64 bytes a slot: key 16 | parent 16 | index hash 8 | digest 8 | sequence 8 | XXH3 of these 56
+    slots    a block's pages each, as they lie in the pool
+
+It is allocated at the start, so it is full then or never. A payload is written before its record, and nothing
+is synced: a slot torn by a crash has another digest than its record says, and counts as not held. A file is
+mode 0600, for KV is as secret as the prompt that it was computed from.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+from services.kv.page_digest import digest_of
+from services.kv.tiers.books import Stored
+from services.kv.tiers.keys import TIER_FORMAT
+from services.values.errors import ConfigError
+
+_HEADER = Struct("<8sI8sQQQ")
+_MAGIC = b"isthmusT"
+_RECORD = Struct("<16s16sQQQQ")
+_RECORDED = _RECORD.size - 8  # These bytes are under the record's own digest.
+_PAGE = 4096
+_TABLE_READ = 1 << 20
+
+
+class SlabInUse(Exception):
+    """Another life of the rank has it still."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileCalls:
+    """These calls of the system may fail; tests have them fail."""
+
+    pread: Callable[[int, Sequence[Any], int], int] = os.preadv
+    pwrite: Callable[[int, Sequence[Any], int], int] = os.pwritev
+    allocate: Callable[[int, int, int], None] = os.posix_fallocate
+
+
+@dataclass(frozen=True, slots=True)
+class SlabShape:
+    layout_id: bytes
+    slot_bytes: int
+    num_slots: int
+
+    @classmethod
+    def fitting(cls, layout_id: bytes, slot_bytes: int, size_bytes: int) -> "SlabShape":
+        """Return the one with most slots that takes no more. Raises ConfigError where not one fits."""
+        num_slots = max(0, (size_bytes - 2 * _PAGE) // (slot_bytes + _RECORD.size))
+        if num_slots == 0:
+            raise ConfigError(f"--kv-tier: {size_bytes} bytes have no room for a block of {slot_bytes}")
+        return cls(layout_id, slot_bytes, num_slots)
+
+    @property
+    def slots_at(self) -> int:
+        return _PAGE + -(-self.num_slots * _RECORD.size // _PAGE) * _PAGE
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots_at + self.num_slots * self.slot_bytes
+
+    @property
+    def header(self) -> bytes:
+        fields = (_MAGIC, TIER_FORMAT, self.layout_id, self.slot_bytes, self.num_slots)
+        return _HEADER.pack(*fields, digest_of(memoryview(_HEADER.pack(*fields, 0))))
+
+
+class Slab:
+    """One thread reads and writes it. `close` gives it up to the next life."""
+
+    def __init__(self, name: str, fd: int, shape: SlabShape, calls: FileCalls = FileCalls()) -> None:
+        """Take over a file that is locked and allocated; what another layout has left is forgotten.
+
+        Raises OSError.
+        """
+        self.name = name
+        self.shape = shape
+        self._fd = fd
+        self._calls = calls
+        self.was_kept = self._read_header() == shape.header
+        if not self.was_kept:
+            self._format()
+
+    def __repr__(self) -> str:
+        return f"Slab({self.name} {self.shape.num_slots} x {self.shape.slot_bytes})"
+
+    def records(self) -> list[Stored]:
+        """Return what the table says, without records that are torn or empty. Raises OSError."""
+        table = bytearray(self.shape.num_slots * _RECORD.size)
+        for start in range(0, len(table), _TABLE_READ):
+            self._pread(memoryview(table)[start : start + _TABLE_READ], _PAGE + start)
+        found = (_unpacked(slot, record) for slot, record in enumerate(_records_of(table)))
+        return [stored for stored in found if stored is not None]
+
+    def write(self, slot: int, payload: memoryview, record: Stored) -> int:
+        """Write a slot, then its record; return the digest. Raises OSError: the slot holds nothing then."""
+        digest = digest_of(payload)
+        self._pwrite(payload, self._at(slot))
+        self._pwrite(_packed(replace(record, digest=digest)), _PAGE + slot * _RECORD.size)
+        return digest
+
+    def read(self, slot: int, buffer: memoryview) -> None:
+        """Fill the buffer with a slot. Raises OSError, also where the file ends before."""
+        self._pread(buffer, self._at(slot))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _at(self, slot: int) -> int:
+        return self.shape.slots_at + slot * self.shape.slot_bytes
+
+    def _read_header(self) -> bytes:
+        header = bytearray(_HEADER.size)
+        self._pread(memoryview(header), 0)
+        return bytes(header)
+
+    def _format(self) -> None:
+        """Empty the table before the header says whose it is."""
+        self._pwrite(bytes(_HEADER.size), 0)
+        for start in range(_PAGE, self.shape.slots_at, _TABLE_READ):
+            self._pwrite(bytes(min(_TABLE_READ, self.shape.slots_at - start)), start)
+        self._pwrite(self.shape.header, 0)
+
+    def _pread(self, buffer: memoryview, at: int) -> None:
+        while buffer:
+            count = self._calls.pread(self._fd, [buffer], at)
+            if count == 0:
+                raise OSError(errno.EIO, f"{self.name} ends at byte {at}")
+            buffer, at = buffer[count:], at + count
+
+    def _pwrite(self, content: bytes | memoryview, at: int) -> None:
+        left = memoryview(content)
+        while left:
+            count = self._calls.pwrite(self._fd, [left], at)
+            if count == 0:
+                raise OSError(errno.EIO, f"{self.name} takes nothing at byte {at}")
+            left, at = left[count:], at + count
+
+
+def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
+    """Open the slab of one rank and layout, and make it where there is none.
+
+    Raises:
+        ConfigError: there is no room for it, or the directory cannot be written.
+        SlabInUse: another process has it.
+    """
+    path = directory / shape.layout_id.hex() / rank / "blocks"
+    try:
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--kv-tier: {path}: {error.strerror}") from error
+    return _opened(str(path), fd, shape, calls)
+
+
+def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
+    """Open the slab in a memfd that a supervisor holds, or with None in one that ends with this process.
+
+    Raises ConfigError and SlabInUse as open_file.
+    """
+    if fd is None:
+        own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
+    else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    return _opened("memory", own, shape, calls)
+
+
+def _opened(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise SlabInUse(f"{name} is another life's still") from error
+    try:
+        if os.fstat(fd).st_size != shape.size_bytes:
+            _allocate(fd, shape.size_bytes, calls)
+        return Slab(name, fd, shape, calls)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"--kv-tier: {name}: {shape.size_bytes} bytes: {error.strerror}") from error
+
+
+def _allocate(fd: int, size_bytes: int, calls: FileCalls) -> None:
+    """Give the file its size and its room. Raises OSError, and the file is empty then."""
+    try:
+        os.ftruncate(fd, size_bytes)
+        calls.allocate(fd, 0, size_bytes)
+    except OSError:
+        os.ftruncate(fd, 0)
+        raise
+
+
+def _records_of(table: bytearray) -> list[memoryview]:
+    view = memoryview(table)
+    return [view[start : start + _RECORD.size] for start in range(0, len(table), _RECORD.size)]
+
+
+def _packed(stored: Stored) -> bytes:
+    fields = (stored.key, stored.parent_key, stored.block_hash, stored.digest, stored.sequence)
+    record = _RECORD.pack(*fields, 0)
+    return _RECORD.pack(*fields, digest_of(memoryview(record)[:_RECORDED]))
+
+
+def _unpacked(slot: int, record: memoryview) -> Stored | None:
+    key, parent_key, block_hash, digest, sequence, own_digest = _RECORD.unpack(record)
+    if digest_of(record[:_RECORDED]) != own_digest:
+        return None
+    return Stored(slot, key, parent_key, block_hash, digest, sequence)

@@ -1,0 +1,92 @@
+"""The tier's thread runs one copy at a time, those that requests wait for first.
+
+engine's thread --reads, writes (bounded)--> [ reads | writes ] --> tier's thread --done--> engine's thread
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from services.process.turn_watch import TurnWatch, stack_of
+from services.tier.copies import Copy, Load, Staging
+from services.tier.slab import Slab
+
+log = logging.getLogger(__name__)
+
+_MOST_READS = 64
+MOST_WRITES = 64
+
+
+class TierThread:
+    def __init__(self, slabs: Sequence[Slab], staging: Staging, done: Callable[[Copy], None]) -> None:
+        """`done` is called on this thread with each copy that has ended; it must neither raise nor wait."""
+        self._slabs = slabs
+        self._staging = staging
+        self._done = done
+        self._reads: deque[Copy] = deque()
+        self._writes: deque[Copy] = deque()
+        self._running: Copy | None = None
+        self._stopping = False
+        self._news = threading.Condition()
+        self.watch = TurnWatch()
+        self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_writes(self) -> int:
+        """Return how many copies down wait."""
+        return len(self._writes)
+
+    def submit(self, copy: Copy) -> bool:
+        """Queue a copy; return False where too many wait already."""
+        is_read = isinstance(copy, Load)
+        queue, most = (self._reads, _MOST_READS) if is_read else (self._writes, MOST_WRITES)
+        with self._news:
+            if self._stopping or len(queue) >= most:
+                return False
+            queue.append(copy)
+            self._news.notify()
+        return True
+
+    def stop(self, patience_s: float) -> None:
+        """End what waits and what runs; close the slabs, unless the thread hangs."""
+        with self._news:
+            self._stopping = True
+            left = [*self._reads, *self._writes, *([self._running] if self._running is not None else ())]
+            self._news.notify()
+        for copy in left:
+            copy.stop()
+        self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            for slab in self._slabs:
+                slab.close()
+
+    def stack(self) -> str:
+        return stack_of(self._thread)
+
+    def _run(self) -> None:
+        try:
+            self._live()
+        except Exception:
+            # This is our own mistake. Whoever waits for a copy does so within bounds, and computes.
+            log.critical("tier_crashed", exc_info=True)
+            self._stopping = True
+        self.watch.rests()
+
+    def _live(self) -> None:
+        while (copy := self._next()) is not None:
+            self.watch.begins()
+            copy.run(self._slabs, self._staging)
+            self._done(copy)
+
+    def _next(self) -> Copy | None:
+        with self._news:
+            self._running = None
+            while not (self._stopping or self._reads or self._writes):
+                self.watch.rests()
+                self._news.wait()
+            if self._stopping:
+                return None
+            self._running = (self._reads or self._writes).popleft()
+            return self._running
