@@ -16,6 +16,7 @@ Rule 2: a page that is lent anew is copied from no more: its copy down is stoppe
 import ctypes
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -142,7 +143,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What is read is compared with this: `tokens` of each piece would be computed instead."""
+    """It is what reading is compared with: `tokens` of each piece would be computed instead."""
 
     tokens: int
     computed_tokens_per_s: float
@@ -156,43 +157,45 @@ class Load(Copy):
         super().__init__()
         self.pieces = tuple(pieces)
         self.num_done = 0
-        self.num_bytes = 0
-        self.took_s = 0.0
+        self.read_s: dict[int, float] = defaultdict(
+            float
+        )  # The seconds are those of each tier, by its place.
+        self.read_bytes: dict[int, int] = defaultdict(int)
         self.end = LoadEnd.STOPPED
         self._pace = pace
 
     def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
-        began_s = self._pace.clock()
         try:
-            self.end = self._run(slabs, staging, began_s)
+            self.end = self._run(slabs, staging)
         except OSError as error:
             self.error, self.end = error, LoadEnd.FAILED
 
-    def _run(self, slabs: Sequence[Slab], staging: Staging, began_s: float) -> LoadEnd:
+    def _run(self, slabs: Sequence[Slab], staging: Staging) -> LoadEnd:
         for piece in self.pieces:
+            began_s = self._pace.clock()
             if self._stopped:
                 return LoadEnd.STOPPED
-            if not self._is_worth_reading(len(staging.bytes)):
+            if not self._is_worth_reading():
                 return LoadEnd.SLOW
             slabs[piece.place.tier].read(piece.place.slot, staging.bytes)
             if not is_whole(staging.bytes, piece.digest):
                 return LoadEnd.CORRUPT
             if not self._with_pool(lambda piece=piece: self._give(staging, piece)):  # type: ignore[misc]
                 return LoadEnd.STOPPED
-            self.num_bytes += len(staging.bytes)
-            self.took_s = self._pace.clock() - began_s
+            self.read_bytes[piece.place.tier] += len(staging.bytes)
+            self.read_s[piece.place.tier] += self._pace.clock() - began_s
         return LoadEnd.WHOLE
 
     def _give(self, staging: Staging, piece: Piece) -> None:
         staging.give(piece.pages, piece.first)
         self.num_done += 1
 
-    def _is_worth_reading(self, slot_bytes: int) -> bool:
+    def _is_worth_reading(self) -> bool:
         if self.num_done == 0:
             return True
         pace, left = self._pace, len(self.pieces) - self.num_done
-        rate = self.num_bytes / max(self.took_s, 1e-6)
-        return Left(left * slot_bytes, left * pace.tokens, rate, pace.computed_tokens_per_s).is_worth_reading
+        seconds = left * sum(self.read_s.values()) / self.num_done
+        return Left(seconds, left * pace.tokens, pace.computed_tokens_per_s).is_worth_reading
 
 
 def record_of(block: Block) -> Stored:

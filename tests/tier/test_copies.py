@@ -62,7 +62,7 @@ def rank():
 def test_what_went_down_comes_up_into_other_pages(rank):
     first, second = rank.store(1, [0, 1]), rank.store(2, [2, 3], bytes([1]) * 16)
     load = rank.run(rank.load([(first, 1, [4]), (second, 0, [5, 6])]))  # page 0 of the first is here already
-    assert (load.end, load.num_done, load.num_bytes) == (LoadEnd.WHOLE, 2, 2 * SLOT)
+    assert (load.end, load.num_done, dict(load.read_bytes)) == (LoadEnd.WHOLE, 2, {0: 2 * SLOT})
     assert rank.pool[:, 0].tolist() == [1, 2, 3, 4, 2, 3, 4, 8]
     assert rank.books.begin_move(0) is second
     move = rank.run(Move(second))
@@ -140,7 +140,8 @@ def test_a_disk_that_never_answers_holds_up_nobody():
     rank.close()
 
 
-def test_reads_go_before_writes_and_the_queue_is_bounded(rank):
+def test_reads_go_before_writes_and_the_queue_is_bounded():
+    rank = Rank()
     block, ended, go = rank.store(1, [0, 1]), [], threading.Event()
 
     def done(copy):

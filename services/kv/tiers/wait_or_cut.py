@@ -1,7 +1,7 @@
 """Reading a prefix from below the pool is worth it while it is faster than computing it.
 
-    before      predicted = bytes / rate; not begun where computing takes no longer
-    meanwhile   read on only while bytes left / rate < tokens left / rate of computing
+    before      predicted = bytes / rate of the tier; not begun where computing takes no longer
+    meanwhile   read on only while what is left takes less time than to compute it, at the rate so far
     at most     4 times what was predicted, and a second where that is more: then it is cut
 
 Three errors in a row, or a rate below that of computing, and nothing is read or written for half a minute.
@@ -18,21 +18,16 @@ _OFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """This much of a prefix is still to be read; rates of 0 are not known."""
+    """So much of a prefix is still to be read; seconds and a rate of 0 are not known."""
 
-    num_bytes: int
+    read_s: float
     num_tokens: int
-    bytes_per_s: float
     computed_tokens_per_s: float
-
-    @property
-    def read_s(self) -> float:
-        return self.num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     @property
     def is_worth_reading(self) -> bool:
         """Return whether reading it takes less time than computing it; what is not known is tried."""
-        if not (self.bytes_per_s and self.computed_tokens_per_s):
+        if not (self.read_s and self.computed_tokens_per_s):
             return True
         return self.read_s * self.computed_tokens_per_s < self.num_tokens
 
@@ -55,6 +50,10 @@ class Trust:
 
     def is_off(self, now_s: float) -> bool:
         return now_s < self._off_until_s
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long it takes to read so many; 0 where that is not known."""
+        return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def note_read(self, num_bytes: int, took_s: float) -> None:
         self._errors = 0
