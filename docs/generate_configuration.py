@@ -70,9 +70,11 @@ _HEAD = """\
 
 Written by `docs/generate_configuration.py` from the code; `make lint` fails when it is out of date.
 
-Services and commands take flags as `--name=value`; what stands here in capitals is given by itself: `isthmus
-make-model /tmp/model --seed=1`. `...` marks what may be given several times (all but `--engine-arg` take
-commas as well). `--name=` is none, `--name` alone is true. `--help` prints the same.
+Services and commands take flags as `--name=value`. Here a flag stands with its default, or with a word such
+as TEXT if it has none; of choices, which `|` divides, the first is the default, unless the text says
+otherwise. What stands in capitals is given by itself: `isthmus make-model /tmp/model --seed=1`. `...` marks
+what may be given several times (all but `--engine-arg` take commas as well). `--name=` is none, `--name`
+alone is true. `--help` prints the same.
 
 The chart takes flags without the dashes: those of all services under `flags`, the others under
 `router.flags`, `prefill.flags` and `decode.flags`. If the column *chart* names a value, the chart makes the
@@ -141,14 +143,11 @@ def reference() -> str:
 
 def _table(section: Section) -> str:
     chart = section.chart_values is not None
-    rows = [
-        "| flag | default | " + ("chart | " if chart else "") + "meaning |",
-        "|---|---|" + "---|" * (1 + chart),
-    ]
+    rows = ["| flag | " + ("chart | " if chart else "") + "meaning |", "|---|" + "---|" * (1 + chart)]
     for flag in section.flags:
-        name = flag.name if flag.positional else f"--{flag.name}={_cell(flag.hint)}"
+        name = flag.name if flag.positional else f"--{flag.name}={_cell(_shown(flag))}"
         names = f"`{flag.bare}` or `{name}`" if flag.bare else f"`{name}`"
-        cells = [names + (" ..." if flag.repeated else ""), _default(flag)]
+        cells = [names + (" ..." if flag.repeated else "") + (", required" if flag.default is None else "")]
         if section.chart_values is not None:
             value = section.chart_values.get(flag.name, "")
             cells.append(value if value in ("", "set", "none") else f"`{value}`")
@@ -156,11 +155,12 @@ def _table(section: Section) -> str:
     return "\n".join(rows)
 
 
-def _default(flag: FlagDescription) -> str:
-    if flag.default is None:
-        return "required"
-    text = ",".join(flag.default)
-    return f"`{_cell(text)}`" if text else ""
+def _shown(flag: FlagDescription) -> str:
+    """Return the default, or what a value looks like; of choices, the default first unless several are."""
+    default = flag.default or ()
+    if flag.choices and len(default) == 1:
+        return "|".join([*default, *(choice for choice in flag.choices if choice not in default)])
+    return ",".join(default) or flag.hint
 
 
 def _cell(text: str) -> str:
