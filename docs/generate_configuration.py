@@ -77,9 +77,9 @@ what may be given several times (all but `--engine-arg` take commas as well). `-
 alone is true. `--help` prints the same.
 
 The chart takes flags without the dashes: those of all services under `flags`, the others under
-`router.flags`, `prefill.flags` and `decode.flags`. If the column *chart* names a value, the chart makes the
-flag from that value; *set* means that it sets the flag itself, *none* that the flag is of no use in pods.
-`values.schema.json` refuses such flags, and those that do not exist.
+`router.flags`, `prefill.flags` and `decode.flags`. If a value of the chart stands in brackets behind a flag,
+the chart makes the flag from that value; *set* means that it sets the flag itself, *none* that the flag is of
+no use in pods. `values.schema.json` refuses such flags, and those that do not exist.
 """
 
 
@@ -143,15 +143,15 @@ def reference() -> str:
 
 def _table(section: Section) -> str:
     chart = section.chart_values is not None
-    rows = ["| flag | " + ("chart | " if chart else "") + "meaning |", "|---|" + "---|" * (1 + chart)]
+    rows = ["| flag (chart) | meaning |" if chart else "| flag | meaning |", "|---|---|"]
     for flag in section.flags:
         name = flag.name if flag.positional else f"--{flag.name}={_cell(_shown(flag))}"
         names = f"`{flag.bare}` or `{name}`" if flag.bare else f"`{name}`"
-        cells = [names + (" ..." if flag.repeated else "") + (", required" if flag.default is None else "")]
-        if section.chart_values is not None:
-            value = section.chart_values.get(flag.name, "")
-            cells.append(value if value in ("", "set", "none") else f"`{value}`")
-        rows.append("| " + " | ".join([*cells, _cell(flag.help)]) + " |")
+        value = (section.chart_values or {}).get(flag.name, "")
+        names += " ..." if flag.repeated else ""
+        names += f" ({value if value in ('set', 'none') else f'`{value}`'})" if value else ""
+        names += ", required" if flag.default is None else ""
+        rows.append(f"| {names} | {_cell(flag.help)} |")
     return "\n".join(rows)
 
 
