@@ -55,7 +55,7 @@ _MOST_KEPT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PullBounds:
     """A source is waited for within these."""
 
     of_computing: float = 0.5  # This share of what computing would take, where that is known.
@@ -71,7 +71,7 @@ class Bounds:
         return min(self.most_s, max(self.least_s, self.of_computing * tokens / tokens_per_s))
 
 
-BOUNDS = Bounds()
+BOUNDS = PullBounds()
 
 
 class Pulling:
