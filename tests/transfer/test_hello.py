@@ -16,6 +16,8 @@ from services.values.kv import (
     KvTicket,
     PageRun,
     PoolMemory,
+    PullGrant,
+    PullRequest,
 )
 from services.values.rank import Generation, RankId, Room
 from services.wire import convert
@@ -107,6 +109,17 @@ MESSAGES = {
         status=pb.Status(room=TICKET.room, state=pb.Status.STATE_FAILED, reason="cut", unsettled=True)
     ),
     "abort_ack_unsettled": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room, unsettled=True)),
+    "pull_request": pb.HandshakeMessage(
+        pull_request=convert.pull_request_to_proto(
+            PullRequest(TICKET.room, TICKET.prefill_generation, "tenant", (1, 2, 128_000), 128, 129, 1234.5)
+        )
+    ),
+    "pull_grant": pb.HandshakeMessage(
+        pull_grant=convert.pull_grant_to_proto(PullGrant(TICKET.room, 256, with_draft=True))
+    ),
+    "status_of_a_refused_pull": pb.HandshakeMessage(
+        status=pb.Status(room=TICKET.room, state=pb.Status.STATE_REFUSED, reason="evicted", held_tokens=64)
+    ),
     "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.room)),
     "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room)),
     "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.room, write_until_s=1244.5)),

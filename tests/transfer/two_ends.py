@@ -72,12 +72,14 @@ class TwoEnds(Rooms):
     # -- commands -----------------------------------------------------------------------------------------
 
     def do_ask(self, command, room):
+        self.ask(room, int(command.options.get("prompt", 10)), int(command.options.get("from", 0)))
+
+    def ask(self, room, prompt_len, start):
         until_s = self.now_s + LEASE_S
         watch = RoomWatch(room, RankAddress(OWN, ""), self, until_s, lambda: self.now_s, self.seek)
         self.watches[room] = watch
         self.known[watch] = watch.state
-        command.options.update(until=str(int(until_s)), link=str(self.stream))
-        self.do_ticket(command, room)
+        self.ticket(room, prompt_len, start, self.stream, float(int(until_s)))
 
     def do_give_up(self, command, room):
         watch = next(watch for watch in reversed(self.known) if watch.room == room)

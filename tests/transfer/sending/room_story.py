@@ -115,6 +115,12 @@ _OF_A_ROOM = (
     "ask",
     "give-up",
     "renew",
+    "pull",
+    "grant",
+    "grant-again",
+    "refuse",
+    "late",
+    "leave",
 )
 
 
@@ -122,6 +128,8 @@ def words_of(message):
     if message.WhichOneof("message") == "abort_ack":
         unsettled = ", unsettled" * message.abort_ack.unsettled
         return f"{message.abort_ack.room:X} abort acknowledged{unsettled}"
+    if message.WhichOneof("message") == "pull_grant":
+        return f"{message.pull_grant.room:X} granted up to token {message.pull_grant.end}"
     status = message.status
     words = f"{status.room:X} {pb.Status.State.Name(status.state).removeprefix('STATE_').lower()}"
     if status.state == pb.Status.STATE_LANDED:
