@@ -27,7 +27,7 @@ from net.certificates import make_certificates
 from services.engine.engine_settings import EngineSettings
 from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.paged.shell import pulling
-from services.engine.paged.shell.pulling import Bounds
+from services.engine.paged.shell.pulling import PullBounds
 from services.engine.sglang.directory import look_up
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
@@ -227,7 +227,7 @@ async def test_what_another_rank_holds_is_pulled_and_the_tokens_are_the_oracles(
     if isinstance(engine, Sglang):
         assert not (engine.running.decode.lends or engine.running.prefill.pulls)
         pytest.skip("SGLang's ranks neither lend nor pull")
-    monkeypatch.setattr(pulling, "BOUNDS", Bounds(least_s=60.0, unknown_s=60.0, grant_s=60.0))
+    monkeypatch.setattr(pulling, "BOUNDS", PullBounds(least_s=60.0, unknown_s=60.0, grant_s=60.0))
     async with engine.pair(dp_size=2) as pair:
         first = await pair.generate(prompt_of(40), 9, Plan.LOCAL)
         turn = [*prompt_of(40), *first.tokens, *prompt_of(5, 9)]

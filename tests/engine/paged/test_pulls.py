@@ -10,7 +10,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from services.engine.fake import continuation, parse_carried
 from services.engine.paged.shell import pulling
-from services.engine.paged.shell.pulling import Bounds
+from services.engine.paged.shell.pulling import PullBounds
 from services.transfer.local import LocalTransport, _LandedWrite
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan, PullSource, RankAddress, RankId
@@ -28,7 +28,7 @@ def patient(monkeypatch):
 
 
 def wait(monkeypatch, seconds):
-    monkeypatch.setattr(pulling, "BOUNDS", Bounds(0.0, seconds, seconds, seconds, seconds))
+    monkeypatch.setattr(pulling, "BOUNDS", PullBounds(0.0, seconds, seconds, seconds, seconds))
 
 
 class Ranks(Pair):

@@ -8,7 +8,7 @@ import pytest
 from engine.pair import Pair
 from engine.torch.paired.families import SERVED, Talk, new_text, torch_settings
 from services.engine.paged.shell import pulling
-from services.engine.paged.shell.pulling import Bounds
+from services.engine.paged.shell.pulling import PullBounds
 from services.values.rank import Plan
 
 pytestmark = pytest.mark.exact
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.exact
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(pulling, "BOUNDS", Bounds(least_s=60.0, unknown_s=60.0, grant_s=60.0))
+    monkeypatch.setattr(pulling, "BOUNDS", PullBounds(least_s=60.0, unknown_s=60.0, grant_s=60.0))
 
 
 async def converse(pair, seed, pulled):
