@@ -19,7 +19,7 @@ from services.values.errors import DeadlineExceeded, KvCorrupt, PeerFailed
 from services.values.kv import KvPath
 from services.values.rank import Plan
 from services.values.rank_reports import RankLoad
-from services.values.request import Admitted, PrefillResult
+from services.values.request import Admitted, PrefillResult, Pulled
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 # They end where a request's wait may: at the routers' --max-wait-s.
@@ -42,6 +42,32 @@ class RequestMetrics:
             registry=registry,
         )
 
+        self._pulls = Counter(
+            "isthmus_pulls",
+            "Sources that this rank asked for what they hold of a prompt, by outcome: pulled, or why it "
+            "computed instead: evicted, busy, gone, late, corrupt or failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._pulled_tokens = Counter(
+            "isthmus_pulled_tokens",
+            "Prompt tokens that sources wrote into this rank's pool.",
+            registry=registry,
+        )
+        self._pulled_bytes = Counter("isthmus_pulled_bytes", "KV bytes of those.", registry=registry)
+        self._pull_seconds = Histogram(
+            "isthmus_pull_seconds",
+            "A source asked until its KV was there, or it was given up.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+    def pulled(self, pulled: Pulled) -> None:
+        self._pulls.labels(pulled.refused or "pulled").inc()
+        self._pulled_tokens.inc(pulled.tokens)
+        self._pulled_bytes.inc(pulled.bytes)
+        self._pull_seconds.observe(pulled.seconds)
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         outcome = "finished"
@@ -63,7 +89,7 @@ class RequestMetrics:
 
 
 def _kv_paths(paths: Sequence[KvPath]) -> Metric:
-    """Return the metric, without a sample where nothing was written yet, as on every decode rank."""
+    """Return the metric, without a sample where nothing was written yet."""
     metric = GaugeMetricFamily(
         "isthmus_kv_path",
         "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
@@ -186,7 +212,10 @@ class PoolCollector(Collector):
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
         yield GaugeMetricFamily(
-            "isthmus_open_rooms", "Transfers of a prefill rank that are not over.", load.open_rooms
+            "isthmus_open_rooms", "Transfers in which this rank writes that are not over.", load.open_rooms
+        )
+        yield GaugeMetricFamily(
+            "isthmus_granted_pages", "Pages kept for pulls of other ranks.", load.granted_pages
         )
         yield GaugeMetricFamily("isthmus_free_page_runs", "Runs of neighbouring free pages.", load.free_runs)
         yield CounterMetricFamily(
@@ -274,7 +303,10 @@ class DecodeMetrics(RequestMetrics):
 
     def admitted(self, admitted: Admitted, exemplar: dict[str, str] | None) -> None:
         self._prompt_tokens.inc(admitted.prompt_tokens)
-        self._prefix_tokens.inc(admitted.decode_prefix_len)
+        own, pulled = admitted.plan is Plan.LOCAL, admitted.pulled
+        self._prefix_tokens.inc(admitted.decode_prefix_len - (pulled.tokens if own and pulled else 0))
+        if own and pulled is not None:
+            self.pulled(pulled)
         self._received.inc(admitted.kv_bytes_moved)
         for kind, size_bytes in admitted.carried_bytes.items():
             self._carried.labels(kind).inc(size_bytes)
@@ -318,7 +350,9 @@ class PrefillMetrics(RequestMetrics):
         )
 
     def prefilled(self, result: PrefillResult, exemplar: dict[str, str] | None) -> None:
-        self._prefix_tokens.inc(result.prefill_prefix_len)
+        self._prefix_tokens.inc(result.prefill_prefix_len - (result.pulled.tokens if result.pulled else 0))
+        if result.pulled is not None:
+            self.pulled(result.pulled)
         self._computed_tokens.inc(result.computed_tokens)
         self._sent.inc(result.kv_bytes_moved)
         self._queue.observe(result.queue_s, exemplar)

@@ -11,7 +11,7 @@ from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv import KvPath, KvPathKind
 from services.values.rank import Plan
 from services.values.rank_reports import CarriedPool, ConstraintCounts, DraftCount, RankLoad
-from services.values.request import Admitted
+from services.values.request import Admitted, PrefillResult, Pulled
 
 
 def test_ends_of_requests_are_counted(subtests):
@@ -58,6 +58,28 @@ def test_bytes_that_are_carried_are_counted_by_kind():
 
     assert (value("recurrent"), value("sliding_window"), value("chunked_window")) == (1000, 30, None)
     assert registry.get_sample_value("isthmus_decode_received_bytes_total") == 3000
+
+
+def test_pulls_are_counted_where_they_were_asked_for():
+    """What was pulled is in no cache of the rank's own; under plan remote it is prefill's to count."""
+    came, refused = Pulled(64, 4096, 0.01, "", 64), Pulled(0, 0, 0.3, "late")
+    decode, prefill = CollectorRegistry(), CollectorRegistry()
+    of_decode = DecodeMetrics(decode, SimpleNamespace(load=lambda: RankLoad(granted_pages=3)))
+    of_prefill = PrefillMetrics(prefill, SimpleNamespace(load=RankLoad))
+    for plan, pulled in ((Plan.LOCAL, came), (Plan.REMOTE, came), (Plan.LOCAL, refused), (Plan.LOCAL, None)):
+        admitted = Admitted(100, 80, 0, 20, 0, 0, 0.0, 0.0, 0.0, 0.0, plan, pulled=pulled)
+        of_decode.admitted(admitted, None)
+    for pulled in (came, None):
+        of_prefill.prefilled(PrefillResult(7, None, 80, 20, pulled=pulled), None)
+    for registry, late, prefix in ((decode, 1, 4 * 80 - 64), (prefill, None, 2 * 80 - 64)):
+        value = registry.get_sample_value
+        assert value("isthmus_pulls_total", {"outcome": "pulled"}) == 1
+        assert value("isthmus_pulls_total", {"outcome": "late"}) == late
+        assert (value("isthmus_pulled_tokens_total"), value("isthmus_pulled_bytes_total")) == (64, 4096)
+        assert value("isthmus_pull_seconds_count") == 1 + (late or 0)
+        role = "decode" if registry is decode else "prefill"
+        assert value(f"isthmus_{role}_prefix_tokens_total") == prefix
+    assert decode.get_sample_value("isthmus_granted_pages") == 3
 
 
 def test_what_pools_show(subtests):
