@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15isthmus/v1/rank.proto\x12\nisthmus.v1\"U\n\x0c\x44rainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x13\n\x06wait_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tonly_wait\x18\x03 \x01(\x08\x42\t\n\x07_wait_s\" \n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"$\n\x0eUndrainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x11\n\x0fUndrainResponse2\x88\x01\n\x04Rank\x12<\n\x05\x44rain\x12\x18.isthmus.v1.DrainRequest\x1a\x19.isthmus.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.isthmus.v1.UndrainRequest\x1a\x1b.isthmus.v1.UndrainResponseB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15isthmus/v1/rank.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x7f\n\x0c\x44rainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x13\n\x06wait_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tonly_wait\x18\x03 \x01(\x08\x12\x18\n\x0bhand_over_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_wait_sB\x0e\n\x0c_hand_over_s\"I\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\'\n\thand_over\x18\x02 \x01(\x0b\x32\x14.isthmus.v1.HandOver\"n\n\x08HandOver\x12\x0c\n\x04over\x18\x01 \x01(\x08\x12\x15\n\rhanded_tokens\x18\x02 \x01(\x04\x12\x14\n\x0chanded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bleft_tokens\x18\x04 \x01(\x04\x12\x12\n\nsuccessors\x18\x05 \x01(\r\"$\n\x0eUndrainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x11\n\x0fUndrainResponse\"\xb1\x01\n\x0fTakeOverRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\'\n\x06source\x18\x02 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\x12\x18\n\x10protected_tokens\x18\x06 \x01(\r\x12\x10\n\x08within_s\x18\x07 \x01(\x01\"z\n\x10TakeOverResponse\x12\x13\n\x0bheld_tokens\x18\x01 \x01(\r\x12\x15\n\rpulled_tokens\x18\x02 \x01(\r\x12\x14\n\x0cpulled_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\t\x12\x13\n\x0broom_tokens\x18\x05 \x01(\x04\x32\xcf\x01\n\x04Rank\x12<\n\x05\x44rain\x12\x18.isthmus.v1.DrainRequest\x1a\x19.isthmus.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.isthmus.v1.UndrainRequest\x1a\x1b.isthmus.v1.UndrainResponse\x12\x45\n\x08TakeOver\x12\x1b.isthmus.v1.TakeOverRequest\x1a\x1c.isthmus.v1.TakeOverResponseB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,14 +33,20 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.v1.rank_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024isthmus/v1;isthmusv1'
-  _globals['_DRAINREQUEST']._serialized_start=37
-  _globals['_DRAINREQUEST']._serialized_end=122
-  _globals['_DRAINRESPONSE']._serialized_start=124
-  _globals['_DRAINRESPONSE']._serialized_end=156
-  _globals['_UNDRAINREQUEST']._serialized_start=158
-  _globals['_UNDRAINREQUEST']._serialized_end=194
-  _globals['_UNDRAINRESPONSE']._serialized_start=196
-  _globals['_UNDRAINRESPONSE']._serialized_end=213
-  _globals['_RANK']._serialized_start=216
-  _globals['_RANK']._serialized_end=352
+  _globals['_DRAINREQUEST']._serialized_start=62
+  _globals['_DRAINREQUEST']._serialized_end=189
+  _globals['_DRAINRESPONSE']._serialized_start=191
+  _globals['_DRAINRESPONSE']._serialized_end=264
+  _globals['_HANDOVER']._serialized_start=266
+  _globals['_HANDOVER']._serialized_end=376
+  _globals['_UNDRAINREQUEST']._serialized_start=378
+  _globals['_UNDRAINREQUEST']._serialized_end=414
+  _globals['_UNDRAINRESPONSE']._serialized_start=416
+  _globals['_UNDRAINRESPONSE']._serialized_end=433
+  _globals['_TAKEOVERREQUEST']._serialized_start=436
+  _globals['_TAKEOVERREQUEST']._serialized_end=613
+  _globals['_TAKEOVERRESPONSE']._serialized_start=615
+  _globals['_TAKEOVERRESPONSE']._serialized_end=737
+  _globals['_RANK']._serialized_start=740
+  _globals['_RANK']._serialized_end=947
 # @@protoc_insertion_point(module_scope)

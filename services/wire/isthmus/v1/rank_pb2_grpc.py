@@ -44,6 +44,11 @@ class RankStub:
                 request_serializer=isthmus_dot_v1_dot_rank__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_rank__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/isthmus.v1.Rank/TakeOver',
+                request_serializer=isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
 
 
 class RankServicer:
@@ -64,6 +69,14 @@ class RankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOver(self, request, context):
+        """Asked by a rank that leaves, of one with the capability `pulls`: pull this prefix from me, and keep it.
+        Returns when it is here, or was refused. The leaver keeps its copy. UNAVAILABLE: it drains itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_RankServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=isthmus_dot_v1_dot_rank__pb2.UndrainRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_rank__pb2.UndrainResponse.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class Rank:
             '/isthmus.v1.Rank/Undrain',
             isthmus_dot_v1_dot_rank__pb2.UndrainRequest.SerializeToString,
             isthmus_dot_v1_dot_rank__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Rank/TakeOver',
+            isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.SerializeToString,
+            isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.FromString,
             options,
             channel_credentials,
             insecure,
