@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.kv.hand_over import IdlePrefix, idle_prefix
 from services.kv.page_allocator import PageAllocator
 from services.kv.radix_tree import Lookup, Node, RadixTree
 from services.kv.transfer_plan import pages_of, runs_of
@@ -47,6 +48,8 @@ class SequencePages:
     duplicates: list[PageId] = field(default_factory=list)
     hold: Hold = Hold.OPEN
     quarantined: list[PageId] = field(default_factory=list)
+    # What it does counts as this use of the tree's; None: as a new one each time.
+    used_at: int | None = None
 
     @property
     def num_private(self) -> int:
@@ -80,12 +83,13 @@ class PrefixCache:
         evict_ahead_pages: int = 0,
         forget: Callable[[Node], None] = lambda node: None,
         lent: Callable[[Sequence[PageId]], None] = lambda pages: None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`protected_share` of the pool, at most, is kept for prefixes that were requested more than once.
 
         Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
         so what is allocated next lies in fewer runs. `forget` is called with nodes with a checkpoint that go,
-        `lent` with pages that are allocated.
+        `lent` with pages that are allocated. By `clock`, in seconds, ages are told to other ranks.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -93,7 +97,7 @@ class PrefixCache:
         self._evict_ahead_pages = evict_ahead_pages
         self._note_lent = lent
         self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget)
+        self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget, clock)
         self._sequences: set[SequencePages] = set()  # They are open or quarantined.
         self._private_pages = 0
         self._quarantined_pages = 0
@@ -120,15 +124,22 @@ class PrefixCache:
         return self._allocator.num_free_runs
 
     def open(
-        self, ids: Sequence[int], salt: str, max_prefix_tokens: int | None = None, *, protect: bool = True
+        self,
+        ids: Sequence[int],
+        salt: str,
+        max_prefix_tokens: int | None = None,
+        *,
+        protect: bool = True,
+        idle_s: float | None = None,
     ) -> SequencePages:
         """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock it.
 
         At most `max_prefix_tokens` are matched, rounded down to whole pages. Without `protect` that is no
-        second demand for them, until `protect` is called.
+        second demand for them, until `protect` is called. With `idle_s` its use of the tree was so long ago.
         """
+        used_at = None if idle_s is None else self._tree.use_times.number_at(idle_s)
         if self.enabled:
-            sequence = self._open_matched(ids, salt, max_prefix_tokens)
+            sequence = self._open_matched(ids, salt, max_prefix_tokens, used_at)
         else:
             sequence = SequencePages(pages=[], prefix_len=0, node=None, num_published=0)
         self._sequences.add(sequence)
@@ -136,11 +147,16 @@ class PrefixCache:
             self.protect(sequence)
         return sequence
 
-    def protect(self, sequence: SequencePages) -> None:
-        """Note that what the sequence has published or matched has been requested again."""
+    def protect(self, sequence: SequencePages, num_tokens: int | None = None) -> None:
+        """Note that what the sequence has published or matched, or its first tokens, have been requested
+        again."""
         self._require(sequence, Hold.OPEN, "protect the prefix of")
-        if sequence.node is not None:
-            self._tree.protect(sequence.node)
+        node = sequence.node
+        if num_tokens is not None:
+            position = min(num_tokens, sequence.num_published * self.page_size)
+            node = self.node_at(sequence, position // self.page_size * self.page_size)
+        if node is not None:
+            self._tree.protect(node)
 
     def look_up(
         self,
@@ -217,6 +233,27 @@ class PrefixCache:
         if num_pages > self.available_pages:
             return False
         self.make_room(num_pages)
+        self._append(sequence, num_pages)
+        return True
+
+    def extend_idle(self, sequence: SequencePages, num_pages: int, *, protected: bool) -> int:
+        """Append up to `num_pages` private pages to the table of a sequence that was opened as idle.
+
+        For them nothing is evicted that was used since: of protected pages nothing without `protected`.
+
+        Returns:
+            How many there were.
+        """
+        self._require(sequence, Hold.OPEN, "extend")
+        assert sequence.used_at is not None
+        if (missing := num_pages - self._allocator.free_pages) > 0:
+            evicted = self._tree.evict_older(missing, sequence.used_at, protected=protected)
+            self._allocator.free(evicted)
+        num_pages = min(num_pages, self._allocator.free_pages)
+        self._append(sequence, num_pages)
+        return num_pages
+
+    def _append(self, sequence: SequencePages, num_pages: int) -> None:
         lent = self._allocator.allocate(num_pages)
         self._note_lent(lent)
         sequence.pages.extend(lent)
@@ -224,7 +261,6 @@ class PrefixCache:
         if num_pages > 1:
             self.lent_pages += num_pages
             self.lent_runs += len(runs_of(lent))
-        return True
 
     def shorten(self, sequence: SequencePages, num_pages: int) -> None:
         """Free its private pages behind the first `num_pages`: nothing is in them that anybody needs.
@@ -257,9 +293,9 @@ class PrefixCache:
         if sequence.node is None or end <= first:
             return
         tail = ids[first * self.page_size : end * self.page_size]
-        inserted = self._tree.insert(sequence.node, tail, sequence.pages[first:end])
+        inserted = self._tree.insert(sequence.node, tail, sequence.pages[first:end], sequence.used_at)
         self._tree.lock(inserted.node)
-        self._tree.unlock(sequence.node)
+        self._tree.unlock(sequence.node, sequence.used_at)
         sequence.node = inserted.node
         sequence.num_published = end
         self._private_pages -= len(inserted.taken)
@@ -325,6 +361,11 @@ class PrefixCache:
         """Evict every page that nobody holds."""
         self._evict(self._tree.cached_pages)
 
+    def idle_prefixes(self) -> list[IdlePrefix]:
+        """Return what is cached and not in use, by its ends; neither lock nor count as a use."""
+        page_size, times = self.page_size, self._tree.use_times
+        return [idle_prefix(leaf, page_size, times.idle_s(leaf.last_use)) for leaf in self._tree.leaves()]
+
     def take_events(self) -> CacheEvents:
         """Return what the tree gained and lost, in index blocks, since the last call."""
         return self._tree.take_events()
@@ -365,14 +406,18 @@ class PrefixCache:
         assert books.balanced, f"the books do not balance: {books}"
         return books
 
-    def _open_matched(self, ids: Sequence[int], salt: str, max_tokens: int | None) -> SequencePages:
-        match = self._tree.match_below(self._tree.root(salt), ids, 0, self._whole_pages(max_tokens))
+    def _open_matched(
+        self, ids: Sequence[int], salt: str, max_tokens: int | None, used_at: int | None
+    ) -> SequencePages:
+        root, max_pages = self._tree.root(salt), self._whole_pages(max_tokens)
+        match = self._tree.match_below(root, ids, 0, max_pages, used_at)
         self._tree.lock(match.node)
         return SequencePages(
             pages=match.pages,
             prefix_len=len(match.pages) * self.page_size,
             node=match.node,
             num_published=len(match.pages),
+            used_at=used_at,
         )
 
     def _whole_pages(self, num_tokens: int | None) -> int | None:
@@ -380,7 +425,7 @@ class PrefixCache:
 
     def _let_go(self, sequence: SequencePages) -> list[PageId]:
         if sequence.node is not None:
-            self._tree.unlock(sequence.node)
+            self._tree.unlock(sequence.node, sequence.used_at)
         private = sequence.private_pages
         self._private_pages -= len(private)
         sequence.node = None

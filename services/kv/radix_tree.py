@@ -19,6 +19,7 @@ Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of 
 Rule 3: a match through a node goes through its ancestors. So a protected node's ancestors are protected.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -94,6 +95,42 @@ class Lookup:
     deepest: Node | None = field(default=None, compare=False, repr=False)  # A later look goes on from it.
 
 
+_LEAST_BETWEEN_S = 0.1
+_MOST_NOTED = 4096
+
+
+class UseTimes:
+    """It tells when uses were, which a tree only counts: to a tenth of a second, long ago less exactly.
+
+    An age that goes from one rank to another may be too long by that, and is taken as too short: so a rank
+    never takes what it has for older than what comes, unless it is.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # They ascend: the use with that number was in that second.
+        self._numbers = [0]
+        self._seconds = [clock()]
+
+    def note(self, number: int) -> None:
+        now_s = self._clock()
+        if now_s - self._seconds[-1] < _LEAST_BETWEEN_S:
+            return
+        self._numbers.append(number)
+        self._seconds.append(now_s)
+        if len(self._numbers) > _MOST_NOTED:
+            half = _MOST_NOTED // 2
+            del self._numbers[1:half:2], self._seconds[1:half:2]
+
+    def idle_s(self, number: int) -> float:
+        """Return how long ago that use was, or a little longer."""
+        return self._clock() - self._seconds[bisect_right(self._numbers, number) - 1]
+
+    def number_at(self, idle_s: float) -> int:
+        """Return a use: all up to it were at least so long ago. It is 0 where none is known to have been."""
+        return self._numbers[max(0, bisect_right(self._seconds, self._clock() - idle_s) - 1)]
+
+
 # An entry is (last use when pushed, page, node). It may be out of date (the node was used since, locked,
 # grown or protected), which is put right when it comes to the front.
 _Heap = list[tuple[int, PageId, Node]]
@@ -109,9 +146,10 @@ class RadixTree:
         model: str,
         protected_share_pages: int = 0,
         forget: Callable[[Node], None] = lambda node: None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`forget` is called with each node that goes and has a checkpoint. Eviction is by age alone where
-        `protected_share_pages` is 0."""
+        `protected_share_pages` is 0. By `clock`, in seconds, ages are told to other ranks."""
         if page_size < 1 or index_block < 1 or index_block % page_size:
             raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
         self.page_size = page_size
@@ -119,6 +157,7 @@ class RadixTree:
         self._model = model
         self._roots: dict[str, Node] = {}  # There are no idle ones: a root has children or is locked.
         self._clock = 0
+        self.use_times = UseTimes(clock)
         self._cached_pages = 0
         self._locked_pages = 0
         self._protected_share_pages = protected_share_pages
@@ -161,14 +200,22 @@ class RadixTree:
             self._protected_pages += not node.locked
             node = node.parent
 
-    def match_below(self, node: Node, ids: Sequence[int], start: int, max_pages: int | None = None) -> Match:
+    def match_below(
+        self,
+        node: Node,
+        ids: Sequence[int],
+        start: int,
+        max_pages: int | None = None,
+        used_at: int | None = None,
+    ) -> Match:
         """Return the longest cached continuation of `node` by ids[start:].
 
-        It counts as a use, but not as a second demand: who asks has come while it was computed.
+        It counts as a use, now or with the number `used_at`, but not as a second demand: who asks has come
+        while it was computed.
         """
         path = list(self._descend(node, ids, max_pages, start))
         deepest = path[-1] if path else node
-        self._use(deepest)
+        self._use(deepest, used_at)
         return Match(deepest, [hit.page for hit in path])
 
     def look_up(
@@ -188,8 +235,10 @@ class RadixTree:
             node = deeper
         return Lookup(node.depth, _locked_depth(node), node)
 
-    def insert(self, under: Node, ids: Sequence[int], pages: Sequence[PageId]) -> Inserted:
-        """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use.
+    def insert(
+        self, under: Node, ids: Sequence[int], pages: Sequence[PageId], used_at: int | None = None
+    ) -> Inserted:
+        """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use, as in match_below.
 
         Raises:
             ProtocolError: `ids` do not fill `pages` exactly.
@@ -206,7 +255,7 @@ class RadixTree:
                 node = child
                 duplicates.append(page)
             in_tree.append(node.page)
-        self._use(node)
+        self._use(node, used_at)
         self._queue_if_evictable(node)
         return Inserted(node, in_tree, taken, duplicates)
 
@@ -222,8 +271,8 @@ class RadixTree:
             newly_locked = not node.locked
             node.locked_children += 1
 
-    def unlock(self, node: Node) -> None:
-        """Undo one `lock(node)`; counts as a use.
+    def unlock(self, node: Node, used_at: int | None = None) -> None:
+        """Undo one `lock(node)`; counts as a use, as in match_below.
 
         Raises:
             ProtocolError: nobody holds `node`.
@@ -231,7 +280,7 @@ class RadixTree:
         if node.holders == 0:
             raise ProtocolError(f"{node} is unlocked more often than locked")
         node.holders -= 1
-        self._use(node)
+        self._use(node, used_at)
         while not node.locked and node.parent is not None:
             self._cached_pages += 1
             self._locked_pages -= 1
@@ -248,6 +297,24 @@ class RadixTree:
             self._remove(leaf)
             pages.append(leaf.page)
         return pages
+
+    def evict_older(self, num_pages: int, used_at: int, *, protected: bool) -> list[PageId]:
+        """Remove up to `num_pages` unlocked pages last used before the use `used_at`, and give them back.
+
+        Protected ones go only where `protected`, after all others.
+        """
+        pages: list[PageId] = []
+        for heap in (self._leaves, self._protected_leaves)[: 1 + protected]:
+            while len(pages) < num_pages and (leaf := self._front(heap)) and leaf.last_use < used_at:
+                heappop(heap)
+                leaf.queued = False
+                self._remove(leaf)
+                pages.append(leaf.page)
+        return pages
+
+    def leaves(self) -> Iterator[Node]:
+        """Yield the unlocked nodes without children: the ends of what is cached and not in use."""
+        return (node for node in self.nodes() if not (node.children or node.locked))
 
     def take_events(self) -> CacheEvents:
         """Return what was stored and removed since the last call, parents stored before their children."""
@@ -344,9 +411,13 @@ class RadixTree:
         self._queue_if_evictable(parent)
         self._forget_idle_root(parent)
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: Node, used_at: int | None = None) -> None:
+        if used_at is not None:
+            node.last_use = max(node.last_use, used_at)
+            return
         self._clock += 1
         node.last_use = self._clock
+        self.use_times.note(self._clock)
 
     def _queue_if_evictable(self, node: Node) -> None:
         if node.parent is not None and not (node.queued or node.locked or node.children):

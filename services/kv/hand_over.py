@@ -1,0 +1,206 @@
+"""A rank that leaves hands over what it has cached: what, in which order, and to whom.
+
+    prefix:   listed --offered to a successor--> taken
+                ^  |                          |--> refused, failed: listed again, for a second successor
+                |  |                          |--> busy: listed again
+                +--|--------------------------+
+                   |--no successor is left, two have refused, the time is over--> left
+                   `--it is not here any more, or in use--> dropped
+
+Prefixes that were requested twice come first, then those used last. One goes where another went with which it
+shares half of its tokens or more, so that these cross once; else to who has most room. (What all share, such
+as a system prompt, would otherwise bring everything to one successor.) What comes later may displace less, so
+who has had no room once is not asked again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from services.kv.block_hash import unpack_tokens
+from services.kv.radix_tree import Node
+
+_MOST_TRIES = 2
+_MOST_AT_A_TIME = 2  # By each successor: one crosses while the next is asked for.
+
+Successor = TypeVar("Successor")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IdlePrefix:
+    """It is cached and not in use, from the root to a leaf."""
+
+    node: Node = field(repr=False)
+    salt: str
+    tokens: int
+    protected_tokens: int  # So much of its beginning was requested twice.
+    idle_s: float
+    # Others leave it there: names of these places, and the tokens down to each, from the root on.
+    forks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_protected(self) -> bool:
+        return 2 * self.protected_tokens >= self.tokens
+
+
+def idle_prefix(leaf: Node, page_size: int, idle_s: float) -> IdlePrefix:
+    """Return what ends at `leaf`. Rule 3 of the tree: what is protected of it is its beginning."""
+    forks: list[tuple[int, int]] = []
+    protected_pages, node = 0, leaf
+    while node.parent is not None:
+        if node.protected and not protected_pages:
+            protected_pages = node.depth
+        if len(node.children) > 1:
+            forks.append((node.page, node.depth * page_size))
+        node = node.parent
+    tokens, protected = leaf.depth * page_size, protected_pages * page_size
+    return IdlePrefix(leaf, leaf.scope.salt, tokens, protected, idle_s, tuple(reversed(forks)))
+
+
+def spell(node: Node) -> tuple[int, ...] | None:
+    """Return the ids of the prefix that ends at `node`; None where it was evicted, or is in use."""
+    keys: list[bytes] = []
+    if node.locked:
+        return None
+    while node.parent is not None:
+        if node.parent.children.get(node.key) is not node:
+            return None
+        keys.append(node.key)
+        node = node.parent
+    return tuple(unpack_tokens(b"".join(reversed(keys))))
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A successor, as far as its answers tell."""
+
+    room_tokens: float = float("inf")  # It is not known before the first answer.
+    offered: int = 0  # It has been offered so many prefixes that it has not answered.
+    given_tokens: int = 0
+    is_out: bool = False  # It has no room, or cannot be reached.
+
+    @property
+    def may_be_asked(self) -> bool:
+        return not self.is_out and self.offered < _MOST_AT_A_TIME
+
+
+@dataclass(slots=True)
+class Outcome:
+    handed_tokens: int = 0
+    left_tokens: int = 0  # They stay here, and go with the rank.
+    handed_prefixes: int = 0
+    left_prefixes: int = 0
+
+
+class HandOver(Generic[Successor]):
+    """`next` says what to offer to whom; one of the other methods is called with the answer."""
+
+    def __init__(self, prefixes: Sequence[IdlePrefix], successors: Sequence[Successor]) -> None:
+        self.outcome = Outcome()
+        self._listed = sorted(prefixes, key=lambda each: (not each.is_protected, each.idle_s))
+        self._successors = {successor: _Asked() for successor in successors}
+        self._tried: dict[IdlePrefix, set[Successor]] = {}
+        self._offered: dict[IdlePrefix, Successor] = {}
+        self._went: dict[int, Successor] = {}  # It is by fork.
+
+    def __repr__(self) -> str:
+        return f"HandOver(listed={len(self._listed)} offered={len(self._offered)} {self.outcome})"
+
+    @property
+    def num_offered(self) -> int:
+        return len(self._offered)
+
+    def next(self) -> tuple[IdlePrefix, Successor] | None:
+        """Return what is to be offered to whom; None where nothing is, or an answer must come before."""
+        place = 0
+        if self._offered and not any(asked.may_be_asked for asked in self._successors.values()):
+            return None
+        while place < len(self._listed):
+            prefix = self._listed[place]
+            left = [successor for successor in self._successors if self._may_take(prefix, successor)]
+            if not left:
+                del self._listed[place]
+                self._leave(prefix.tokens)
+                continue
+            successor = self._choose(prefix, left)
+            if self._successors[successor].may_be_asked:
+                del self._listed[place]
+                return self._offer(prefix, successor)
+            place += 1  # Its successor has enough to do; another's may not.
+        return None
+
+    def taken(self, prefix: IdlePrefix, held_tokens: int, room_tokens: int) -> None:
+        """Note that its successor holds so many tokens of it now: fewer than all where it had no room."""
+        successor, asked = self._answered(prefix)
+        held_tokens = min(held_tokens, prefix.tokens)
+        asked.room_tokens = room_tokens
+        asked.given_tokens += held_tokens
+        self.outcome.handed_tokens += held_tokens
+        self.outcome.handed_prefixes += 1
+        self.outcome.left_tokens += prefix.tokens - held_tokens
+        for fork, _ in prefix.forks:
+            self._went[fork] = successor
+
+    def no_room(self, prefix: IdlePrefix) -> None:
+        _, asked = self._answered(prefix)
+        asked.is_out = True
+        self._list_again(prefix)
+
+    def failed(self, prefix: IdlePrefix, *, is_out: bool) -> None:
+        """Note that its successor has not pulled it, and with `is_out` that it cannot be asked any more."""
+        successor, asked = self._answered(prefix)
+        asked.is_out |= is_out
+        self._tried.setdefault(prefix, set()).add(successor)
+        self._list_again(prefix)
+
+    def busy(self, prefix: IdlePrefix) -> None:
+        """Note that its successor may take it a little later."""
+        self._answered(prefix)
+        self._list_again(prefix)
+
+    def dropped(self, prefix: IdlePrefix) -> None:
+        """Note that it is not here any more, or in use."""
+        self._answered(prefix)
+
+    def end(self) -> None:
+        """Note that the time is over: what was not taken is left."""
+        for prefix in (*self._listed, *self._offered):
+            self._leave(prefix.tokens)
+        self._listed.clear()
+        self._offered.clear()
+
+    def _leave(self, num_tokens: int) -> None:
+        self.outcome.left_tokens += num_tokens
+        self.outcome.left_prefixes += 1
+
+    def _may_take(self, prefix: IdlePrefix, successor: Successor) -> bool:
+        tried = self._tried.get(prefix, set())
+        return not self._successors[successor].is_out and len(tried) < _MOST_TRIES and successor not in tried
+
+    def _choose(self, prefix: IdlePrefix, left: Sequence[Successor]) -> Successor:
+        for fork, tokens in reversed(prefix.forks):
+            went = self._went.get(fork)
+            if 2 * tokens >= prefix.tokens and went is not None and went in left:
+                return went
+
+        def room(successor: Successor) -> tuple[bool, float, int]:
+            asked = self._successors[successor]
+            return asked.may_be_asked, asked.room_tokens, -asked.given_tokens - asked.offered
+
+        return max(left, key=room)
+
+    def _offer(self, prefix: IdlePrefix, successor: Successor) -> tuple[IdlePrefix, Successor]:
+        self._offered[prefix] = successor
+        self._successors[successor].offered += 1
+        for fork, _ in prefix.forks:  # Others that share much with it wait for its successor.
+            self._went.setdefault(fork, successor)
+        return prefix, successor
+
+    def _answered(self, prefix: IdlePrefix) -> tuple[Successor, _Asked]:
+        successor = self._offered.pop(prefix)
+        asked = self._successors[successor]
+        asked.offered -= 1
+        return successor, asked
+
+    def _list_again(self, prefix: IdlePrefix) -> None:
+        self._listed.insert(0, prefix)
