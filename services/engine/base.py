@@ -14,8 +14,9 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
+from services.kv.hand_over import IdlePrefix
 from services.values.kv import CacheEvents, KvLayout, PageBooks
-from services.values.rank import Plan, RankAddress, Rendezvous
+from services.values.rank import Plan, RankAddress, Rendezvous, TakenOver, TakeOver
 from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, Output, PrefillResult
 from services.wire.isthmus.v1.handshake_pb2_grpc import HandshakeServicer
@@ -43,6 +44,22 @@ class RemotePrefill(Protocol):
             PeerFailed: the rank is gone, restarted or refused; another one may do.
             NoCapacity: the rank has no room.
         """
+
+
+class HandsOver(Protocol):
+    """An engine whose ranks lend and pull hands over what it has cached, and takes over from others."""
+
+    async def take_over(self, asked: TakeOver) -> TakenOver:
+        """Pull a prefix from a rank that leaves, and keep it; cancelling the call gives it up.
+
+        Raises Unavailable when it is being stopped.
+        """
+
+    async def idle_prefixes(self) -> list[IdlePrefix]:
+        """Return what is cached and not in use."""
+
+    async def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
+        """Return the prefix's ids; None where it is not here any more, or in use."""
 
 
 class Engine(Protocol):
@@ -105,6 +122,10 @@ class Engine(Protocol):
     @property
     def pulls(self) -> bool:
         """Return whether it asks the source that a request names before it computes the prompt."""
+
+    @property
+    def hands_over(self) -> HandsOver | None:
+        """Return what hands over what it has cached; None where it does not lend and pull."""
 
     @property
     def takes_turns(self) -> bool:

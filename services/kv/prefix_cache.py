@@ -49,7 +49,7 @@ class SequencePages:
     hold: Hold = Hold.OPEN
     quarantined: list[PageId] = field(default_factory=list)
     # What it does counts as this use of the tree's; None: as a new one each time.
-    used_at: int | None = None
+    used_at: float | None = None
 
     @property
     def num_private(self) -> int:
@@ -407,7 +407,7 @@ class PrefixCache:
         return books
 
     def _open_matched(
-        self, ids: Sequence[int], salt: str, max_tokens: int | None, used_at: int | None
+        self, ids: Sequence[int], salt: str, max_tokens: int | None, used_at: float | None
     ) -> SequencePages:
         root, max_pages = self._tree.root(salt), self._whole_pages(max_tokens)
         match = self._tree.match_below(root, ids, 0, max_pages, used_at)

@@ -51,7 +51,7 @@ class Node:
     children: "dict[bytes, Node]" = field(default_factory=dict)
     holders: int = 0  # It counts locks of which this is the deepest node.
     locked_children: int = 0
-    last_use: int = 0  # It counts as the deepest node of a path (Rule 2).
+    last_use: float = 0  # It counts as the deepest node of a path (Rule 2).
     protected: bool = False  # It was requested twice.
     queued: bool = False  # It stands in one of the eviction heaps.
     resumable: bool = False  # It has a checkpoint (resume_points.py).
@@ -97,43 +97,64 @@ class Lookup:
 
 _LEAST_BETWEEN_S = 0.1
 _MOST_NOTED = 4096
+# So many uses are said to have been before the start, for what comes from a rank that is older: the first 460
+# days ago, each of the others a fiftieth closer.
+_USES_BEFORE = 1000
+_CLOSER = 1.02
+_MOST_SHARE = 1 - 2**-20
 
 
 class UseTimes:
     """It tells when uses were, which a tree only counts: to a tenth of a second, long ago less exactly.
 
-    An age that goes from one rank to another may be too long by that, and is taken as too short: so a rank
-    never takes what it has for older than what comes, unless it is.
+    Between two uses is time without any, and a number between theirs stands for a moment in it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # They ascend: the use with that number was in that second.
-        self._numbers = [0]
-        self._seconds = [clock()]
+        self.number = float(_USES_BEFORE)  # It is that of the newest use.
+        # They ascend: the use with that number was in that second, and those behind it until the next right
+        # after it.
+        self._numbers = [float(number) for number in range(_USES_BEFORE + 1)]
+        start_s = clock()
+        before = (_LEAST_BETWEEN_S * _CLOSER**place for place in range(_USES_BEFORE, 0, -1))
+        self._seconds = [*(start_s - idle_s for idle_s in before), start_s]
 
-    def note(self, number: int) -> None:
+    def count(self) -> float:
+        """Count a use, and return its number."""
+        self.number += 1
         now_s = self._clock()
-        if now_s - self._seconds[-1] < _LEAST_BETWEEN_S:
-            return
-        self._numbers.append(number)
-        self._seconds.append(now_s)
-        if len(self._numbers) > _MOST_NOTED:
-            half = _MOST_NOTED // 2
-            del self._numbers[1:half:2], self._seconds[1:half:2]
+        if now_s - self._seconds[-1] >= _LEAST_BETWEEN_S:
+            self._numbers.append(self.number)
+            self._seconds.append(now_s)
+            if len(self._numbers) > _MOST_NOTED:
+                half = _MOST_NOTED // 2
+                del self._numbers[1:half:2], self._seconds[1:half:2]
+        return self.number
 
-    def idle_s(self, number: int) -> float:
-        """Return how long ago that use was, or a little longer."""
-        return self._clock() - self._seconds[bisect_right(self._numbers, number) - 1]
+    def idle_s(self, number: float) -> float:
+        """Return how long ago that was, or a little longer."""
+        at = bisect_right(self._numbers, number) - 1
+        second, share = self._seconds[at], number % 1
+        if share and at + 1 < len(self._seconds):
+            second += share * (self._seconds[at + 1] - second)
+        return self._clock() - second
 
-    def number_at(self, idle_s: float) -> int:
-        """Return a use: all up to it were at least so long ago. It is 0 where none is known to have been."""
-        return self._numbers[max(0, bisect_right(self._seconds, self._clock() - idle_s) - 1)]
+    def number_at(self, idle_s: float) -> float:
+        """Return what stands for that moment, or one a little earlier."""
+        self.count()
+        second = self._clock() - idle_s
+        at = max(0, bisect_right(self._seconds, second) - 1)
+        since_s = second - self._seconds[at]
+        if since_s < _LEAST_BETWEEN_S or at + 1 == len(self._seconds):
+            return self._numbers[at]
+        share = since_s / (self._seconds[at + 1] - self._seconds[at])
+        return self._numbers[at + 1] - 1 + min(share, _MOST_SHARE)
 
 
 # An entry is (last use when pushed, page, node). It may be out of date (the node was used since, locked,
 # grown or protected), which is put right when it comes to the front.
-_Heap = list[tuple[int, PageId, Node]]
+_Heap = list[tuple[float, PageId, Node]]
 
 
 class RadixTree:
@@ -156,7 +177,6 @@ class RadixTree:
         self._pages_per_block = index_block // page_size
         self._model = model
         self._roots: dict[str, Node] = {}  # There are no idle ones: a root has children or is locked.
-        self._clock = 0
         self.use_times = UseTimes(clock)
         self._cached_pages = 0
         self._locked_pages = 0
@@ -206,7 +226,7 @@ class RadixTree:
         ids: Sequence[int],
         start: int,
         max_pages: int | None = None,
-        used_at: int | None = None,
+        used_at: float | None = None,
     ) -> Match:
         """Return the longest cached continuation of `node` by ids[start:].
 
@@ -236,7 +256,7 @@ class RadixTree:
         return Lookup(node.depth, _locked_depth(node), node)
 
     def insert(
-        self, under: Node, ids: Sequence[int], pages: Sequence[PageId], used_at: int | None = None
+        self, under: Node, ids: Sequence[int], pages: Sequence[PageId], used_at: float | None = None
     ) -> Inserted:
         """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use, as in match_below.
 
@@ -271,7 +291,7 @@ class RadixTree:
             newly_locked = not node.locked
             node.locked_children += 1
 
-    def unlock(self, node: Node, used_at: int | None = None) -> None:
+    def unlock(self, node: Node, used_at: float | None = None) -> None:
         """Undo one `lock(node)`; counts as a use, as in match_below.
 
         Raises:
@@ -298,7 +318,7 @@ class RadixTree:
             pages.append(leaf.page)
         return pages
 
-    def evict_older(self, num_pages: int, used_at: int, *, protected: bool) -> list[PageId]:
+    def evict_older(self, num_pages: int, used_at: float, *, protected: bool) -> list[PageId]:
         """Remove up to `num_pages` unlocked pages last used before the use `used_at`, and give them back.
 
         Protected ones go only where `protected`, after all others.
@@ -411,13 +431,11 @@ class RadixTree:
         self._queue_if_evictable(parent)
         self._forget_idle_root(parent)
 
-    def _use(self, node: Node, used_at: int | None = None) -> None:
+    def _use(self, node: Node, used_at: float | None = None) -> None:
         if used_at is not None:
             node.last_use = max(node.last_use, used_at)
             return
-        self._clock += 1
-        node.last_use = self._clock
-        self.use_times.note(self._clock)
+        node.last_use = self.use_times.count()
 
     def _queue_if_evictable(self, node: Node) -> None:
         if node.parent is not None and not (node.queued or node.locked or node.children):

@@ -54,6 +54,29 @@ class PullSource:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeOver:
+    """A rank that leaves asks a successor to pull a prefix by this; see rank.proto."""
+
+    source: RankAddress
+    cache_salt: str
+    token_ids: tuple[int, ...]
+    idle_s: float
+    protected_tokens: int
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A successor answers this; see rank.proto."""
+
+    held_tokens: int
+    room_tokens: int
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Rendezvous:
     room: Room
     decode: RankId

@@ -62,11 +62,15 @@ class Carrying:
 
     def go_on(self, seq: Sequence, active: Iterable[Sequence]) -> None:
         """Go on from what a source has written and the tree has now, and keep a checkpoint there."""
+        self.keep_pulled(seq)
+        self._plan(seq, active)
+
+    def keep_pulled(self, seq: Sequence) -> None:
+        """Keep a checkpoint where what a source has written ends; the tree has it now."""
         assert seq.carried is not None
         if not self._books.is_empty:
             self._books.note_border(seq.carried)
             self._keep_border(seq)
-        self._plan(seq, active)
 
     def begin_anew(self, seq: Sequence, active: Iterable[Sequence]) -> None:
         """Go on from what is here, for no source has written anything; nobody writes its units."""

@@ -72,7 +72,7 @@ class EngineCore:
         self._events: list[tuple[Sequence, Reported]] = []
         self.pulls = Pulls(
             *(cache, self.carried, self._carrying, runner.draft, clock, self._active),
-            PullHooks(self._publish, self._offer, self._report_reserved, self._gate.note_news),
+            PullHooks(self._publish, self._offer, self._report_reserved, self._gate),
         )
         self._figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self._figures.times, clock)

@@ -115,7 +115,7 @@ class Reports:
             AssertionError: they do not balance, or pages are held by no sequence.
         """
         books = self.cache.check()
-        num_holders += self.pulls.num_grants
+        num_holders += self.pulls.num_holders
         num_open = self.cache.num_open
         assert num_open == num_holders, f"{num_open} open, {num_holders} sequences and grants hold pages"
         self.carried.check()

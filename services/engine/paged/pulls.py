@@ -3,6 +3,7 @@
     here    WAITING --admitted, a source holds more--> PULLING --landed--------------------> COMPUTING
                                                           |----failed----------------------------^
                                                           `----failed, set aside--> lacks pages--'
+    here    NEW --taken over (take_overs.py)--> PULLING --landed, failed--> ENDED
     holder  grant(room, ids): the longest match, or the deepest checkpoint on it, locked --> Granted
             --> a transfer's room reads it --> ended(room): unlocked
 
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from services.engine.paged import sequence
 from services.engine.paged.carrying import Carrying
 from services.engine.paged.core_events import Wanted
+from services.engine.paged.gate import Gate
 from services.engine.paged.model_runner import DraftModel
 from services.engine.paged.sequence import Phase
+from services.engine.paged.take_overs import TakeOvers
 from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import PageId
@@ -53,7 +56,7 @@ class PullHooks:
     offer: Callable[[sequence.Sequence], None]
     # What the sequence has, and waits for, is told as Reserved.
     report: Callable[[sequence.Sequence, Wanted | None], None]
-    note_news: Callable[[], None]
+    gate: Gate
 
 
 class Pulls:
@@ -78,6 +81,7 @@ class Pulls:
         self._active = active
         self._hooks = hooks
         self._granted: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+        self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock)
         # A source may still write these.
         self._aside: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
 
@@ -89,6 +93,11 @@ class Pulls:
     @property
     def num_grants(self) -> int:
         return len(self._granted)
+
+    @property
+    def num_holders(self) -> int:
+        """Return how many grants hold pages, and prefixes that are being taken over."""
+        return len(self._granted) + len(self.taking)
 
     @property
     def granted_pages(self) -> int:
@@ -119,7 +128,7 @@ class Pulls:
             return
         self._cache.close(held[0])
         self._carried.close(held[1])
-        self._hooks.note_news()
+        self._hooks.gate.note_news()
 
     def _is_busy(self, num_pages: int) -> bool:
         if not self._granted:
@@ -159,12 +168,17 @@ class Pulls:
         seq.reused_tokens += end - seq.computed
         seq.computed, seq.stored = end, max(seq.stored, end)
         self._hooks.publish(seq)
+        if seq.only_pulls:
+            self.taking.landed(seq)
+            return
         self._carrying.go_on(seq, self._active)
         self._compute(seq)
 
     def failed(self, seq: sequence.Sequence) -> None:
         """Note that no source writes a sequence's pages, or only those that were set aside."""
-        if seq.phase is Phase.PULLING and not seq.lacking_pages:
+        if seq.only_pulls:
+            self.taking.end(seq)
+        elif seq.phase is Phase.PULLING and not seq.lacking_pages:
             self._carrying.begin_anew(seq, self._active)
             seq.reused_tokens = seq.computed
             self._compute(seq)
@@ -194,14 +208,16 @@ class Pulls:
         self._carried.quarantine(seq.carried)
         self._aside[room] = self._cache.set_aside(seq.pages, kept), seq.carried
         seq.carried, seq.lacking_pages = self._carried.hold_nothing(), num_pages - kept
-        self._hooks.note_news()
+        if seq.only_pulls:
+            self.taking.end(seq)
+        self._hooks.gate.note_news()
 
     def end_aside(self, room: Room) -> None:
         """Note that nobody writes what was set aside for this room."""
         pages, carried = self._aside.pop(room)
         self._cache.end_quarantine(pages)
         self._carried.end_quarantine(carried)
-        self._hooks.note_news()
+        self._hooks.gate.note_news()
 
     @property
     def lacking(self) -> list[sequence.Sequence]:

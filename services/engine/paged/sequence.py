@@ -68,6 +68,7 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
     source: PullSource | None = None  # It is asked once, when the sequence comes in for the first time.
+    only_pulls: bool = False  # It is a prefix that this rank takes over from another, and is never computed.
     lacking_pages: int = 0  # A source may still write those that it had.
     pages: SequencePages | None = None
     carried: SequenceCarried | None = None  # It is set while it has pages.

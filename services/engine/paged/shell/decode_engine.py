@@ -113,7 +113,7 @@ class PagedDecodeEngine(TransferringEngine):
         matcher = await self._matcher(request)
         constraint_s = time.monotonic() - asked if matcher is not None else 0.0
         seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
-        with self._mailbox(seq) as mailbox:
+        with self.mailbox(seq) as mailbox:
             self.post(Submit(seq))
             try:
                 reserved = await _next(mailbox, Reserved)

@@ -16,10 +16,12 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported
+from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported, Reserved
 from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.take_overs import Declined
+from services.kv.hand_over import IdlePrefix
 from services.process.turn_watch import TurnWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
 from services.values.kv import CacheEvents, PageBooks, PullRequest
@@ -113,6 +115,31 @@ class EndAside:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginTakeOver:
+    seq: Sequence
+    idle_s: float
+    protected_tokens: int
+    answer: Callable[[Reserved | Declined], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EndTakeOver:
+    seq: Sequence
+    answer: Callable[[tuple[int, int]], None]  # It is told what is held here now, and the room, in tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class ListIdle:
+    answer: Callable[[list[IdlePrefix]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    prefix: IdlePrefix
+    answer: Callable[[tuple[int, ...] | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckBooks:
     answer: Callable[[PageBooks | AssertionError], None]
 
@@ -123,9 +150,9 @@ class Stop:
 
 
 PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
-Command = (
-    Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded | PullCommand | CheckBooks | Stop
-)
+HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
+OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded
+Command = OwnCommand | PullCommand | HandOverCommand | CheckBooks | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +290,23 @@ class EngineThread:
                 core.room_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
+            case BeginTakeOver() | EndTakeOver() | ListIdle() | Spell():
+                self._apply_to_hand_over(core, command)
             case _:
                 _apply_to_pull(core, command)
+
+    def _apply_to_hand_over(self, core: EngineCore, command: HandOverCommand) -> None:
+        taking = core.pulls.taking
+        match command:
+            case BeginTakeOver(seq, idle_s, protected_tokens, answer):
+                self._call(answer, taking.begin(seq, idle_s, protected_tokens))
+            case EndTakeOver(seq, tell):
+                taking.end(seq)
+                self._call(tell, (taking.held_tokens(seq), taking.room_tokens))
+            case ListIdle(tell_all):
+                self._call(tell_all, taking.list_idle())
+            case Spell(prefix, tell_ids):
+                self._call(tell_ids, taking.spell(prefix))
 
     def _step(self, core: EngineCore) -> None:
         try:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -50,6 +51,8 @@ from services.values.rank_reports import ConstraintCounts, RankLoad
 from services.values.request import GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A share of the pool is evicted ahead; the bound keeps an eviction short beside a step. On a mix of
 # conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages
@@ -246,9 +249,7 @@ class PagedEngine:
             yield events
 
     async def books(self) -> PageBooks:
-        answer: asyncio.Future[PageBooks | AssertionError] = asyncio.get_running_loop().create_future()
-        self.post(CheckBooks(answer.set_result))
-        books = await answer
+        books = await self.answer(CheckBooks)
         if isinstance(books, AssertionError):
             raise books
         return books
@@ -272,8 +273,19 @@ class PagedEngine:
         assert self._thread is not None, "the engine has not been started"
         self._thread.post(command)
 
+    async def answer(self, command: Callable[[Callable[[T], None]], Command]) -> T:
+        """Post a command that is answered on the loop; return its answer."""
+        answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def told(answer: T) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        self.post(command(told))
+        return await answered
+
     @contextlib.contextmanager
-    def _mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
+    def mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
         """Yield a mailbox in which the events of a sequence, once submitted, arrive while the context is
         open."""
         if self._stopping:
@@ -329,6 +341,7 @@ class PagedEngine:
             evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
             forget=carried.points.forget,
             lent=runner.draft.lent if runner.draft is not None else lambda pages: None,
+            clock=time.monotonic,
         )
         began = time.monotonic()
         warm_up(runner, cache, carried, self._limits.chunk_size)

@@ -75,7 +75,7 @@ class PagedPrefillEngine(TransferringEngine):
         seq = self._sequence(request, matcher=await self._matcher(request))
         seq.single_token = True
         seq.room, seq.room_open = rendezvous.room, True
-        with self._mailbox(seq) as mailbox:
+        with self.mailbox(seq) as mailbox:
             # Pages of a transfer that is not open are dropped, and the first may be offered at once.
             ended, computed = self._open_room(seq, rendezvous), _Computed(partial(self.pull, seq))
             self.post(Submit(seq))

@@ -81,12 +81,20 @@ class Pulling:
         self.engine = engine
         self.links = links
 
-    async def pull(self, seq: Sequence, mailbox: "Mailbox", reserved: Reserved, source: PullSource) -> Pulled:
+    async def pull(
+        self,
+        seq: Sequence,
+        mailbox: "Mailbox",
+        reserved: Reserved,
+        source: PullSource,
+        limit_s: float | None = None,
+    ) -> Pulled:
         """Have the source write what the sequence lacks, which then computes, whatever comes of it.
 
-        Raises what the sequence fails with meanwhile.
+        Without a `limit_s` it takes no longer than computing may gain. Raises what the sequence fails with
+        meanwhile.
         """
-        pull = _Pull(self, seq, reserved, source)
+        pull = _Pull(self, seq, reserved, source, limit_s)
         try:
             await both(pull.run(), _nothing(), pull.attend(mailbox))
         except BaseException:
@@ -96,7 +104,14 @@ class Pulling:
 
 
 class _Pull:
-    def __init__(self, pulling: Pulling, seq: Sequence, reserved: Reserved, source: PullSource) -> None:
+    def __init__(
+        self,
+        pulling: Pulling,
+        seq: Sequence,
+        reserved: Reserved,
+        source: PullSource,
+        limit_s: float | None,
+    ) -> None:
         assert reserved.wanted is not None
         self._engine = pulling.engine
         self._links = pulling.links
@@ -105,7 +120,8 @@ class _Pull:
         self._reserved = reserved
         self._wanted = reserved.wanted
         gain = self._wanted.expected_end - self._wanted.resumes_at
-        self._limit_s = BOUNDS.limit_s(gain, self._engine.load().prefill_tokens_per_s)
+        usual_s = BOUNDS.limit_s(gain, self._engine.load().prefill_tokens_per_s)
+        self._limit_s = usual_s if limit_s is None else limit_s
         self._grant_s = min(BOUNDS.grant_s, self._limit_s)
         self._room = Room(secrets.randbits(64))
         self._state = PullState.ASKED

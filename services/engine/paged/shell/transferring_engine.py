@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from services.engine.base import HandsOver
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core_events import Reserved, Wanted
 from services.engine.paged.drafters import Speculation
@@ -23,6 +24,7 @@ from services.engine.paged.shell.delta import WriteLease
 from services.engine.paged.shell.engine_thread import Cancel, EndQuarantine
 from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.shell.pulling import Lending, Pulling
+from services.engine.paged.shell.taking_over import TakingOver
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import is_sampled
 from services.net import channels
@@ -170,12 +172,21 @@ class TransferringEngine(PagedEngine):
         if not wanted.resumes_at < end <= wanted.end or end % unit:
             raise ProtocolError(f"the source grants {end} tokens of {wanted}")
 
+    @property
+    def pulling(self) -> Pulling:
+        assert self._pulling is not None, "the engine has not been started, or does not pull"
+        return self._pulling
+
     async def pull(self, seq: Sequence, mailbox: Mailbox, reserved: Reserved) -> Pulled | None:
         """Have its source write what it lacks, if it has one that holds more. Raises what it fails with."""
         source = seq.request.pull_from
         if reserved.wanted is None or source is None or self._pulling is None:
             return None
         return await self._pulling.pull(seq, mailbox, reserved, source)
+
+    @property
+    def hands_over(self) -> HandsOver | None:
+        return TakingOver(self) if self.lends and self.pulls else None
 
     def _sequence(
         self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None

@@ -50,6 +50,7 @@ class SglangRank:
     tells_resume_points = False  # SGLang's events are about full attention alone.
     takes_turns = False  # SGLang's queue has no tenants.
     lends = pulls = False
+    hands_over = None
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker

@@ -1,0 +1,127 @@
+"""A core's prefixes that it takes over from a rank that leaves: pulled, cached, and not computed on.
+
+Rule 1: nothing younger goes for one, and nothing that others wait for here: where requests wait, none begins.
+Rule 2: in the tree it is as old as it was where it comes from.
+Rule 3: one that is being pulled has pages like a sequence that pulls (paged/pulls.py), takes no slot in the
+        batch, and ends when its source is done with, whatever came of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.engine.paged import sequence
+from services.engine.paged.carrying import Carrying
+from services.engine.paged.core_events import Reserved, Wanted
+from services.engine.paged.gate import Gate
+from services.engine.paged.sequence import Phase
+from services.kv.carried_cache import CarriedCache
+from services.kv.hand_over import IdlePrefix, spell
+from services.kv.prefix_cache import PrefixCache
+from services.values.kv import PageId
+
+_MOST = 4  # Two leave at once, perhaps, and each has two asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    word: str  # It is one of rank.proto's, or empty where all is here that can be.
+    held_tokens: int
+
+
+class TakeOvers:
+    """It belongs to one core, and is called from its thread."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        carried: CarriedCache,
+        carrying: Carrying,
+        gate: Gate,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._carried = carried
+        self._carrying = carrying
+        self._gate = gate
+        self._clock = clock
+        self._protected: dict[sequence.Sequence, int] = {}  # So many tokens of each are to be protected.
+
+    def __repr__(self) -> str:
+        return f"TakeOvers({len(self)})"
+
+    def __len__(self) -> int:
+        return len(self._protected)
+
+    @property
+    def room_tokens(self) -> int:
+        return self._cache.available_pages * self._cache.page_size
+
+    def begin(self, seq: sequence.Sequence, idle_s: float, protected_tokens: int) -> Reserved | Declined:
+        """Reserve pages for as much of its ids as there is room for."""
+        end, held = self._whole(len(seq.ids)), self._held(seq)
+        if held >= end:
+            return Declined("", held)
+        if len(self) >= _MOST or len(self._gate) or not self._carried.may_open(computes=True):
+            return Declined("busy", held)
+        salt = seq.request.cache_salt
+        pages = seq.pages = self._cache.open(seq.ids, salt, end, protect=False, idle_s=idle_s)
+        prefix_pages = len(pages.pages)
+        spare = self._cache.available_pages - self._gate.reserved_pages
+        wanted = max(0, min(end // self._cache.page_size - prefix_pages, spare))
+        self._cache.extend_idle(pages, wanted, protected=2 * protected_tokens >= len(seq.ids))
+        end = self._whole(len(pages.pages) * self._cache.page_size)
+        if end <= held:
+            self._cache.close(pages)
+            seq.pages = None
+            return Declined("no_room", held)
+        self._cache.shorten(pages, max(prefix_pages, end // self._cache.page_size))
+        seq.only_pulls, seq.phase, seq.admitted_s = True, Phase.PULLING, self._clock()
+        self._carrying.begin_to_pull(seq, end, held)
+        self._protected[seq] = protected_tokens
+        return self._reserved(seq, prefix_pages, Wanted(end, end, held))
+
+    def landed(self, seq: sequence.Sequence) -> None:
+        """Note that what it pulled is in the tree."""
+        assert seq.pages is not None
+        self._carrying.keep_pulled(seq)
+        self._cache.protect(seq.pages, self._protected[seq])
+        self.end(seq)
+
+    def end(self, seq: sequence.Sequence) -> None:
+        """Give back what it has; nobody writes that. It does nothing where it has ended."""
+        if self._protected.pop(seq, None) is None:
+            return
+        assert seq.pages is not None
+        seq.phase = Phase.ENDED
+        self._carrying.release(seq)
+        self._cache.close(seq.pages)
+        seq.pages = None
+        self._gate.note_news()
+
+    def held_tokens(self, seq: sequence.Sequence) -> int:
+        """Return how much of its ids is here, and can be gone on from."""
+        return self._held(seq)
+
+    # -- what is taken over from here -------------------------------------------------------------
+
+    def list_idle(self) -> list[IdlePrefix]:
+        """Return what is cached and not in use here, for who leaves."""
+        return self._cache.idle_prefixes()
+
+    def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
+        """Return its ids; None where it is not here any more, or in use."""
+        return spell(prefix.node)
+
+    def _held(self, seq: sequence.Sequence) -> int:
+        found = self._cache.look_up(seq.ids, seq.request.cache_salt)
+        return self._carried.resumable(found.deepest, found.cached_pages * self._cache.page_size)
+
+    def _whole(self, tokens: int) -> int:
+        unit = self._cache.page_size if self._carried.is_empty else self._carried.index_block
+        return tokens // unit * unit
+
+    def _reserved(self, seq: sequence.Sequence, prefix_pages: int, wanted: Wanted) -> Reserved:
+        assert seq.pages is not None and seq.carried is not None
+        delta: Sequence[PageId] = seq.pages.pages[prefix_pages:]
+        carried = self._carried.units_of(seq.carried)
+        return Reserved(seq.pages.prefix_len, tuple(delta), 0.0, carried, wanted)
