@@ -77,6 +77,15 @@ def cache() -> Dashboard:
                         stacked=True,
                     ),
                     graph(
+                        "Pulls by result",
+                        "reqps",
+                        "Placements that named another rank to pull KV from, by what came of it: pulled; not_needed, for "
+                        "the rank had it by then; or why it computed instead. evicted: the index is behind. busy: the "
+                        "source lends as much as it may. late, failed: its link or its load.",
+                        Query(_rate("isthmus_pulls_total", "result"), "{{result}}"),
+                        stacked=True,
+                    ),
+                    graph(
                         "Token drift",
                         "percentunit",
                         "Tokens of past turns that came back other than they were generated, as a share of "

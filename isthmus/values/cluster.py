@@ -55,6 +55,8 @@ class Candidate:
     decode_indexed_resume_tokens: int | None
     prefill_indexed_resume_tokens: int | None
     decode_tokens_per_step: float
+    source: RankId | None
+    source_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

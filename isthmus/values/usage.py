@@ -39,6 +39,8 @@ class Usage:
     accepted_draft_tokens: int = 0
     reasoning_tokens: int = 0
     constraint_s: float = 0.0
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Stages:
     router_queue_s: float = 0.0
     first_decode_step_s: float = 0.0
     relay_s: float = 0.0
+    pull_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class Placement:
     reason: str
     usage: Usage | None
     predicted_reused_tokens: int
+    source: RankId | None
+    pull_refused: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,8 @@ class Totals:
     kv_bytes_saved: int = 0
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

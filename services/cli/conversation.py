@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from services.cli.look.cluster_picture import found_at_decode
 from services.cli.table import format_bytes, format_table
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -116,6 +117,7 @@ _STAGES = {
     "route": ("route_s", "router_queue_s"),
     "decode queue": ("decode_queue_s",),
     "prefill queue": ("prefill_queue_s",),
+    "pull": ("pull_s",),
     "prefill compute": ("prefill_compute_s",),
     "transfer": ("transfer_s",),
     "decode step": ("first_decode_step_s",),
@@ -136,8 +138,11 @@ def summary(answer: StreamedAnswer) -> str:
     if finish is None or not finish.usage.prompt_tokens:
         return _end(answer)
     usage, rate = finish.usage, answer.tokens_per_s
-    found = f"{usage.decode_prefix_len} of {usage.prompt_tokens} found on {_rank(finish)}"
+    found = f"{found_at_decode(finish)} of {usage.prompt_tokens} found on {_rank(finish)}"
     moved = f"{format_bytes(usage.kv_bytes_moved) if usage.delta_tokens else 'nothing'} moved"
+    if usage.pulled_tokens:
+        source = finish.placement.source
+        moved += f", {usage.pulled_tokens} pulled from {source.worker}/{source.rank}"
     first = f"TTFT {1e3 * finish.stages.first_token_s:.0f} ms"
     parts = (found, moved, first, "" if rate is None else f"{rate:.0f} tokens/s", _end(answer))
     return ", ".join(filter(None, parts))

@@ -84,11 +84,19 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
     decode, plan = placement.decode, common_pb2.Plan.Name(placement.plan).removeprefix("PLAN_").lower()
     return (
         f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}, plan {plan}: "
-        f"{usage.reused_tokens} reused, "
+        f"{usage.reused_tokens} reused{_pulled(placement, usage)}, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
         f"KV moved {format_bytes(usage.kv_bytes_moved)}{_fixed_cost(usage)}, "
         f"saved {format_bytes(usage.kv_bytes_saved)}; {usage.completion_tokens} generated{_drafted(usage)}"
     )
+
+
+def _pulled(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> str:
+    source = placement.source
+    if usage.pulled_tokens:
+        size = format_bytes(usage.pulled_bytes)
+        return f" ({usage.pulled_tokens} pulled from {source.worker}/{source.rank}, {size})"
+    return f" (nothing pulled: {placement.pull_refused})" if placement.pull_refused else ""
 
 
 def _drafted(usage: generation_pb2.Usage) -> str:

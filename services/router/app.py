@@ -260,7 +260,10 @@ def _cluster_settings(config: RouterConfig) -> ClusterSettings:
         model_name=config.served_name,
         plans=config.plan_set,
         placer=PlacerSettings(
-            config.index_block, config.chunk_size, PriceWeights(itl_weight=config.itl_weight)
+            config.index_block,
+            config.chunk_size,
+            PriceWeights(itl_weight=config.itl_weight),
+            pulls=config.pull == "on",
         ),
     )
 

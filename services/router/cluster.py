@@ -26,7 +26,7 @@ from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.rank_order import Share
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
-from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
+from services.values.rank import Plan, PullSource, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import (
     NO_MOVED_PENALTIES,
     NO_TENANT_TURNS,
@@ -71,6 +71,7 @@ class Placed:
     decision: Decision
     client: DecodeClient
     prefill: RankAddress | None
+    source: PullSource | None
     pinned: RankKey | None
     prompt: HashedPrompt
     degraded: str | None
@@ -361,9 +362,12 @@ class Cluster:
 
     def _placed(self, asked: Asked, prompt: HashedPrompt, decision: Decision) -> Placed:
         chosen = decision.chosen
-        prefill = None
+        prefill, source = None, None
         if chosen.prefill is not None:
             prefill = self._mirror.ranks[chosen.prefill.id.key].registration.address
+        if chosen.source is not None:
+            address = self._mirror.ranks[chosen.source.id.key].registration.address
+            source = PullSource(address, chosen.source.tokens)
         decode = chosen.decode.id.key
         client = self._connections.clients[decode]
         moves_penalties = NO_MOVED_PENALTIES not in self._mirror.ranks[decode].registration.capabilities
@@ -372,7 +376,9 @@ class Cluster:
             Role.DECODE: reused if prefill is None else held,
             Role.PREFILL: decision.longest_prefill_reuse,
         }
-        return Placed(decision, client, prefill, asked.pinned, prompt, self.degraded, best, moves_penalties)
+        return Placed(
+            decision, client, prefill, source, asked.pinned, prompt, self.degraded, best, moves_penalties
+        )
 
     def _plans(self) -> frozenset[Plan]:
         plans = self._known_plans

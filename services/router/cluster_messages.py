@@ -73,7 +73,7 @@ def _candidates(
 
 
 def _priced(priced: Priced, chosen: bool, pinned: RankKey | None) -> generation_pb2.Candidate:
-    decode, prefill = priced.decode, priced.prefill
+    decode, prefill, source = priced.decode, priced.prefill, priced.source
     return generation_pb2.Candidate(
         decode=convert.rank_id_to_proto(decode.id),
         prefill=None if prefill is None else convert.rank_id_to_proto(prefill.id),
@@ -93,6 +93,8 @@ def _priced(priced: Priced, chosen: bool, pinned: RankKey | None) -> generation_
         total_s=priced.total_s,
         pinned=pinned == decode.id.key,
         chosen=chosen,
+        source=None if source is None else convert.rank_id_to_proto(source.id),
+        source_tokens=0 if source is None else source.tokens,
     )
 
 

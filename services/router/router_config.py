@@ -90,6 +90,9 @@ class RouterConfig(ClusterConfig):
         "weight of the ITL that a request costs running sequences, against its own TTFT",
         bounds=Bounds(at_least=0),
     )
+    pull: Literal["on", "off"] = setting(
+        "on", "whoever computes a prompt may pull what another rank holds of it, where that pays"
+    )
     max_attempts: int = setting(
         3, "attempts of a request until it makes progress, each on another rank", bounds=Bounds(at_least=1)
     )

@@ -30,16 +30,28 @@ def usage(**tokens):
 @pytest.mark.parametrize(
     ("plan", "told", "came", "computed"),
     [
-        # prefill holds less than decode, more, and all but the last token; nothing; plan local
-        ("remote", (100, 80, 20, 60), {"found": 80, "moved": 20}, {"reused": 40, "computed": 60}),
-        ("remote", (100, 20, 80, 50), {"found": 20, "moved": 80}, {"reused": 50, "computed": 50}),
-        ("remote", (100, 0, 100, 1), {"moved": 100}, {"reused": 99, "computed": 1}),
-        ("remote", (100, 0, 100, 100), {"moved": 100}, {"computed": 100}),
-        ("local", (100, 64, 0, 36), {"found": 64, "computed": 36}, {"reused": 64, "computed": 36}),
+        # Prefill holds less than decode, more, and all but the last token; nothing; plan local; both pull.
+        ("remote", (100, 80, 20, 60, 0), {"found": 80, "moved": 20}, {"reused": 40, "computed": 60}),
+        ("remote", (100, 20, 80, 50, 0), {"found": 20, "moved": 80}, {"reused": 50, "computed": 50}),
+        ("remote", (100, 0, 100, 1, 0), {"moved": 100}, {"reused": 99, "computed": 1}),
+        ("remote", (100, 0, 100, 100, 0), {"moved": 100}, {"computed": 100}),
+        ("local", (100, 64, 0, 36, 0), {"found": 64, "computed": 36}, {"reused": 64, "computed": 36}),
+        (
+            "remote",
+            (100, 80, 20, 20, 30),
+            {"found": 80, "moved": 20},
+            {"reused": 50, "pulled": 30, "computed": 20},
+        ),
+        (
+            "local",
+            (100, 64, 0, 36, 48),
+            {"found": 16, "pulled": 48, "computed": 36},
+            {"reused": 16, "pulled": 48, "computed": 36},
+        ),
     ],
 )
 def test_a_prompts_lanes(core, plan, told, came, computed):
-    names = ("prompt_tokens", "decode_prefix_len", "delta_tokens", "computed_tokens")
+    names = ("prompt_tokens", "decode_prefix_len", "delta_tokens", "computed_tokens", "pulled_tokens")
     lanes = core("bars", "promptLanes", {"plan": plan, "usage": dict(zip(names, told, strict=True))})
     assert {one["kind"]: one["amount"] for one in lanes["came"]} == came
     assert {one["kind"]: one["amount"] for one in lanes["computed"]} == computed
@@ -114,6 +126,7 @@ def test_finished_requests_are_summed_once(core):
         "requests": 3,
         "prompt": 200,
         "found": 80,
+        "pulled": 0,
         "reused": 0,
         "moved": 0,
         "saved": 2**41,

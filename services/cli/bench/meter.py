@@ -172,6 +172,8 @@ def figures_of(meter: Meter) -> dict[str, object]:
         "delta_tokens": counts.delta_tokens,
         "kv_bytes_moved": counts.kv_bytes_moved,
         "kv_bytes_saved": counts.kv_bytes_saved,
+        "pulled_tokens": counts.pulled_tokens,
+        "pulled_bytes": counts.pulled_bytes,
     }
     for name, values in zip(_LATENCIES, samples, strict=True):
         statistics |= values.figures(name)
@@ -196,6 +198,9 @@ def lines_of(meter: Meter, width: int | None) -> Iterator[str]:
         f"moved {format_bytes(counts.kv_bytes_moved)}, saved {format_bytes(counts.kv_bytes_saved)}",
         width,
     )
+    if counts.pulled_tokens:
+        size = format_bytes(counts.pulled_bytes)
+        yield fold(f"of those reused {counts.pulled_tokens} were pulled from other ranks, {size}", width)
     for name, times in meter.errors.most_common():
         yield fold(f"failed: {times} with {name}: {meter.first_errors[name]}", width)
     if meter.stopped:

@@ -46,6 +46,8 @@ class Counts:
     delta_tokens: int = 0
     kv_bytes_moved: int = 0
     kv_bytes_saved: int = 0
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -44,7 +44,7 @@ class RecentRequests:
             return Totals()
         # A window that began a short time ago is not full yet.
         spanned_s = max(1.0, min(self.window_s, now - self._began_s))
-        prefixes = [(f.usage.decode_prefix_len, f.usage.prompt_tokens) for f in self._finishes()]
+        prefixes = [(found_at_decode(f), f.usage.prompt_tokens) for f in self._finishes()]
         ttfts = sorted(s for finish in self._finishes() if (s := finish.stages.first_token_s))
         return Totals(
             len(self._ended) / spanned_s,
@@ -61,11 +61,11 @@ class RecentRequests:
         for finish in self._finishes():
             usage, placement = finish.usage, finish.placement
             found.setdefault(name_of(placement.decode), []).append(
-                (usage.decode_prefix_len, usage.prompt_tokens)
+                (found_at_decode(finish), usage.prompt_tokens)
             )
             if placement.HasField("prefill"):
                 found.setdefault(name_of(placement.prefill), []).append(
-                    (usage.prefill_prefix_len, usage.prompt_tokens)
+                    (usage.prefill_prefix_len - usage.pulled_tokens, usage.prompt_tokens)
                 )
         return {name: _share(pairs) for name, pairs in found.items()}
 
@@ -79,6 +79,18 @@ class RecentRequests:
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:
     return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else None
+
+
+def found_at_decode(finish: Finish) -> int:
+    """Return the prompt's tokens that the decode rank itself had."""
+    pulled = 0 if finish.placement.HasField("prefill") else finish.usage.pulled_tokens
+    return finish.usage.decode_prefix_len - pulled
+
+
+def came_to_decode(finish: Finish) -> int:
+    """Return the prompt's tokens whose KV others wrote there: its prefill rank, or the source of a pull."""
+    is_remote = finish.placement.HasField("prefill")
+    return finish.usage.delta_tokens if is_remote else finish.usage.pulled_tokens
 
 
 def name_of(rank: RankId) -> RankName:

@@ -14,8 +14,8 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_
 
 # The first line has the costs to the request, in the order of its stages; the second has the costs to others.
 _ORDER = (
-    *("wait_prefill", "wait_decode", "wait_room", "compute", "last_chunk", "carried", "overhead"),
-    *("occupy", "evict_prefill", "evict_decode", "itl", "outgrow"),
+    *("wait_prefill", "wait_decode", "wait_room", "pull", "compute", "last_chunk", "carried", "overhead"),
+    *("occupy", "evict_prefill", "evict_decode", "itl", "lend", "outgrow"),
 )
 _LEAD = ("", "decode", "prefill", "plan", "total ms")  # These stay columns if the terms do not fit.
 _REASONS = {
@@ -95,7 +95,8 @@ def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
     for candidate in answer.candidates:
         if candidate.chosen:
             by = f", computed by {_name(candidate.prefill)}" if candidate.HasField("prefill") else ""
-            where = f"{_name(candidate.decode)}{by}, plan {_plan(candidate)}"
+            pulled = f", pulled from {_name(candidate.source)}" if candidate.HasField("source") else ""
+            where = f"{_name(candidate.decode)}{by}, plan {_plan(candidate)}{pulled}"
             return [f"chosen: {where}", f"reason: {answer.reason}: {_REASONS.get(answer.reason, '')}"]
     return [f"no choice: {answer.reason}"]
 
@@ -131,6 +132,8 @@ def _tokens(candidate: generation_pb2.Candidate, field: str) -> object:
 def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
     if candidate.pinned:
         yield "pinned"
+    if candidate.HasField("source"):
+        yield f"pulls {candidate.source_tokens} from {_name(candidate.source)}"
     if candidate.decode_tokens_per_step > 1:
         yield f"{candidate.decode_tokens_per_step:.1f} tokens a step"
 

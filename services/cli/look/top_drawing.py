@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from services.cli.look.cluster_picture import Picture, RankName, name_of
+from services.cli.look.cluster_picture import (
+    Picture,
+    RankName,
+    came_to_decode,
+    found_at_decode,
+    name_of,
+)
 from services.cli.table import format_bytes
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import FinishedRequest, RankStatus, RunningRequest
@@ -171,6 +177,7 @@ _FINISHED = (
     Column("found/moved", most=24),
     Column("prompt", right=True),
     Column("found", right=True),
+    Column("pulled", right=True, spare=1),
     Column("KV moved", right=True),
     Column("TTFT", right=True),
     Column("out", right=True),
@@ -333,16 +340,17 @@ def _running_row(age_s: float, request: RunningRequest) -> list[Cell]:
 
 def _finished_row(ago_s: float, request: FinishedRequest) -> list[Cell]:
     finish, usage = request.finish, request.finish.usage
-    first_s = finish.stages.first_token_s
+    first_s, found = finish.stages.first_token_s, found_at_decode(finish)
     return [
         request.request_id,
         request.tenant,
         _time(ago_s),
         _name(finish.placement.decode) if finish.HasField("placement") else "",
-        Bar(usage.decode_prefix_len, usage.delta_tokens, usage.prompt_tokens),
+        Bar(found, came_to_decode(finish), usage.prompt_tokens),
         str(usage.prompt_tokens or ""),
-        f"{usage.decode_prefix_len / usage.prompt_tokens:.0%}" if usage.prompt_tokens else "",
-        format_bytes(usage.kv_bytes_moved) if usage.delta_tokens else "",
+        f"{found / usage.prompt_tokens:.0%}" if usage.prompt_tokens else "",
+        str(usage.pulled_tokens or ""),
+        format_bytes(moved) if (moved := usage.kv_bytes_moved + usage.pulled_bytes) else "",
         _time(first_s) if first_s else "",
         str(request.completion_tokens or ""),
         _end(request),

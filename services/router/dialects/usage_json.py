@@ -58,6 +58,8 @@ def _where(placement: generation_pb2.Placement) -> Json:
         "reason": placement.reason,
         "predicted_prefix_len": placement.predicted_prefix_len,
         "predicted_reused_tokens": placement.predicted_reused_tokens,
+        "source_rank": _rank_name(placement.source) if placement.HasField("source") else None,
+        "pull_refused": placement.pull_refused or None,
     }
 
 
@@ -69,7 +71,8 @@ def _placement_json(placement: generation_pb2.Placement) -> Json:
 
 def _kv_json(usage: generation_pb2.Usage) -> Json:
     moved = ("decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved")
-    names = (*moved, "drafted_tokens", "accepted_draft_tokens", "constraint_s")
+    pulled = ("pulled_tokens", "pulled_bytes")
+    names = (*moved, *pulled, "drafted_tokens", "accepted_draft_tokens", "constraint_s")
     return {**{name: getattr(usage, name) for name in names}, "carried_bytes": dict(usage.carried_bytes)}
 
 

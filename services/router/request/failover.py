@@ -237,7 +237,7 @@ class FailoverStream:
         return None
 
     def _message(self, placed: Placed) -> decode_pb2.Start:
-        request, prefill = self._request, placed.prefill
+        request, prefill, source = self._request, placed.prefill, placed.source
         return decode_pb2.Start(
             request_id=request.answer_name,
             output_ids_so_far=self._progress.output_ids,
@@ -249,6 +249,7 @@ class FailoverStream:
             timeout_s=self._remaining_s(),
             eos_token_ids=self._eos_token_ids,
             traceparent=traces.traceparent(self._progress.span),
+            pull_from=None if source is None else convert.source_to_proto(source),
         )
 
     def _withdraw(self) -> Placed | None:

@@ -17,12 +17,13 @@ from services.router.request.progress import Progress, Served
 from services.router.text.answer_ends import until_stop_string, without_stop_token
 from services.router.text.chat_memory import drift_tokens
 from services.values.prompt_logprobs import PromptLogprobs, ScoredToken
-from services.values.request import Admitted, FinishReason, Output
+from services.values.request import Admitted, FinishReason, Output, Pulled
 from services.wire import convert, convert_request
 from services.wire.fields import message_of
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 
+_NOTHING_PULLED = Pulled()
 _TOTALS = tuple(field.name for field in generation_pb2.Totals.DESCRIPTOR.fields)
 
 
@@ -54,24 +55,28 @@ def finish_of(
 def _placements(progress: Progress) -> Iterator[generation_pb2.Placement]:
     bounds = [*(each.first_output for each in progress.served), len(progress.output_ids)]
     for each, end in zip(progress.served, bounds[1:], strict=True):
-        yield _placement(each.placed, _usage(each, end - each.first_output))
+        yield _placement(each.placed, each.admitted.pulled, _usage(each, end - each.first_output))
 
 
-def _placement(placed: Placed, usage: generation_pb2.Usage | None = None) -> generation_pb2.Placement:
+def _placement(
+    placed: Placed, pulled: Pulled | None = None, usage: generation_pb2.Usage | None = None
+) -> generation_pb2.Placement:
     chosen = placed.decision.chosen
     return generation_pb2.Placement(
         decode=convert.rank_id_to_proto(chosen.decode.id),
         prefill=None if chosen.prefill is None else convert.rank_id_to_proto(chosen.prefill.id),
         plan=convert.plan_to_proto(placed.plan),
         predicted_prefix_len=chosen.decode.hit_tokens,
-        predicted_reused_tokens=(chosen.prefill or chosen.decode).reused_tokens,
+        predicted_reused_tokens=chosen.reused_tokens,
         reason=placed.decision.reason,
         usage=usage,
+        source=None if chosen.source is None else convert.rank_id_to_proto(chosen.source.id),
+        pull_refused="" if pulled is None else pulled.refused,
     )
 
 
 def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
-    admitted = served.admitted
+    admitted, pulled = served.admitted, served.admitted.pulled or _NOTHING_PULLED
     return message_of(
         generation_pb2.Usage,
         admitted,
@@ -82,6 +87,8 @@ def _usage(served: Served, completion_tokens: int) -> generation_pb2.Usage:
         carried_bytes=admitted.carried_bytes,
         drafted_tokens=served.drafted_tokens,
         accepted_draft_tokens=served.accepted_draft_tokens,
+        pulled_tokens=pulled.tokens,
+        pulled_bytes=pulled.bytes,
     )
 
 
@@ -209,7 +216,7 @@ class ResponseStream:
         assert progress.placed is not None
         if len(progress.served) == 1:
             self._metrics.admitted(progress.placed, admitted, is_further=self._request.index > 0)
-        self._metrics.transferred(admitted)
+        self._metrics.transferred(progress.placed, admitted)
         self._context.cluster.admitted(self._request.answer_key, progress.placed, admitted)
 
     def _note_tokens(self, token_ids: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from services.router.request.story import GenAiMetrics
 from services.router.text.prompt import OUTCOMES
 from services.values.errors import Aborted, AlreadyRunning, Forbidden, InvalidRequest, IsthmusError, NotFound
 from services.values.rank import RankId, Role
-from services.values.request import Admitted, ConstraintKind, FinishReason
+from services.values.request import Admitted, ConstraintKind, FinishReason, Pulled
 
 # The buckets go up to the longest wait (--max-wait-s), and those of whole requests to their time limit
 # (--request-timeout-s).
@@ -30,6 +30,7 @@ _LENGTHS = (1, *(2**power for power in range(3, 21)))
 _ITL_SECONDS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 5.0)
 # These errors are the client's mistakes.
 MISTAKES = tuple(error.__name__ for error in (InvalidRequest, NotFound, AlreadyRunning, Forbidden))
+PULL_RESULTS = ("pulled", "not_needed", "gone", "evicted", "busy", "late", "corrupt", "failed")
 _RANK = ("role", "worker", "rank")
 # Held blocks need no transfer to a decode rank under plan remote. Resumable blocks need not be computed again
 # by the rank that computes. The two differ where a model has per-request state.
@@ -163,6 +164,20 @@ class RouterMetrics:
             "isthmus_kv_saved_bytes",
             "KV bytes that did not have to be moved, for all placements of a request.",
         )
+        self._pulled = counter(
+            "isthmus_pulled_tokens",
+            "Prompt tokens that the rank which computed the rest got from another rank, for all placements "
+            "of a request.",
+        )
+        self._pulled_bytes = counter("isthmus_pulled_bytes", "KV bytes that were moved for them.")
+        self._pulls = counter(
+            "isthmus_pulls",
+            "Placements with a source, by result: pulled; not_needed (the rank had all of it by then); or "
+            "why the rank computed it instead: gone, evicted, busy, late, corrupt or failed.",
+            ["result"],
+        )
+        for result in PULL_RESULTS:
+            self._pulls.labels(result)
         self._moves = counter(
             "isthmus_request_moves",
             "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
@@ -247,11 +262,23 @@ class RouterMetrics:
         self._reused.inc(admitted.reused_tokens)
         self._hits.admitted(placed, admitted)
 
-    def transferred(self, admitted: Admitted) -> None:
+    def transferred(self, placed: Placed, admitted: Admitted) -> None:
         if admitted.kv_bytes_moved:
             self._moved.inc(admitted.kv_bytes_moved)
         if saved := admitted.kv_bytes_saved:
             self._saved.inc(saved)
+        if placed.decision.chosen.source is not None:
+            self._pull_ended(admitted.pulled)
+
+    def _pull_ended(self, pulled: Pulled | None) -> None:
+        if pulled is None:
+            self._pulls.labels("not_needed").inc()
+        elif pulled.tokens:
+            self._pulls.labels("pulled").inc()
+            self._pulled.inc(pulled.tokens)
+            self._pulled_bytes.inc(pulled.bytes)
+        else:
+            self._pulls.labels(pulled.refused if pulled.refused in PULL_RESULTS else "failed").inc()
 
     def ended(self, progress: Progress, outcome: str, took_s: float) -> None:
         self._gen_ai.ended(progress, outcome, took_s)
@@ -310,10 +337,11 @@ class _HitMetrics:
         chosen = placed.decision.chosen
         decode, prefill, delivered = chosen.decode, chosen.prefill, admitted.decode_prefix_len
         if prefill is None:
+            delivered = admitted.own_reused_tokens
             self._count(Role.DECODE, decode.id, _RESUMABLE, decode.reused_tokens, delivered, placed, admitted)
             return
         self._count(Role.DECODE, decode.id, _HELD, decode.hit_tokens, delivered, placed, admitted)
-        delivered = admitted.prefill_prefix_len
+        delivered = admitted.own_reused_tokens
         self._count(Role.PREFILL, prefill.id, _RESUMABLE, prefill.reused_tokens, delivered, placed, admitted)
 
     def _count(

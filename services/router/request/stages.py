@@ -21,6 +21,7 @@ class Stages(NamedTuple):
     route_s: float = 0.0
     decode_queue_s: float = 0.0
     prefill_queue_s: float = 0.0
+    pull_s: float = 0.0
     prefill_compute_s: float = 0.0
     transfer_s: float = 0.0
     first_decode_step_s: float = 0.0
@@ -44,6 +45,7 @@ def stages_of(
         route_s=route_s,
         decode_queue_s=admitted.decode_queue_s,
         prefill_queue_s=admitted.prefill_queue_s,
+        pull_s=0.0 if admitted.pulled is None else admitted.pulled.seconds,
         prefill_compute_s=admitted.prefill_compute_s,
         transfer_s=admitted.transfer_s,
         first_decode_step_s=admitted.first_decode_step_s,

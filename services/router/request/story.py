@@ -75,6 +75,9 @@ def _placing(progress: Progress) -> dict[str, Any]:
         decode_prefix_len=admitted.decode_prefix_len if admitted else 0,
         prefill_prefix_len=admitted.prefill_prefix_len if admitted else 0,
         kv_bytes_moved=admitted.kv_bytes_moved if admitted else 0,
+        source=placed.decision.chosen.source.id if placed and placed.decision.chosen.source else "-",
+        pulled_tokens=admitted.pulled_tokens if admitted else 0,
+        pull_refused=admitted.pulled.refused or "-" if admitted and admitted.pulled else "-",
     )
 
 
@@ -123,7 +126,7 @@ def _placed(placed: Placed) -> Attributes:
         "reason": placed.decision.reason,
         "predicted_decode_prefix_len": chosen.decode.hit_tokens,
         "indexed_decode_prefix_len": chosen.decode.matched_tokens,
-        "predicted_reused_tokens": (chosen.prefill or chosen.decode).reused_tokens,
+        "predicted_reused_tokens": chosen.reused_tokens,
         "route.total_s": chosen.total_s,
     }
     if placed.pinned is not None:
@@ -134,16 +137,26 @@ def _placed(placed: Placed) -> Attributes:
         attributes["prefill"] = str(chosen.prefill.id)
         attributes["predicted_prefill_prefix_len"] = chosen.prefill.hit_tokens
         attributes["indexed_prefill_prefix_len"] = chosen.prefill.matched_tokens
+    if chosen.source is not None:
+        attributes["source"] = str(chosen.source.id)
+        attributes["predicted_source_tokens"] = chosen.source.tokens
     return attributes | {f"route.{name}_s": seconds for name, seconds in chosen.terms}
 
 
 def _admitted(admitted: Admitted) -> Attributes:
-    return {
+    attributes: Attributes = {
         "prompt_tokens": admitted.prompt_tokens,
         "decode_prefix_len": admitted.decode_prefix_len,
         "prefill_prefix_len": admitted.prefill_prefix_len,
         "kv_bytes_moved": admitted.kv_bytes_moved,
     }
+    if (pulled := admitted.pulled) is not None:
+        attributes |= {
+            "pulled_tokens": pulled.tokens,
+            "pulled_bytes": pulled.bytes,
+            "pull_refused": pulled.refused,
+        }
+    return attributes
 
 
 PROVIDER = "isthmus"

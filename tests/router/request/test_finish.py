@@ -14,7 +14,7 @@ from services.router.connections.rank_connections import DecodeRankLost
 from services.router.dialects.usage_json import isthmus_json
 from services.router.request.generation import Generator
 from services.values.rank import Generation, Plan, RankId
-from services.values.request import Admitted, FinishReason, Output
+from services.values.request import Admitted, FinishReason, Output, Pulled
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -30,8 +30,10 @@ class Stay:
     prefill_share: float
     num_tokens: int
     end: str  # lost, outgrown, stopped, aborted
+    pulled: Pulled | None = None  # None: it had no source
 
 
+PULLED = st.sampled_from([None, Pulled(refused="busy"), Pulled(PAGE, PAGE_BYTES, 0.01)])
 stays = st.builds(
     Stay,
     st.sampled_from(Plan),
@@ -39,6 +41,7 @@ stays = st.builds(
     st.floats(0, 1),
     st.sampled_from([0, 1, 1, 2, 5]),
     st.sampled_from(["lost", "outgrown"]),
+    PULLED,
 )
 last_stays = st.builds(
     Stay,
@@ -47,6 +50,7 @@ last_stays = st.builds(
     st.floats(0, 1),
     st.integers(1, 5),
     st.sampled_from(["stopped", "aborted"]),
+    PULLED,
 )
 
 
@@ -69,6 +73,7 @@ def admitted_at(stay: Stay, prompt_tokens: int) -> Admitted:
         transfer_s=0.0,
         plan=stay.plan,
         carried_bytes={"recurrent": PAGE_BYTES} if remote else {},
+        pulled=stay.pulled,
     )
 
 
@@ -91,16 +96,18 @@ class Travelled:
 
     def place(self, prompt, conversation_id, excluded, max_wait_s):
         number, self._placed = self._placed, self._placed + 1
-        prefill = SimpleNamespace(id=RankId("p", number, Generation(1)), hit_tokens=0, reused_tokens=0)
+        prefill = SimpleNamespace(id=RankId("p", number, Generation(1)), hit_tokens=0)
+        source = SimpleNamespace(id=RankId("s", number, Generation(1)))
         remote = self.stays[number].plan is Plan.REMOTE
         chosen = MagicMock(
             decode=SimpleNamespace(
                 id=RankId("d", number, Generation(1)),
                 hit_tokens=number,
                 matched_tokens=0,
-                reused_tokens=number,
             ),
             prefill=prefill if remote else None,
+            reused_tokens=number,
+            source=source if self.stays[number].pulled else None,
         )
         decision = SimpleNamespace(chosen=chosen, reason="cheapest")
         client = SimpleNamespace(start=lambda command, _: self._start(number, len(prompt.ids)))
@@ -108,6 +115,7 @@ class Travelled:
             decision=decision,
             client=client,
             prefill=None,
+            source=None,
             plan=self.stays[number].plan,
             moves_penalties=True,
         )
@@ -172,6 +180,11 @@ def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, la
         assert placement.HasField("prefill") == (placement.plan == common_pb2.PLAN_REMOTE)
         assert own.prompt_tokens == reached
         assert own.kv_bytes_moved == admitted.kv_bytes_moved
+        pulled = cluster.stays[number].pulled
+        assert placement.HasField("source") == (pulled is not None)
+        assert placement.pull_refused == (pulled.refused if pulled else "")
+        told = (pulled.tokens, pulled.bytes) if pulled else (0, 0)
+        assert (own.pulled_tokens, own.pulled_bytes) == told
         assert own.carried_bytes == admitted.carried_bytes
         assert own.drafted_tokens == 3 * own.completion_tokens
         assert own.accepted_draft_tokens == 2 * own.completion_tokens
@@ -203,6 +216,10 @@ def test_usage_placements_and_totals_say_the_same(character_tokenizer, moved, la
         "decode_prefix_len",
         "delta_tokens",
         "kv_bytes_moved",
+        "pulled_tokens",
+        "pulled_bytes",
+        "source_rank",
+        "pull_refused",
     ):
         assert shown[name] == shown["placements"][0][name]
 

@@ -173,9 +173,10 @@ class LosingCluster:
         self.excluded.append({rank.worker for rank in excluded})
         if len(self.excluded) == 6:
             raise InvalidRequest("enough")
-        placed = MagicMock(prefill=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
-        placed.decision.reason, placed.decision.chosen.prefill = "cheapest", None
-        placed.decision.chosen.decode.hit_tokens = placed.decision.chosen.decode.reused_tokens = 0
+        placed = MagicMock(prefill=None, source=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
+        placed.decision.reason, chosen = "cheapest", placed.decision.chosen
+        chosen.prefill = chosen.source = None
+        chosen.decode.hit_tokens = chosen.reused_tokens = 0
         placed.decision.chosen.decode.id = RankId(f"d{len(self.excluded)}", 0, Generation(1))
         placed.client.start = self._start
         return placed

@@ -48,10 +48,11 @@ class HeldCluster(LosingCluster):
     def place_at(self, prompt, conversation_id, excluded, rank):
         if rank.worker in self.refusing:
             raise Unavailable("draining")
-        placed = MagicMock(prefill=None, plan=Plan.LOCAL)
-        placed.decision.reason, placed.decision.chosen.prefill = "same_prompt", None
-        placed.decision.chosen.decode.hit_tokens = placed.decision.chosen.decode.reused_tokens = 0
-        placed.decision.chosen.decode.id = rank
+        placed = MagicMock(prefill=None, source=None, plan=Plan.LOCAL)
+        placed.decision.reason, chosen = "same_prompt", placed.decision.chosen
+        chosen.prefill = chosen.source = None
+        chosen.decode.hit_tokens = chosen.reused_tokens = 0
+        chosen.decode.id = rank
         return self._starting(placed)
 
     def _starting(self, placed):

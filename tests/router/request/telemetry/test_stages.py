@@ -3,13 +3,16 @@ from hypothesis import strategies as st
 
 from services.router.request.stages import STAGES, Stages, stages_of
 from services.values.rank import Plan
-from services.values.request import Admitted
+from services.values.request import Admitted, Pulled
 
 seconds = st.floats(0, 100)
-ON_RANK = ("decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "first_decode_step_s")
+ON_RANK = (
+    *("decode_queue_s", "prefill_queue_s", "pull_s", "prefill_compute_s", "transfer_s"),
+    "first_decode_step_s",
+)
 
 
-def admitted(**stages):
+def admitted(pull_s, **stages):
     counts = dict.fromkeys(
         (
             *("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens"),
@@ -17,7 +20,8 @@ def admitted(**stages):
         ),
         0,
     )
-    return Admitted(**counts, **stages, plan=Plan.REMOTE)
+    pulled = Pulled(seconds=pull_s) if pull_s else None
+    return Admitted(**counts, **stages, plan=Plan.REMOTE, pulled=pulled)
 
 
 @given(
@@ -37,7 +41,7 @@ def test_they_add_up(on_router, on_rank, relay_s):
         admitted=admitted(**on_rank),
     )
     told = dict(stages.seconds())
-    assert tuple(told) == STAGES and len(told) == 9
+    assert tuple(told) == STAGES and len(told) == 10
     assert abs(sum(told.values()) - first_token_s) < 1e-9
     assert abs(told["relay"] - relay_s) < 1e-9 and abs(told["router_queue"] - queue_s) < 1e-9
     assert all(told[name.removesuffix("_s")] == value for name, value in on_rank.items())

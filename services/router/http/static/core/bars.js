@@ -1,19 +1,27 @@
 // What bars are made of: segments in order, each with its kind and how much it is. Pure.
-//
+
+import { foundAtDecode } from "./placed.js";
+
 // The prompt, from its first token to its last. Where decode's KV came from, and below it what was computed anew:
 //
 //   plan remote   |#### found ####|#### moved ####|       plan local   |#### found ####|## computed ##|
 //                 |   reused   |##### computed ###|                    | reused        |## computed ##|
 //
-// Prefill's own prefix may end before decode's or behind it: it computes from there.
+// Prefill's own prefix may end before decode's or behind it: it computes from there. Who computes may have pulled a
+// part of that from another rank: |# found #|# pulled #|## computed ##|, and of what prefill reused likewise.
 
-export const promptLanes = ({ plan, usage }) => {
-  const { prompt_tokens: prompt, decode_prefix_len: found, delta_tokens: moved, computed_tokens: computed } = usage;
-  const here = plan === "remote" ? segment("moved", moved) : segment("computed", prompt - found);
+export const promptLanes = (placed) => {
+  const { prompt_tokens: prompt, delta_tokens: moved, computed_tokens: computed, pulled_tokens: pulled } = placed.usage;
+  const found = foundAtDecode(placed);
+  const here =
+    placed.plan === "remote"
+      ? [segment("moved", moved)]
+      : [segment("pulled", pulled), segment("computed", prompt - found - pulled)];
+  const reused = prompt - computed - pulled;
   return {
     whole: prompt,
-    came: present([segment("found", found), here]),
-    computed: present([segment("reused", prompt - computed), segment("computed", computed)]),
+    came: present([segment("found", found), ...here]),
+    computed: present([segment("reused", reused), segment("pulled", pulled), segment("computed", computed)]),
   };
 };
 
@@ -24,6 +32,7 @@ const STAGE_KINDS = {
   router_queue_s: ["waiting", "wait at router"],
   decode_queue_s: ["waiting", "wait for decode"],
   prefill_queue_s: ["waiting", "wait for prefill"],
+  pull_s: ["pulled", "pull"],
   prefill_compute_s: ["computed", "compute"],
   transfer_s: ["moved", "transfer"],
   first_decode_step_s: ["step", "first step"],

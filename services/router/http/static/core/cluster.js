@@ -1,6 +1,6 @@
 // What is known of the cluster, from the events of its watch. Pure: a state and an event in, a state out.
 
-import { placedOfFinish, rankName } from "./placed.js";
+import { foundAtDecode, placedOfFinish, rankName } from "./placed.js";
 
 const SAMPLES = 60; // of each rank, one a second
 const KEPT_REQUESTS = 100;
@@ -11,7 +11,7 @@ export const newCluster = () => ({
   running: [],
   finished: [], // newest first
   placed: {}, // by request id
-  totals: { requests: 0, prompt: 0, found: 0, reused: 0, moved: 0, saved: 0 },
+  totals: { requests: 0, prompt: 0, found: 0, pulled: 0, reused: 0, moved: 0, saved: 0 },
   byRank: {}, // by name: prompt tokens of requests that ended there, and how many it had
   dropped: 0,
   degraded: "",
@@ -131,6 +131,7 @@ const readFinished = (request) => ({
 const readCandidate = (candidate) => ({
   decode: rankName(candidate.decode),
   prefill: rankName(candidate.prefill),
+  source: rankName(candidate.source),
   plan: (candidate.plan ?? "").replace("PLAN_", "").replace("UNSPECIFIED", "").toLowerCase(),
   found: Number(candidate.decode_hit_tokens ?? 0),
   reused: Number(candidate.prefill_hit_tokens ?? 0),
@@ -147,7 +148,8 @@ const addTotals = (totals, { placed }) => {
   return {
     requests: totals.requests + 1,
     prompt: totals.prompt + usage.prompt_tokens,
-    found: totals.found + usage.decode_prefix_len,
+    found: totals.found + foundAtDecode(placed),
+    pulled: totals.pulled + usage.pulled_tokens,
     reused: totals.reused + usage.reused_tokens,
     moved: totals.moved + usage.kv_bytes_moved,
     saved: totals.saved + usage.kv_bytes_saved,
@@ -156,8 +158,9 @@ const addTotals = (totals, { placed }) => {
 
 const addByRank = (byRank, { placed }) => {
   if (!placed?.usage.prompt_tokens) return byRank;
-  const { prompt_tokens: prompt, decode_prefix_len: found, prefill_prefix_len: reused } = placed.usage;
-  const next = { ...byRank, [placed.decode]: plus(byRank[placed.decode], prompt, found) };
+  const { prompt_tokens: prompt, prefill_prefix_len, pulled_tokens } = placed.usage;
+  const reused = prefill_prefix_len - pulled_tokens;
+  const next = { ...byRank, [placed.decode]: plus(byRank[placed.decode], prompt, foundAtDecode(placed)) };
   return placed.prefill ? { ...next, [placed.prefill]: plus(byRank[placed.prefill], prompt, reused) } : next;
 };
 

@@ -21,6 +21,8 @@ const TOKENS = [
   "kv_bytes_saved",
   "drafted_tokens",
   "accepted_draft_tokens",
+  "pulled_tokens",
+  "pulled_bytes",
 ];
 
 export const STAGES = [
@@ -29,11 +31,15 @@ export const STAGES = [
   "router_queue_s",
   "decode_queue_s",
   "prefill_queue_s",
+  "pull_s",
   "prefill_compute_s",
   "transfer_s",
   "first_decode_step_s",
   "relay_s",
 ];
+
+// What decode itself had of the prompt: decode_prefix_len has what it pulled, too.
+export const foundAtDecode = ({ plan, usage }) => usage.decode_prefix_len - (plan === "local" ? usage.pulled_tokens : 0);
 
 // Of a Finish of the feed.
 export const placedOfFinish = (finish) => ({
@@ -42,6 +48,7 @@ export const placedOfFinish = (finish) => ({
   prefill: rankName(finish.placement?.prefill),
   reason: finish.placement?.reason ?? "",
   predicted: Number(finish.placement?.predicted_prefix_len ?? 0),
+  source: rankName(finish.placement?.source),
   route: (finish.placements ?? []).map((placement) => rankName(placement.decode)),
   ended: (finish.reason ?? "").replace("FINISH_REASON_", "").toLowerCase(),
   usage: numbers(finish.usage, TOKENS),
@@ -57,6 +64,7 @@ export const placedOfChoice = (own) => {
     prefill: own.prefill_rank ?? "",
     reason: own.reason ?? "",
     predicted: own.predicted_prefix_len ?? 0,
+    source: own.source_rank ?? "",
     route: (own.placements ?? []).map((placement) => placement.decode_rank),
     ended: own.finish_reason ?? "",
     usage: numbers({ ...own, ...own.placements?.[0] }, TOKENS),

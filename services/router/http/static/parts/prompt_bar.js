@@ -1,5 +1,6 @@
 import { promptLanes } from "../core/bars.js";
 import { bytes, count } from "../core/format.js";
+import { foundAtDecode } from "../core/placed.js";
 import { html } from "../vendor/htm-preact-3.1.1.module.js";
 import { Bar } from "./bar.js";
 
@@ -16,11 +17,13 @@ export const PromptBar = ({ placed, size }) => {
 };
 
 export const PromptNumbers = ({ placed }) => {
-  const { plan, usage } = placed;
+  const { plan, source, usage } = placed;
   return html`
     <p class="numbers">
       <span><b>${count(usage.prompt_tokens)}</b> prompt tokens</span>
-      <span data-kind="found"><b>${count(usage.decode_prefix_len)}</b> found</span>
+      <span data-kind="found"><b>${count(foundAtDecode(placed))}</b> found</span>
+      ${usage.pulled_tokens > 0 &&
+      html`<span data-kind="pulled"><b>${count(usage.pulled_tokens)}</b> pulled from ${source}</span>`}
       ${plan === "remote" &&
       html`<span data-kind="moved"><b>${count(usage.delta_tokens)}</b> moved, ${bytes(usage.kv_bytes_moved)}</span>`}
       <span data-kind="computed"><b>${count(usage.computed_tokens)}</b> computed</span>
@@ -29,8 +32,10 @@ export const PromptNumbers = ({ placed }) => {
   `;
 };
 
-const labelOf = ({ plan, decode, usage }) => {
-  const found = `Of ${usage.prompt_tokens} prompt tokens ${usage.decode_prefix_len} were found on ${decode}`;
+const labelOf = (placed) => {
+  const { plan, decode, source, usage } = placed;
+  const found = `Of ${usage.prompt_tokens} prompt tokens ${foundAtDecode(placed)} were found on ${decode}`;
+  const pulled = usage.pulled_tokens > 0 ? `, ${usage.pulled_tokens} pulled from ${source}` : "";
   const moved = plan === "remote" ? `, ${usage.delta_tokens} moved` : "";
-  return `${found}${moved}, ${usage.computed_tokens} were computed`;
+  return `${found}${pulled}${moved}, ${usage.computed_tokens} were computed`;
 };

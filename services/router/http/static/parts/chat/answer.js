@@ -1,4 +1,5 @@
 import { codeApart, count, seconds } from "../../core/format.js";
+import { foundAtDecode } from "../../core/placed.js";
 import { html } from "../../vendor/htm-preact-3.1.1.module.js";
 import { PromptBar } from "../prompt_bar.js";
 
@@ -54,7 +55,7 @@ const Caption = ({ answer, placed, show }) => html`
           <button class="caption-button" type="button" onClick=${() => show(answer.requestId)} title="Show what the cluster did">
             <${PromptBar} placed=${placed} size="mini" />
             <span>
-              ${count(placed.usage.decode_prefix_len)} of ${count(placed.usage.prompt_tokens)} found, first token after
+              ${count(foundAtDecode(placed))} of ${count(placed.usage.prompt_tokens)} found, first token after
               ${" "}${seconds(placed.first_token_s)}${ends(answer)}
             </span>
           </button>

@@ -34,6 +34,7 @@ const Price = ({ price, dearest }) => {
         <${Bar} segments=${segments.map(withKind)} whole=${dearest} label=${`${seconds(price.total_s)} in all`} size="thin" />
         <span class="numbers">
           <span>finds <b>${count(price.found)}</b></span>
+          ${price.source && html`<span data-kind="pulled">pulls from <b>${price.source}</b></span>`}
           ${price.terms
             .filter((term) => Math.abs(term.seconds) >= SHARE * dearest)
             .map((term) => html`<span key=${term.name} data-kind=${kindOf(term.name)}>${term.name} <b>${signed(term.seconds)}</b></span>`)}
@@ -45,6 +46,6 @@ const Price = ({ price, dearest }) => {
 
 const signed = (s) => (s < 0 ? `−${seconds(-s)}` : seconds(s));
 
-const KINDS = { compute: "computed", last_chunk: "moved", carried: "moved", wait_prefill: "waiting", wait_decode: "waiting" };
+const KINDS = { compute: "computed", last_chunk: "moved", carried: "moved", pull: "pulled", wait_prefill: "waiting", wait_decode: "waiting" };
 const kindOf = (name) => KINDS[name] ?? "router";
 const withKind = (segment) => ({ ...segment, kind: kindOf(segment.name) });

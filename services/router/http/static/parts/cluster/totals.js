@@ -7,6 +7,8 @@ export const Totals = ({ totals }) => html`
     <${Total} name="Hit rate" title="prompt tokens found on the decode rank, of all" value=${percent(totals.found, totals.prompt)} kind="found" />
     <${Total} name="KV saved" title="bytes that moving whole prompts would have cost beyond those moved" value=${bytes(totals.saved)} kind="found" />
     <${Total} name="KV moved" title="bytes that crossed from prefill to decode" value=${bytes(totals.moved)} kind="moved" />
+    ${totals.pulled > 0 &&
+    html`<${Total} name="Pulled" title="prompt tokens that who computed the rest got from another rank" value=${count(totals.pulled)} kind="pulled" />`}
     <${Total} name="Requests" title="ended since this page was opened" value=${count(totals.requests)} />
   </dl>
 `;

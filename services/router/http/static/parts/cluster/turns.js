@@ -35,6 +35,7 @@ export const Legend = () => html`
   <p class="legend">
     <span data-kind="found">found on decode</span>
     <span data-kind="moved">moved to decode</span>
+    <span data-kind="pulled">pulled from another rank</span>
     <span data-kind="computed">computed</span>
   </p>
 `;
