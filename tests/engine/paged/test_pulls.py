@@ -34,8 +34,8 @@ def wait(monkeypatch, seconds):
 class Ranks(Pair):
     """Two of either role. The first decode rank holds; the second one asks, or prefill for it."""
 
-    def __init__(self, settings=SETTINGS, **changes):
-        super().__init__(replace(settings, **changes), dp_size=2)
+    def __init__(self, settings=SETTINGS, prefill_settings=None, **changes):
+        super().__init__(replace(settings, **changes), prefill_settings, dp_size=2)
 
     async def hold(self, prompt=PROMPT, max_tokens=6, **options):
         """The first decode rank holds a conversation's first turn. Return its second prompt."""
@@ -137,6 +137,52 @@ async def test_a_hybrid_is_pulled_to_its_deepest_checkpoint(subtests):
             admitted = await ranks.ask(longer)
             assert 0 < admitted.pulled.tokens == admitted.pulled.held_tokens < len(longer) // 8 * 8
             await ranks.assert_nothing_held()
+
+
+async def test_the_drafts_pages_cross_where_the_source_has_them_all(subtests):
+    settings = replace(SETTINGS, fake_draft="agree:1")
+    with subtests.test("prefill computes them with every prompt"):
+        async with Ranks(settings) as ranks:
+            await ranks.generate(PROMPT, 4, Plan.REMOTE, prefill=1)
+            admitted = await ranks.ask(PROMPT, Plan.REMOTE, ranks.prefills[1])
+            assert (admitted.pulled.tokens, admitted.pulled.bytes) == (44, 2 * 44 * 8)
+            assert admitted.carried_bytes["draft"] == 12 * 4 * 8  # It has them of the whole prompt now.
+            await ranks.assert_nothing_held()
+    with subtests.test("decode has none of what it has generated without drafting"):
+        async with Ranks(settings) as ranks:
+            prompt = await ranks.hold()
+            admitted = await ranks.ask(prompt, Plan.REMOTE)
+            assert admitted.pulled.bytes == admitted.pulled.tokens * 8
+            await ranks.assert_nothing_held()
+    for one, other in ((settings, SETTINGS), (SETTINGS, settings)):
+        with subtests.test("only one of the two drafts", source_drafts=one is settings):
+            async with Ranks(one, other) as ranks:
+                await ranks.hold()
+                admitted = await ranks.ask(PROMPT, Plan.REMOTE)
+                assert (admitted.pulled.tokens, admitted.pulled.bytes) == (44, 44 * 8)
+                assert (await ranks.ask(PROMPT, Plan.REMOTE)).pulled is None
+                await ranks.assert_nothing_held()
+
+
+async def test_a_moved_request_pulls_what_it_had_generated(subtests):
+    """Its output so far is among what its source holds; penalties and constraints go on over it."""
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            async with Ranks() as ranks:
+                answer = await ranks.generate(PROMPT, 14, Plan.LOCAL)
+                so_far = tuple(answer.tokens[:10])
+                moved = await ranks.generate(
+                    PROMPT,
+                    14,
+                    plan,
+                    decode=1,
+                    output_ids_so_far=so_far,
+                    pull_from=ranks.source(ranks.decode, 56),
+                )
+                assert (*so_far, *moved.tokens) == tuple(answer.tokens)
+                assert moved.admitted.pulled.tokens == 56
+                assert moved.admitted.computed_tokens == 1
+                await ranks.assert_nothing_held()
 
 
 async def test_another_tenants_prefix_is_not_there():

@@ -168,6 +168,8 @@ class _Pull:
             link.write_until_s(self._grant_s + _MOST_KEPT_S),
         )
         grant = await link.ask(request)
+        if link.layout.draft is None:  # The two do not draft alike.
+            grant = replace(grant, with_draft=False)
         self._engine.check_granted_end(grant.end, wanted)
         self.told = replace(self.told, held_tokens=grant.end)
         return grant
@@ -175,7 +177,8 @@ class _Pull:
     async def _reserve_up_to(self, end: int) -> None:
         if self._reserved.carried:
             self._engine.post(PullUpTo(self._seq, end))
-            self._reserved = await within(self._limit_s, self._reserved_again.get())
+            # The engine's thread answers between two steps, and nothing else may come after it has been told.
+            self._reserved = await self._reserved_again.get()
 
     async def _fill(self, grant: PullGrant) -> None:
         assert self._link is not None
