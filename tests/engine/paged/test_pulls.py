@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from engine.pair import FAKE, Pair, core_of
+from net.certificates import make_certificates
 from services.engine.fake import continuation, parse_carried
 from services.engine.paged.shell import pulling
 from services.engine.paged.shell.pulling import PullBounds
+from services.net.channels import TlsConfig
 from services.transfer.local import LocalTransport, _LandedWrite
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan, PullSource, RankAddress, RankId
@@ -34,8 +36,8 @@ def wait(monkeypatch, seconds):
 class Ranks(Pair):
     """Two of either role. The first decode rank holds; the second one asks, or prefill for it."""
 
-    def __init__(self, settings=SETTINGS, prefill_settings=None, **changes):
-        super().__init__(replace(settings, **changes), prefill_settings, dp_size=2)
+    def __init__(self, settings=SETTINGS, prefill_settings=None, tls=None, **changes):
+        super().__init__(replace(settings, **changes), prefill_settings, tls, dp_size=2)
 
     async def hold(self, prompt=PROMPT, max_tokens=6, **options):
         """The first decode rank holds a conversation's first turn. Return its second prompt."""
@@ -162,6 +164,16 @@ async def test_the_drafts_pages_cross_where_the_source_has_them_all(subtests):
                 assert (admitted.pulled.tokens, admitted.pulled.bytes) == (44, 44 * 8)
                 assert (await ranks.ask(PROMPT, Plan.REMOTE)).pulled is None
                 await ranks.assert_nothing_held()
+
+
+async def test_sources_are_asked_over_mutual_tls(tmp_path, subtests):
+    folder = make_certificates(tmp_path, "IP:127.0.0.1")
+    tls = TlsConfig(folder / "ca.pem", folder / "cert.pem", folder / "key.pem", mutual=True)
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            async with Ranks(tls=tls) as ranks:
+                prompt = await ranks.hold()
+                assert (await ranks.ask(prompt, plan)).pulled.tokens >= 48
 
 
 async def test_a_moved_request_pulls_what_it_had_generated(subtests):

@@ -77,8 +77,8 @@ class TransferringEngine(PagedEngine):
 
     def load(self) -> RankLoad:
         load, sender = super().load(), self._sender
-        if sender is None:
-            return load
+        if sender is None or not (sender.open_rooms or sender.kv_paths):
+            return load  # A decode rank that lends nothing at present is asked at every step.
         return replace(load, open_rooms=sender.open_rooms, kv_paths=sender.kv_paths)
 
     async def _start_sender(self, open_writer: Callable[[], Transport]) -> None:
