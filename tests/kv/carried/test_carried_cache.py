@@ -306,3 +306,41 @@ def test_without_a_point_it_is_computed_from_the_start():
     books = Books(STATE, units=(4,))
     node = books.node([1, 2, 3, 4])
     assert books.cache.resumable(node, 4) == 0 == books.cache.resume(node, 4).position
+
+
+def test_what_is_granted_stays_though_its_point_goes():
+    books = Books(WINDOW, STATE, units=(16, 8))
+    node = books.keep([1, 2, 3, 4])
+    point = books.cache.points.deepest(node)
+    granted = books.cache.grant(node, 4)
+    assert (granted.position, books.cache.units_of(granted)) == (4, (point.tails[0], (point.slot,)))
+    assert books.free() == (14, 7)
+    assert books.cache.points.evict()
+    assert books.free() == (14, 7)
+    books.cache.close(granted)
+    assert books.free() == (16, 8)
+    assert books.cache.grant(node, 4) is None
+
+
+def test_a_grant_takes_nothing_that_a_sequence_may_need():
+    """One that computes counts as two here, too."""
+    for units, is_granted in ((3, True), (2, False)):
+        books = Books(STATE, units=(units,))
+        node = books.keep([1, 2])
+        seq = books.cache.resume(None, 0)
+        granted = books.cache.grant(node, 2)
+        assert (granted is not None) is is_granted
+        assert not books.cache.may_open(computes=False)
+        books.compute(seq, 2)
+        books.cache.note_border(seq)
+        books.cache.check()
+
+
+def test_one_who_goes_on_from_a_granted_point_has_a_slot_of_its_own():
+    """That point's slot is read elsewhere: nobody may write it."""
+    books = Books(STATE, units=(3,))
+    node = books.keep([1, 2])
+    granted = books.cache.grant(node, 2)
+    seq = books.cache.resume(node, 2)
+    assert seq.position == 2 and seq.slot != granted.slot
+    assert books.copies[-1] == (granted.slot, seq.slot)

@@ -1,0 +1,65 @@
+"""What a core grants to others, and what it asks of a source; in whatever order: test_core_stateful.py."""
+
+from engine.paged.core_rank import Rank
+from services.engine.fake import fake_state
+from services.engine.paged.pulls import Granted, Refused
+from services.engine.paged.sequence import Phase
+
+
+def prompt(first, length=16):
+    return [first, *range(100, 99 + length)]
+
+
+def holding(*prompts, **settings):
+    rank = Rank(num_pages=96, **settings)
+    seqs = [rank.submit(ids, 2) for ids in prompts]
+    rank.run(seqs)
+    return rank
+
+
+def test_a_first_grant_may_be_of_any_size_and_others_are_few():
+    rank = holding(prompt(1, 60), *(prompt(first) for first in range(2, 12)))
+    pulls = rank.core.pulls
+    assert isinstance(pulls.grant(0, prompt(1, 60), "", 1), Granted)
+    assert pulls.grant(1, prompt(2), "", 1) == Refused("busy", 16)  # 15 pages of 96 are lent already
+    pulls.grant_ended(0)
+    granted = [pulls.grant(10 + first, prompt(first), "", 1) for first in range(2, 12)]
+    assert [isinstance(each, Granted) for each in granted] == [True] * 3 + [False] * 7  # of 4 pages each
+    assert rank.core.load().granted_pages == 12 == rank.core.load().books.locked
+    for first in range(2, 12):
+        pulls.grant_ended(10 + first)
+    assert rank.core.load().granted_pages == 0
+    rank.core.check()
+
+
+def test_a_grant_is_no_second_demand_for_what_it_locks():
+    rank = holding(prompt(1))
+    tree = rank.core.cache._tree
+    assert rank.core.pulls.grant(0, prompt(1), "", 1).end == 16
+    assert not any(node.protected for node in tree.nodes())
+    assert rank.core.pulls.grant(1, prompt(1), "", 17) == Refused("evicted", 16)
+    assert rank.core.pulls.grant(2, prompt(9), "", 1) == Refused("evicted", 0)
+
+
+def test_a_retracted_sequence_asks_no_source_again():
+    rank = Rank(num_pages=12, max_running=4)
+    seq = rank.submit(prompt(1, 12), 30, held=12)
+    rank.step()
+    assert seq.phase is Phase.PULLING and rank.wanted[seq].expected_end == 8
+    rank.pull(seq)
+    others = [rank.submit(prompt(first, 8), 30) for first in (2, 3)]
+    rank.run([seq, *others])
+    assert sum(each.retractions for each in (seq, *others)) > 0
+    assert rank.tokens[seq] == rank.expected(prompt(1, 12), 30)
+
+
+def test_what_a_source_wrote_is_a_checkpoint_for_others():
+    rank = Rank(num_pages=32, carried=(fake_state(),))
+    seq = rank.submit(prompt(1, 18), 2, held=16)
+    rank.step()
+    rank.pull(seq)
+    rank.run([seq])
+    before = rank.computed_tokens
+    other = rank.submit([*prompt(1, 18)[:16], 7, 7], 2)
+    rank.run([other])
+    assert rank.computed_tokens - before == 3  # two of its own, and its first answer
