@@ -50,6 +50,7 @@ class Outcomes:
     ) -> None:
         """`progress` is the placer's; an index block has `index_block` tokens."""
         self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
+        self.lending: Container[RankKey] = ()  # ranks that others may pull from
         self.telling: Container[RankKey] = ()  # ranks that tell their resume points
         self._index = index
         self._balance = balance
@@ -96,7 +97,7 @@ class Outcomes:
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
             computed = admitted.prompt_tokens if rank == computing else 0
-            self._predict(rank, hashes, _PREDICTION_S, computed)
+            self._predict(rank, hashes, _PREDICTION_S, computed, is_there=True)
         promised = self._promised.pop(request_id, None)
         if promised is not None and admitted.pulled is not None:
             self._learn_from(promised, computing, hashes, admitted.pulled)
@@ -112,7 +113,8 @@ class Outcomes:
             parent = longer[-1] if longer else None
             longer.append(extend_hash(parent, all_ids[end - block : end], seed))
         passed_a_block = len(longer) > len(hashes) or chosen.plan is Plan.LOCAL
-        self._predict(decode, longer, _PREDICTION_S, len(all_ids) if passed_a_block else 0)
+        computed = len(all_ids) if passed_a_block else 0
+        self._predict(decode, longer, _PREDICTION_S, computed, is_there=True)
 
     def ended(self, request_id: str) -> None:
         """Note that it is in flight no more, however it ended."""
@@ -121,14 +123,22 @@ class Outcomes:
         self._balance.ended(request_id)
 
     def _predict(
-        self, rank: RankKey, hashes: Sequence[BlockHash], ttl_s: float, computed_tokens: int = 0
+        self,
+        rank: RankKey,
+        hashes: Sequence[BlockHash],
+        ttl_s: float,
+        computed_tokens: int = 0,
+        *,
+        is_there: bool = False,
     ) -> None:
-        """Predict that the rank will hold the blocks. Where it computes so many tokens and tells its
-        checkpoints, it will have one at the last block boundary before the last token."""
+        """Predict that the rank will tell the blocks, which are there perhaps already. Where it computes so
+        many tokens and tells its checkpoints, it has one at the last block boundary before the last token."""
         if rank not in self.cacheless:
             tells = computed_tokens and rank in self.telling
             resumable = min(len(hashes), (computed_tokens - 1) // self._block) if tells else 0
             self._balance.predict(rank, hashes, ttl_s, resumable)
+            if is_there and rank in self.lending:
+                self._balance.there.add(rank, hashes, self._balance.clock(), ttl_s, resumable)
 
     def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
         """Return what is believed of a rank. Who computes does not report what it must not reuse."""

@@ -108,7 +108,7 @@ class Placer:
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
         telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
         self._hits.telling = self.outcomes.telling = telling
-        self._sources.set_ranks(ranks if self._settings.pulls else ())
+        self.outcomes.lending = self._sources.set_ranks(ranks if self._settings.pulls else ())
 
     @property
     def _has_many(self) -> bool:

@@ -7,18 +7,21 @@ may be of either role, it may drain, and it may be the decode rank of the same r
 most (price.py), and none where a pull would take more than half the time of computing what it brings: a rank
 waits for one no longer than that.
 
-What a rank will soon hold does not count here: nobody can write what is yet to be computed.
+What a rank was sent does not count here: nobody can write what is yet to be computed. What it has computed
+does, though its own events have perhaps not told it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from services.index.read.prefix_index import PrefixIndex
+from services.index.read.prefix_index import deepest as resumable_depths
 from services.kv.tails import carried_bytes
 from services.router.placement.candidates import Candidate, Source
 from services.router.placement.rank_snapshot import Found, RankSnapshot, what_must_agree
 from services.router.ranks.balance import Balance
 from services.router.ranks.learned import PullPace
+from services.router.ranks.predictions import Guessed
 from services.values.kv import KvLayout
 from services.values.rank import RankId, RankKey, Role
 from services.values.rank_reports import LENDS, PULLS, Registration
@@ -90,27 +93,34 @@ class Sources:
         self._pulling: set[RankKey] = set()
         self._layouts: dict[RankKey, KvLayout] = {}
 
-    def set_ranks(self, ranks: Iterable[Registration]) -> None:
-        """Look among these; without any nothing is ever pulled."""
+    def set_ranks(self, ranks: Iterable[Registration]) -> Container[RankKey]:
+        """Look among these from now on, and return those that somebody may pull from."""
         ranks = list(ranks)
         self._lending = {rank.id.key: rank for rank in ranks if LENDS in rank.capabilities}
         self._pulling = {rank.id.key for rank in ranks if PULLS in rank.capabilities}
         known: dict[KvLayout, KvLayout] = {}
         alike = ((rank.id.key, what_must_agree(rank.layout)) for rank in ranks)
         self._layouts = {key: known.setdefault(layout, layout) for key, layout in alike}
+        return self._lending if self._pulling else ()
 
     def holders(self, snapshot: RankSnapshot) -> Sequence[Holder]:
         """Return who may be the source of anybody for the prompt."""
         if not self._lending or not self._pulling:
             return ()
+        held, there = snapshot.held(), self._balance.there.of(snapshot.asked.hashes, self._balance.clock())
         found: list[Found] = []
-        for key, blocks in snapshot.held().deepest():
-            if len(found) == _LOOKED_AT or (found and blocks < _LEAST_SHARE * found[0][2]):
+        for key in there.deepest()[:_LOOKED_AT]:
+            if (rank := self._lending.get(key)) is not None and self._may_lend(rank, snapshot):
+                found.append((key, rank, max(there.depth(key), held.depth(key))))
+        untold, most = {key for key, _, _ in found}, max((blocks for _, _, blocks in found), default=0)
+        for key, blocks in held.deepest():
+            if len(found) >= _LOOKED_AT or blocks < _LEAST_SHARE * most:
                 break
             rank = self._lending.get(key)
-            if rank is not None and self._may_lend(rank, snapshot):
+            if rank is not None and key not in untold and self._may_lend(rank, snapshot):
                 found.append((key, rank, blocks))
-        return deepest(self._holders(found, snapshot))
+                most = max(most, blocks)
+        return deepest(self._holders(found, snapshot, there))
 
     def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[Source, ...]:
         """Return a candidate's sources among the holders of the same prompt."""
@@ -125,16 +135,17 @@ class Sources:
             return False
         return rank.role is Role.PREFILL or self._is_connected(key)
 
-    def _holders(self, found: Sequence[Found], snapshot: RankSnapshot) -> Iterable[Holder]:
+    def _holders(self, found: Sequence[Found], snapshot: RankSnapshot, there: Guessed) -> Iterable[Holder]:
         asked, balance, now, block = snapshot.asked, self._balance, self._balance.clock(), self._block
-        furthest = asked.most_reused // block
+        held, furthest = snapshot.held(), asked.most_reused // block
         telling = {key: min(blocks, furthest) for key, rank, blocks in found if rank.tells_resume_points}
         points = self._index.resume_points.deepest(asked.hashes, telling) if telling else {}
-        for key, rank, blocks in found:
+        untold = resumable_depths(there.resumable(), telling) if telling else {}
+        for key, rank, _ in found:
             if key in telling:
-                matched, trust = points.get(key, 0) * block, balance.resume_trust
+                indexed, computed, trust = points.get(key, 0), untold.get(key, 0), balance.resume_trust
             else:
-                matched, trust = blocks * block, balance.trust
-            matched = min(matched, asked.most_reused)
-            tokens = trust.worth(key, matched, now)
+                indexed, computed, trust = held.depth(key), there.depth(key), balance.trust
+            matched = min(indexed * block, asked.most_reused)
+            tokens = max(trust.worth(key, matched, now), min(computed * block, asked.most_reused))
             yield Holder(rank.id, self._layouts[key], tokens, matched, snapshot.now(key).running)

@@ -72,6 +72,7 @@ class Balance:
         """The priors hold until something was measured; `chunk_tokens` is as in PlacementRequest."""
         self.clock = clock
         self.predictions = Predictions()
+        self.there = Predictions()  # Ranks have computed it, and their events have perhaps not come yet.
         self.trust = Trust()
         self.resume_trust = Trust()  # Only ranks that report checkpoints have this.
         self.changed: Callable[[RankKey], None] = _ignore_change
@@ -261,6 +262,7 @@ class Balance:
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
         self.predictions.forget(rank)
+        self.there.forget(rank)
         self.trust.forget(rank)
         self.resume_trust.forget(rank)
 

@@ -6,12 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.known_cluster import BLOCK, HASHES, HYBRID, LAYOUT, REMOTE, Router, registration
+from router.placement.known_cluster import (
+    BLOCK,
+    HASHES,
+    HYBRID,
+    LAYOUT,
+    REMOTE,
+    Router,
+    admitted,
+    registration,
+)
 from router.placement.placement_ranks import decode
 from services.router.placement.rank_snapshot import RankSnapshot
 from services.router.placement.sources import Sources
 from services.values.kv import PageBooks
-from services.values.rank import Role
+from services.values.rank import Plan, Role
 from services.values.rank_reports import LENDS, PULLS
 from services.values.request import Pulled
 
@@ -204,3 +213,31 @@ def test_of_equal_sources_the_least_busy_come_first():
     assert [holder.id.rank for holder in found] == [3, 1, 0]  # the third is not connected
     own = decode(3, prefill_tokens_per_s=1_000.0)
     assert [source.id.rank for source in sources.of(own, found)] == [1, 0]  # it does not pull from itself
+
+
+def test_what_was_computed_counts_before_it_is_told(subtests):
+    with subtests.test("the prompt of an admitted request, and its answer when that has ended"):
+        router = Router(1, 2, capabilities=BOTH_WAYS)
+        first = router.place(20, plans=REMOTE)
+        router.waits(next(rank for rank in router.prefills if rank.id == first.chosen.prefill.id), 300_000)
+        router.placer.sent("a", HASHES[:20], 20 * BLOCK + 7, first)
+        assert not router.balance.there.of(HASHES, router.now).deepest()
+        told = admitted(0, 0, Plan.REMOTE)
+        router.placer.outcomes.admitted("a", HASHES[:20], first.chosen, told)
+        router.now += 4
+        assert router.place(plans=REMOTE).chosen.source.tokens == 20 * BLOCK
+        router.balance.there.add(router.decodes[0].id.key, HASHES, router.now, 5.0)
+        assert router.place(plans=REMOTE).chosen.source.tokens == 40 * BLOCK
+        router.now += 6
+        assert router.place(plans=REMOTE).chosen.source is None  # By then its events would have come.
+    with subtests.test("a rank that lends nothing is not noted"):
+        router = Router(1, 1, capabilities=(PULLS,))
+        first = router.place(20, plans=REMOTE)
+        router.placer.outcomes.admitted("a", HASHES[:20], first.chosen, told)
+        assert not router.balance.there.of(HASHES, router.now).deepest()
+    with subtests.test("with states up to the checkpoint of what was computed"):
+        router = Router(2, 0, layout=HYBRID, capabilities=BOTH_WAYS)
+        router.balance.there.add(router.decodes[0].id.key, HASHES, router.now, 5.0, resumable=30)
+        full(router, router.decodes[0])
+        router.waits(router.decodes[1], 0, prefill_tokens_per_s=2_000.0)
+        assert router.place().chosen.source.tokens == 30 * BLOCK
