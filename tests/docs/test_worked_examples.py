@@ -11,6 +11,8 @@ from services.kv.transfer_plan import merge_moves
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import place
 from services.router.placement.price import PriceList, PriceWeights
+from services.router.placement.sources import Holder, sources_of
+from services.router.ranks.learned import PullPace
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId
 from services.values.rank import Generation, RankId, Room
 
@@ -56,15 +58,14 @@ def runs_line(runs):
     return ", ".join(f"{run.first_page} x{run.num_pages}" for run in runs)
 
 
+D0 = DecodeCandidate(RankId("d0", 0, Generation(1)), 1_600, 4_000, TOKENS_PER_S, 8, 0.02, 50_000, 0, queued=2)
+D1 = DecodeCandidate(RankId("d1", 0, Generation(2)), 0, 0, TOKENS_PER_S, 4, 0.02, 500, 50_000)
+P0 = PrefillCandidate(RankId("p0", 0, Generation(3)), 512, 0, TOKENS_PER_S, 50_000)
+REQUEST = PlacementRequest(2_000, 128 * 2**10, 512)
+
+
 def prices():
-    decodes = [
-        DecodeCandidate(
-            RankId("d0", 0, Generation(1)), 1_600, 4_000, TOKENS_PER_S, 8, 0.02, 50_000, 0, queued=2
-        ),
-        DecodeCandidate(RankId("d1", 0, Generation(2)), 0, 0, TOKENS_PER_S, 4, 0.02, 500, 50_000),
-    ]
-    p0 = PrefillCandidate(RankId("p0", 0, Generation(3)), 512, 0, TOKENS_PER_S, 50_000)
-    request = PlacementRequest(2_000, 128 * 2**10, 512)
+    decodes, p0, request = [D0, D1], P0, REQUEST
     decision = place(request, decodes, [p0], bandwidth, PriceWeights(), tie=0.5)
     listed = PriceList(request, PriceWeights(), bandwidth, decodes, [p0])
     sender = listed.sender(p0)
@@ -74,6 +75,27 @@ def prices():
         ways.append((f"remote p0 -> {decode.id.worker}", listed.remote_terms(receiver, sender, BYTES_PER_S)))
         ways.append((f"local        {decode.id.worker}", listed.local_terms(receiver)))
     ways.sort(key=lambda way: sum(way[1].values()))
+    assert decision.chosen.total_s == pytest.approx(sum(ways[0][1].values()))
+    return "\n".join(price_line(name, terms) for name, terms in ways)
+
+
+def pulls():
+    """The source of both others is d0."""
+    layout = KvLayout(page_size=1, page_bytes=128 * 2**10, model_fingerprint=1)
+    holder = Holder(D0.id, layout, D0.hit_tokens, D0.hit_tokens, D0.running)
+    pace = PullPace(0.005, BYTES_PER_S)
+    d1, p0 = (
+        rank._replace(sources=sources_of(rank, layout, [holder], lambda source, own: pace))
+        for rank in (D1, P0)
+    )
+    listed = PriceList(REQUEST, PriceWeights(), bandwidth, [D0, d1], [p0])
+    [of_d1], [of_p0] = d1.sources, p0.sources
+    receiver, sender = listed.receiver(D0), listed.sender(p0, of_p0)
+    ways = [
+        ("remote d0 -> p0 -> d0", listed.remote_terms(receiver, sender, BYTES_PER_S)),
+        ("local        d0 -> d1", listed.local_terms(listed.receiver(d1), of_d1)),
+    ]
+    decision = place(REQUEST, [D0, d1], [p0], bandwidth, PriceWeights(), tie=0.5)
     assert decision.chosen.total_s == pytest.approx(sum(ways[0][1].values()))
     return "\n".join(price_line(name, terms) for name, terms in ways)
 
@@ -88,7 +110,7 @@ def bandwidth(_prefill, _decode):
 
 
 def test_an_example_says_what_the_code_says(subtests):
-    for example in [hashes, ticket, carried, prices]:
+    for example in [hashes, ticket, carried, prices, pulls]:
         with subtests.test(example.__name__):
             text = example()
             assert f"```\n{text}\n```" in DESIGN, f"in docs/design.md:\n{text}"
