@@ -51,6 +51,15 @@ def test_usage_and_requests(subtests, capsys):
         )
         assert second.endswith("34 generated") and "KV moved 2.0 KiB" in second
         assert in_all == "in all: 48 computed, KV moved 2.0 KiB, saved 0 B"
+    with subtests.test("what was pulled, and why nothing was, stands beside what was reused"):
+        source = common_pb2.RankId(worker="d7", rank=2)
+        usage = generation_pb2.Usage(reused_tokens=16, pulled_tokens=12, pulled_bytes=1536)
+        pulled = generation_pb2.Placement(source=source, usage=usage)
+        _print_usage(generation_pb2.Finish(usage=usage, placement=pulled))
+        assert "16 reused (12 pulled from d7/2, 1.5 KiB), " in capsys.readouterr().err
+        refused = generation_pb2.Placement(source=source, pull_refused="busy")
+        _print_usage(generation_pb2.Finish(placement=refused))
+        assert "0 reused (nothing pulled: busy), " in capsys.readouterr().err
     with subtests.test("what is carried is told apart"):
         usage = usage_of(29, 16, 6, moved=5120, sliding_window=1024, recurrent=3072)
         _print_usage(generation_pb2.Finish(usage=usage, placement=FIRST, placements=[FIRST]))

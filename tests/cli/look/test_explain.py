@@ -64,6 +64,21 @@ def test_explanations(subtests):
             "     note pinned",
             "   d0/0    p0/0     remote  700.00",
         ]
+    with subtests.test("it says from whom the computing rank would pull"):
+        answer = generation_pb2.ExplainResponse()
+        answer.CopyFrom(EXPLANATION)
+        for candidate in answer.candidates[:2]:
+            candidate.source.CopyFrom(OTHER)
+            candidate.source_tokens = 704
+        answer.candidates[0].terms.extend(terms(pull=0.004, lend=0.001))
+        lines = format_explanation(answer).splitlines()
+        assert lines[1] == "chosen: d0/1, plan local, pulled from d0/0"
+        (headings,) = (line.split() for line in lines if "wait_decode" in line)
+        assert headings[4:8] == ["wait_decode", "pull", "compute", "lend"]
+        assert [line.split("  ")[-1].strip() for line in lines if "pulls 704 from d0/0" in line] == [
+            "pinned, pulls 704 from d0/0",
+            "pulls 704 from d0/0",
+        ]
     with subtests.test("it says what the answer is kept to and which past answers are known"):
         answer = generation_pb2.ExplainResponse(constraint="grammar", past_answers={"unknown": 1, "found": 3})
         lines = format_explanation(answer).splitlines()

@@ -33,7 +33,9 @@ def running(number=1, **fields):
     return g.RunningRequest(**usual | fields)
 
 
-def finished(number=1, prompt=100, found=60, ttft_s=0.02, outcome="ok", decode=D0, plan=c.PLAN_REMOTE):
+def finished(
+    number=1, prompt=100, found=60, ttft_s=0.02, outcome="ok", decode=D0, plan=c.PLAN_REMOTE, pulled=0
+):
     if outcome != "ok":
         return g.FinishedRequest(request_id=f"done-{number}", outcome=outcome, duration_s=1.0)
     is_remote = plan == c.PLAN_REMOTE
@@ -44,6 +46,8 @@ def finished(number=1, prompt=100, found=60, ttft_s=0.02, outcome="ok", decode=D
         delta_tokens=prompt - found if is_remote else 0,
         prefill_prefix_len=found // 2 if is_remote else 0,
         kv_bytes_moved=2048 * (prompt - found) if is_remote else 0,
+        pulled_tokens=pulled,
+        pulled_bytes=2048 * pulled,
     )
     placement = g.Placement(decode=decode, prefill=P0 if is_remote else None, plan=plan)
     finish = g.Finish(

@@ -57,6 +57,16 @@ def test_pictures(subtests, picture):
         lines = shown(picture, hint="q leaves")
         assert max(map(len, lines)) <= 80
         assert lines == EXPECTED.splitlines()
+    with subtests.test("what was pulled has a column where there is room, and stands with what came"):
+        pulled = Picture(60.0, 0.0)
+        local = finished(5, prompt=100, found=80, pulled=60, plan=common_pb2.PLAN_LOCAL)
+        pulled.add(first(finished=[finished(4, prompt=100, found=80, pulled=30), local]), 4.0, is_first=True)
+        lines = shown(pulled, width=120)
+        (headings,) = (line.split() for line in lines if line.startswith("finished"))
+        (here,) = (line.split() for line in lines if line.startswith("done-5"))
+        (there,) = (line.split() for line in lines if line.startswith("done-4"))
+        assert "pulled" in headings and "60" in here and "30" in there
+        assert "20%" in here and "80%" in there and "120.0" in here
     with subtests.test("where there is room none is left out"):
         lines = shown(picture, height=24)
         assert not any("more" in line for line in lines)

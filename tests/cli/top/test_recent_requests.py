@@ -32,6 +32,13 @@ def test_totals_and_hits(subtests):
         window.add(0.0, finished(prompt=10, found=5, decode=D1, plan=common_pb2.PLAN_LOCAL))
         assert window.hit_rates(1.0) == {name_of(D0): 0.2, name_of(D1): 0.5, name_of(P0): 0.1}
         assert window.hit_rates(60.0) == {}
+    with subtests.test("what a rank pulled is no hit of its own"):
+        window = RecentRequests(60.0, 0.0)
+        window.add(0.0, finished(prompt=100, found=80, pulled=30))
+        assert window.hit_rates(1.0) == {name_of(D0): 0.8, name_of(P0): 0.1}
+        window.add(0.0, finished(prompt=100, found=80, pulled=60, decode=D1, plan=common_pb2.PLAN_LOCAL))
+        assert window.hit_rates(1.0)[name_of(D1)] == 0.2
+        assert window.totals(1.0).hit_rate == 0.5
 
 
 @settings(max_examples=40)
