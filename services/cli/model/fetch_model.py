@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from services.cli.model.written import require_empty, written_whole
+from services.cli.model.checkpoint_directory import require_empty, written_whole
 from services.model.gguf import read_gguf
 from services.model.gguf_model import GgufModel, model_of
 from services.settings.flags import load, refusing, setting

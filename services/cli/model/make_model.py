@@ -47,7 +47,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from services.cli.model.chat_templates import CHAT_TEMPLATES, CLOSE, EOS, OPEN
-from services.cli.model.written import require_empty
+from services.cli.model.checkpoint_directory import require_empty
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model.gguf_files import TOKENS, write_llama
 from services.cli.model import fetch_model
-from services.cli.model.written import require_empty, written_whole
+from services.cli.model.checkpoint_directory import require_empty, written_whole
 from services.settings.named_models import FILES, KNOWN, WEIGHTS, is_whole, resolved
 from services.values.errors import ConfigError, Unavailable
 
