@@ -22,8 +22,8 @@ import torch
 from services.engine.paged.model_runner import NO_TOKEN, Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
 from services.engine.torch.draft_tokens import DraftedHistory
+from services.engine.torch.model.kv_groups import whole_group
 from services.engine.torch.model.packed_model import Computed, PackedModel
-from services.engine.torch.model.remembered import whole_group
 from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for
@@ -107,18 +107,18 @@ class TorchDraft:
         check_same_tokens(checkpoint, target)
         self._model = PackedModel(load_model(checkpoint, device), torch.get_num_threads(), fuses=fuses)
         try:
-            remembered = self._model.remembered
-            if remembered.states:
+            probed = self._model.probed
+            if probed.states:
                 raise ConfigError("it has recurrent layers: their states are of one position")
-            group = whole_group(remembered.calls)
+            group = whole_group(probed.calls)
         except ConfigError as error:
             raise ConfigError(f"{checkpoint.directory} cannot draft: {error}") from error
         if settings.self_check:
             check(self._model, page_size, str(checkpoint.directory), settings.kv_dtype)
         self._model.pack(torch.get_num_threads())
-        self._sampler = also_for(sampler, remembered.logits_dtype)
+        self._sampler = also_for(sampler, probed.logits_dtype)
         self._pools = Pools(
-            remembered,
+            probed,
             num_pages=num_pages + settings.scratch_pages,
             page_size=page_size,
             sizes=PoolSizes(),

@@ -23,8 +23,8 @@ from services.engine.start_fault import start_fault
 from services.engine.torch.attention.in_place import choose_in_place, choose_packings, end_threads
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach
-from services.engine.torch.model.remembered import (
-    Remembered,
+from services.engine.torch.model.kv_groups import (
+    ProbeResult,
     State,
     StateName,
     attention_groups,
@@ -237,7 +237,7 @@ class Pools:
 
     def __init__(
         self,
-        remembered: Remembered,
+        probed: ProbeResult,
         *,
         num_pages: int,
         page_size: int,
@@ -257,10 +257,10 @@ class Pools:
         would be stored in another type than the model's. Raises Unavailable where too little memory is free
         now.
         """
-        self.calls = remembered.calls
+        self.calls = probed.calls
         self._paged: list[KvPool] = []
-        model_dtype = (groups or attention_groups(remembered.calls))[0].dtype
-        full, *windowed = _kept_in(groups or attention_groups(remembered.calls), kv_dtype)
+        model_dtype = (groups or attention_groups(probed.calls))[0].dtype
+        full, *windowed = _kept_in(groups or attention_groups(probed.calls), kv_dtype)
         for group in (full, *windowed):
             num_units = num_pages if group is full else sizes.num_units(group, page_size, num_pages)
             pool = KvPool(
@@ -273,18 +273,18 @@ class Pools:
             self._paged.append(pool)
         self.slots: SlotPool | None = None
         units = [full, *(replace(pool.group, unit_bytes=pool.unit_bytes) for pool in self._paged[1:])]
-        if remembered.states:
-            states = recurrent_group(remembered.states, model_dtype)
+        if probed.states:
+            states = recurrent_group(probed.states, model_dtype)
             num_slots = sizes.num_units(states, page_size, num_pages)
-            self.slots = SlotPool(remembered.states, num_slots=num_slots, device=device)
+            self.slots = SlotPool(probed.states, num_slots=num_slots, device=device)
             units.append(replace(states, unit_bytes=self.slots.slot_bytes))
         page_bytes = self._paged[0].unit_bytes
         self.layout = KvLayout(page_size, page_bytes, model_fingerprint, groups=tuple(units))
         kv = [pool.kv for pool in self._paged]
-        heads = [_num_heads(remembered, group) for group in (full, *windowed)]
+        heads = [_num_heads(probed, group) for group in (full, *windowed)]
         self._in_place = choose_in_place(kv, heads) if by_kernels else (None,) * len(kv)
         packings = choose_packings(kv, heads) if by_kernels else ()
-        self.layers = PagedLayers(kv, self._in_place, _places(remembered, self.layout.groups), packings)
+        self.layers = PagedLayers(kv, self._in_place, _places(probed, self.layout.groups), packings)
 
     @property
     def memory(self) -> tuple[PoolMemory, ...]:
@@ -319,14 +319,14 @@ def _kept_in(groups: Sequence[KvGroup], kv_dtype: KvDtype | None) -> Sequence[Kv
     return [replace(group, dtype=_KV_DTYPES[kv_dtype]) for group in groups]
 
 
-def _num_heads(remembered: Remembered, group: KvGroup) -> frozenset[int]:
+def _num_heads(probed: ProbeResult, group: KvGroup) -> frozenset[int]:
     """Return the counts of query heads, which may differ between layers whose K and V have equal shapes."""
-    return frozenset(call.num_heads for call in remembered.calls if call.layer_idx in group.layer_ids)
+    return frozenset(call.num_heads for call in probed.calls if call.layer_idx in group.layer_ids)
 
 
-def _places(remembered: Remembered, groups: Sequence[KvGroup]) -> dict[int, LayerPlace]:
+def _places(probed: ProbeResult, groups: Sequence[KvGroup]) -> dict[int, LayerPlace]:
     places = {}
-    for call in remembered.calls:
+    for call in probed.calls:
         pool = next(
             i for i, group in enumerate(groups) if call.layer_idx in group.layer_ids and group.num_kv_heads
         )

@@ -96,9 +96,9 @@ class TorchRunner:
             check(self._model, page_size, str(checkpoint.directory), kv_dtype)
         fingerprint = self._as_stored(checkpoint, weights)
         self._model.pack(torch.get_num_threads(), SharedWeights() if shares_weights else None)
-        self._sampler = open_sampler(self._device, checkpoint.vocab_size, self._model.remembered.logits_dtype)
+        self._sampler = open_sampler(self._device, checkpoint.vocab_size, self._model.probed.logits_dtype)
         self._pools = Pools(
-            self._model.remembered,
+            self._model.probed,
             num_pages=num_pages,
             page_size=page_size,
             sizes=sizes or PoolSizes(),
@@ -191,7 +191,7 @@ class TorchRunner:
             return checkpoint.fingerprint
         weights = form or stored_weights(checkpoint)
         kinds: dict[str, str] = {}
-        kept = self._model.remembered.read_linears
+        kept = self._model.probed.read_linears
         multiply_as_stored(self._model.model, kept, weights, report=kinds.__setitem__)
         way = way_of(form, kinds)
         return computed_by(checkpoint.fingerprint, way) if way else checkpoint.fingerprint

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch.device import finish_step
+from services.engine.torch.model.kv_groups import StateName
 from services.engine.torch.model.packed_model import PackedModel
-from services.engine.torch.model.remembered import StateName
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_buffers import PromptRoom
 from services.values.kv import PageId

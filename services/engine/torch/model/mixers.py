@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.device import send
 from services.engine.torch.model.activations import EvenFunctions
-from services.engine.torch.model.remembered import Mixer, StateName
+from services.engine.torch.model.kv_groups import Mixer, StateName
 from services.engine.torch.model.step_cache import (
     ConvStates,
     RecurrentStates,

@@ -20,11 +20,11 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from services.engine.start_fault import start_fault
-from services.engine.torch.model.remembered import (
+from services.engine.torch.model.kv_groups import (
     AttentionCall,
     AttentionShape,
     Mixer,
-    Remembered,
+    ProbeResult,
     State,
     StateKind,
     StateName,
@@ -37,7 +37,7 @@ _IMPLEMENTATION = "isthmus_probe"
 _TOKENS = (1, 2, 3)
 
 
-def probe(model: PreTrainedModel) -> Remembered:
+def probe(model: PreTrainedModel) -> ProbeResult:
     """Run `model` once, and leave it as it was.
 
     Raises ConfigError where the definition needs something that is missing here, and Unavailable where memory
@@ -47,7 +47,7 @@ def probe(model: PreTrainedModel) -> Remembered:
     try:
         with attending_by(model, _IMPLEMENTATION):
             seen.run(model)
-        return seen.remembered()
+        return seen.result()
     except ConfigError:
         raise
     except Exception as error:  # A model's definition may raise any exception.
@@ -100,12 +100,12 @@ class _Probe:
             )
         self._logits_dtype = output.logits.dtype
 
-    def remembered(self) -> Remembered:
+    def result(self) -> ProbeResult:
         if self._pending is not None:
             raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
         states = tuple(state for _, (state, _) in sorted(self._states.items()))
         read_linears = self._read_linears()
-        return Remembered(tuple(self._calls), self._mixers(), states, read_linears, self._logits_dtype)
+        return ProbeResult(tuple(self._calls), self._mixers(), states, read_linears, self._logits_dtype)
 
     def _read_linears(self) -> frozenset[nn.Module]:
         linears = {

@@ -79,16 +79,16 @@ class PackedModel:
         # On a GPU nothing guarantees equal bits, and short scans would leave it idle.
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
         self._cache_argument = cache_argument(model)
-        self.remembered = probe(model)
+        self.probed = probe(model)
         self.fused = Fused()
         if fuses and self.device.type == "cuda":
-            self.fused = fuse(model, self.remembered.read_linears)
+            self.fused = fuse(model, self.probed.read_linears)
         if self.device.type == "cpu":
             even_activations(model)
             fuse_norms(model)
         self._workers = Workers(num_threads)
         self.in_place = False  # This is whether recurrences of single tokens update states in place.
-        for mixer in self.remembered.mixers:
+        for mixer in self.probed.mixers:
             kinds = {kind for _, kind, _ in mixer.states}
             is_on_cpu = self.device.type == "cpu"
             forward = forward_in_place(mixer.module, self._workers, kinds) if is_on_cpu else None
@@ -101,7 +101,7 @@ class PackedModel:
         `num_threads` is torch's number of threads. With `weights` other processes share them. Raises
         ConfigError where the model cannot compute then.
         """
-        pack_linears(self.model, num_threads, self.remembered.read_linears, weights)
+        pack_linears(self.model, num_threads, self.probed.read_linears, weights)
         if weights is not None:
             share_parameters(self.model, weights)
         probe(self.model)

@@ -24,8 +24,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from services.engine.torch.model.activations import even, even_names, with_globals
+from services.engine.torch.model.kv_groups import StateKind
 from services.engine.torch.model.recurrence_kernel import Floats, delta_rule, mamba2
-from services.engine.torch.model.remembered import StateKind
 from services.engine.torch.model.step_cache import ConvStates, RecurrentStates, TokenRuns, by_rounds
 
 _DELTA_RULE = {"query", "key", "value", "g", "beta", "initial_state"}

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from services.engine.torch.attention.paged_attention import store_and_gather
 from services.engine.torch.attention.step_view import StepView
 from services.engine.torch.device import send
+from services.engine.torch.model.kv_groups import AttentionCall, StateKind
 from services.engine.torch.model.recurrence_kernel import Ids, Runs
-from services.engine.torch.model.remembered import AttentionCall, StateKind
 from services.engine.torch.pools import SlotPool
 from services.values.errors import ConfigError
 

@@ -83,7 +83,7 @@ class Made:
         self.model = PackedModel(model)
         self.model.scan_tokens = None
         self.pools = Pools(
-            self.model.remembered,
+            self.model.probed,
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
             sizes=PoolSizes(num_window_pages=NUM_PAGES, num_slots=NUM_SLOTS),

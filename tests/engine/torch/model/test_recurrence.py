@@ -15,6 +15,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import recurrence
+from services.engine.torch.model.kv_groups import State
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.recurrence import (
     Workers,
@@ -23,7 +24,6 @@ from services.engine.torch.model.recurrence import (
     _Mamba2,
     forward_in_place,
 )
-from services.engine.torch.model.remembered import State
 from services.engine.torch.model.step_cache import RecurrentStates, TokenRuns
 from services.engine.torch.pools import SlotPool
 from services.engine.torch.runner import TorchRunner

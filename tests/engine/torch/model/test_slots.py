@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from services.engine.torch.model.remembered import State
+from services.engine.torch.model.kv_groups import State
 from services.engine.torch.pools import SlotPool
 from services.values.errors import ConfigError, ProtocolError
 

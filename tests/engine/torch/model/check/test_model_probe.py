@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.model.kv_groups import attention_groups
 from services.engine.torch.model.model_probe import probe
-from services.engine.torch.model.remembered import attention_groups
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind, KvGroup
 

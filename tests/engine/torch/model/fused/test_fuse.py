@@ -236,7 +236,7 @@ def as_on_a_gpu(monkeypatch):
 
 def packed(family, dtype="float32", kernels=PLAIN):
     model = PackedModel(loaded(family, dtype))
-    model.fused = fuse(model.model, model.remembered.read_linears, kernels)
+    model.fused = fuse(model.model, model.probed.read_linears, kernels)
     return model
 
 

@@ -90,9 +90,9 @@ def launches_of_step(directory, num_layers, launched, batch=3):
     launches, kernels = launched
     make_model(directory, "llama", num_layers=num_layers)
     model = PackedModel(load_model(open_checkpoint(directory, "bfloat16"), CPU))
-    model.fused = fuse.fuse(model.model, model.remembered.read_linears, kernels)
+    model.fused = fuse.fuse(model.model, model.probed.read_linears, kernels)
     pools = Pools(
-        model.remembered, num_pages=16, page_size=64, sizes=PoolSizes(), model_fingerprint=0, device=CPU
+        model.probed, num_pages=16, page_size=64, sizes=PoolSizes(), model_fingerprint=0, device=CPU
     )
     pages = [[PageId(4 * i + page) for page in range(4)] for i in range(batch)]
     chunks = [Chunk([5], 200, own, True, SamplingParams(temperature=0)) for own in pages]

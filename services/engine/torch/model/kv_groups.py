@@ -64,7 +64,7 @@ class Mixer:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class ProbeResult:
     calls: tuple[AttentionCall, ...]
     mixers: tuple[Mixer, ...]
     states: tuple[State, ...]  # They are in order of their names.
