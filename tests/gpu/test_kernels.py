@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.kernel_cases import Layout, attended, steps
-from services.engine.torch.attention.agreement import require_agreement, require_causal, require_stored
+from services.engine.torch.attention.attention_trial import require_agreement, require_causal, require_stored
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.device import open_device

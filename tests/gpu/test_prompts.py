@@ -9,7 +9,7 @@ from engine.torch.attention.paging import view_of
 from engine.torch.attention.plain_prompts import varlen_plainly
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention import prompts
-from services.engine.torch.attention.agreement import require_gathered, require_packed
+from services.engine.torch.attention.attention_trial import require_gathered, require_packed
 from services.engine.torch.attention.paged_attention import paged_attention
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.prompts import Packing

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from services.engine.start_fault import start_fault
-from services.engine.torch.attention.in_place import choose_in_place, choose_packings, end_threads
+from services.engine.torch.attention.kernel_choice import choose_in_place, choose_packings, end_threads
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach
 from services.engine.torch.model.kv_groups import (

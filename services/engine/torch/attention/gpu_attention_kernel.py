@@ -10,7 +10,7 @@ all of them. Tables are built once per step (page_pieces.py); no kernel waits fo
 base 2, as GPUs compute those.
 
 Values that change from step to step do not specialize a kernel, so that each is compiled once, when the
-runner starts (in_place.py), and not in a step.
+runner starts (kernel_choice.py), and not in a step.
 
 `make gpu` tests this on a GPU, and `make test-triton` without one in Triton's interpreter.
 """

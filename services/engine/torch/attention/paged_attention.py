@@ -6,8 +6,8 @@ which pages. `model(..., paged=view)` then passes this keyword to the attention 
 `paged_attention` does three things:
 
 1. It stores the step's K and V in their pages.
-2. It attends to pages in place, with the kernel chosen at the start (in_place.py): on a CPU for all tokens,
-   on a GPU for single ones.
+2. It attends to pages in place, with the kernel chosen at the start (kernel_choice.py): on a CPU for all
+   tokens, on a GPU for single ones.
 3. Without a kernel it gathers what all chunks see and attends at once (prompts.py), or chunk by chunk.
 
 The packed tokens of a step are one row: input_ids and position_ids are [1, total]. For an attention

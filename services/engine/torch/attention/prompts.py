@@ -10,7 +10,7 @@ they read. `attend_packed` runs in each layer:
 
 It supports half precision, with sliding windows or none. Everything else attends chunk by chunk
 (paged_attention.py). When the runner starts, it tries whether the result is right on this device
-(in_place.py).
+(kernel_choice.py).
 """
 
 import inspect

@@ -18,9 +18,9 @@ from engine.torch.sequences import Carried, PageTables, Sequence, generate
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.torch import pools as runner_pools
-from services.engine.torch.attention import in_place, prompts
-from services.engine.torch.attention.agreement import KernelWrong, require_gathered, require_packed
-from services.engine.torch.attention.in_place import choose_packings
+from services.engine.torch.attention import kernel_choice, prompts
+from services.engine.torch.attention.attention_trial import KernelWrong, require_gathered, require_packed
+from services.engine.torch.attention.kernel_choice import choose_packings
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape, Scores
 from services.engine.torch.attention.prompts import Packing, is_packable
@@ -145,10 +145,10 @@ def test_numbers_that_flash_attention_cannot_read_are_copied():
 def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(9, 0)):
     """A pool that says it is on a GPU; it is tried on the CPU."""
     pool = empty(PageShape(3, 2, 16, head_dim, head_dim), num_pages=2, dtype=dtype)
-    monkeypatch.setattr(in_place, "require_gathered", lambda tried, kv: require_gathered(tried, pool))
+    monkeypatch.setattr(kernel_choice, "require_gathered", lambda tried, kv: require_gathered(tried, pool))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
-        in_place, "require_packed", lambda tried, kv, heads: require_packed(tried, pool, heads)
+        kernel_choice, "require_packed", lambda tried, kv, heads: require_packed(tried, pool, heads)
     )
     module = SimpleNamespace(gather_pages=kernel)
     monkeypatch.setitem(__import__("sys").modules, "services.engine.torch.attention.gather_kernel", module)

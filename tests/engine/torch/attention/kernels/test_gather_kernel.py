@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.torch.attention.paging import empty
 from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
 from services.engine.torch.attention import prompts
-from services.engine.torch.attention.agreement import require_gathered, require_packed
+from services.engine.torch.attention.attention_trial import require_gathered, require_packed
 from services.engine.torch.attention.page_pieces import Read
 from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.prompts import Packing, PlacedRead, pack_chunks

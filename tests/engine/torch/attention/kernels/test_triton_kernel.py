@@ -24,7 +24,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
-from services.engine.torch.attention.agreement import require_agreement, require_stored
+from services.engine.torch.attention.attention_trial import require_agreement, require_stored
 from services.engine.torch.attention.page_pieces import OnDevice, PartsView
 from services.engine.torch.attention.paged_kv import PageShape, Scores
 from services.engine.torch.attention.step_view import view_step

@@ -3,10 +3,10 @@
 On a CPU that is cpu_attention_kernel.py, for all tokens. On a GPU it is gpu_attention_kernel.py, for single
 tokens, if it compiles there and agrees with the gather path, which copies each sequence's K and V and needs
 only torch. If not, the gather path serves them, too, as it serves all chunks of several tokens there, and
-latents. The gather path is checked first (agreement.py). With the kernel comes one that stores K and V, if
-its result is equal to the bit; otherwise torch stores them. (A kernel that breaks the CUDA context ends the
-process, as torch cannot continue either.) Chunks of several tokens are packed (prompts.py) if that is right,
-too.
+latents. The gather path is checked first (attention_trial.py). With the kernel comes one that stores K and V,
+if its result is equal to the bit; otherwise torch stores them. (A kernel that breaks the CUDA context ends
+the process, as torch cannot continue either.) Chunks of several tokens are packed (prompts.py) if that is
+right, too.
 """
 
 import logging
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from services.engine.torch.attention.agreement import (
+from services.engine.torch.attention.attention_trial import (
     require_agreement,
     require_causal,
     require_gathered,

@@ -15,7 +15,7 @@ from engine.torch.attention.kernels.plain_parts import (
 from engine.torch.attention.paging import empty
 from services.engine.torch.attention import paged_attention as attention
 from services.engine.torch.attention import step_view
-from services.engine.torch.attention.agreement import (
+from services.engine.torch.attention.attention_trial import (
     KernelWrong,
     require_agreement,
     require_causal,

@@ -11,9 +11,9 @@ from engine.torch.attention.kernels.plain_parts import (
     store_kv_plainly,
 )
 from engine.torch.attention.paging import empty
-from services.engine.torch.attention import in_place
-from services.engine.torch.attention.agreement import require_agreement, require_stored
-from services.engine.torch.attention.in_place import choose_in_place, end_threads
+from services.engine.torch.attention import kernel_choice
+from services.engine.torch.attention.attention_trial import require_agreement, require_stored
+from services.engine.torch.attention.kernel_choice import choose_in_place, end_threads
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import InPlace
@@ -34,10 +34,10 @@ def pool_on_a_gpu(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(
-        in_place, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
+        kernel_choice, "require_agreement", lambda on_device, kv: require_agreement(on_device, pool())
     )
-    monkeypatch.setattr(in_place, "require_stored", lambda store, kv: require_stored(store, pool()))
-    monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: None)
+    monkeypatch.setattr(kernel_choice, "require_stored", lambda store, kv: require_stored(store, pool()))
+    monkeypatch.setattr(kernel_choice, "require_causal", lambda kv, num_heads: None)
     return SimpleNamespace(numbers=SimpleNamespace(device=torch.device("cuda", 0)), is_latent=False)
 
 
@@ -78,7 +78,7 @@ def test_on_a_gpu(subtests, caplog):
         cuda = pool_on_a_gpu(monkeypatch)
         caplog.clear()
         tried = []
-        monkeypatch.setattr(in_place, "require_causal", lambda kv, num_heads: tried.append(num_heads))
+        monkeypatch.setattr(kernel_choice, "require_causal", lambda kv, num_heads: tried.append(num_heads))
         install(monkeypatch, attend_parts_plainly)
         caplog.set_level(logging.INFO)
         assert choose_in_place([cuda], [frozenset({4, 8})]) == (None,)
@@ -113,7 +113,7 @@ def test_on_a_gpu(subtests, caplog):
             raise ConfigError("this torch does not attend as it should")
 
         install(monkeypatch, attend_parts_plainly)
-        monkeypatch.setattr(in_place, "require_causal", refuse)
+        monkeypatch.setattr(kernel_choice, "require_causal", refuse)
         with pytest.raises(ConfigError, match="does not attend"):
             choose_in_place([cuda], [HEADS])
 
