@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import engine, told_apart, tool_loops, transfer
+from bench import answer_parsing, engine, tool_loops, transfer
 from bench.decode_cache import __main__ as decode_cache
 from bench.gpu import steps
 from bench.gpu.outcomes import headlines
@@ -97,9 +97,9 @@ def test_router_saturated_quickly(tmp_path, monkeypatch, ranks):
     assert all(row["ITL p99"] <= row["gap p99"] for row in asked)
 
 
-def test_told_apart_quickly(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["told_apart", "--tokens=300", "--rounds=1"])
-    told_apart.main()
+def test_answer_parsing_quickly(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["answer_parsing", "--tokens=300", "--rounds=1"])
+    answer_parsing.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["no parser", "thinking", "thinking and calls"]
 

@@ -1,7 +1,7 @@
 """This benchmark measures what parsing answers costs the router: microseconds a token, beside decoding its
 text.
 
-python -m bench.told_apart [--tokens=4000] [--rounds=5]
+python -m bench.answer_parsing [--tokens=4000] [--rounds=5]
 """
 
 import argparse
