@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.engine.torch.sampling.draw_weights import (
+from services.engine.torch.sampling.draw_kernel_functions import (
     UNIT,
     distances_of,
     highest_of,
