@@ -15,8 +15,8 @@ import torch
 from bench.report import Row, spread
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.runner import TorchRunner
-from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import StepMasks
+from services.engine.torch.sampling.torch_sampler import sample
 from services.grammar.grammars import Grammars, open_tokenizer
 from services.grammar.matcher import Matcher
 from services.grammar.vocabulary import Vocabulary

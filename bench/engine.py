@@ -40,7 +40,7 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
 from services.engine.torch.sampling.device_sampler import open_sampler
-from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling.torch_sampler import sample
 from services.grammar.grammars import Grammars
 from services.values.kv import PageId
 from services.values.request import SamplingParams

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from services.engine.fake import continuation
-from services.engine.torch.sampling.sample import uniform
+from services.engine.torch.sampling.torch_sampler import uniform
 
 _NEAR_STD = 1e-4  # of two logits, in standard deviations of all: rounding stays below 3e-5
 _NEAR_SHARE = 1e-4  # of the distribution that is drawn from

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.engine.paged.model_runner import Chunk, Sampled
-from services.engine.torch.sampling.sample import uniform
+from services.engine.torch.sampling.torch_sampler import uniform
 from services.values.request import TokenLogprobs
 
 Floats = NDArray[np.float64]

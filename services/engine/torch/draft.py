@@ -27,7 +27,7 @@ from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for
-from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling.torch_sampler import sample
 from services.engine.torch.step_graphs import open_graphs
 from services.kv.shadow_validity import ShadowValidity
 from services.kv.tails import PoolSizes

@@ -24,9 +24,9 @@ from services.engine.torch.model.self_check import check
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored, way_of
 from services.engine.torch.sampling.device_sampler import open_sampler
-from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.scored_rows import report_scores
 from services.engine.torch.sampling.step_masks import NO_MASKS, StepMasks
+from services.engine.torch.sampling.torch_sampler import sample
 from services.engine.torch.shared_weights import SharedWeights
 from services.engine.torch.step_graphs import graph_budget, open_graphs
 from services.grammar.matcher import MaskCounts

@@ -3,8 +3,8 @@
 Raw logits, masked copies, and adjusted float64 copies share one table of parameters. Each of the three has
 its launches, and the ids of all rows are copied once.
 
-It chooses as sample.py does, which is used where the kernels do not work: when the runner starts, it compares
-the two.
+It chooses as torch_sampler.py does, which is used where the kernels do not work: when the runner starts, it
+compares the two.
 """
 
 import logging
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
 from services.engine.torch.sampling.adjusting import Histories, adjust_on_device, is_adjusted
-from services.engine.torch.sampling.sample import logprobs_of, sample, takes_the_highest, uniform_of
 from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
+from services.engine.torch.sampling.torch_sampler import logprobs_of, sample, takes_the_highest, uniform_of
 from services.values.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _Fields = tuple[float, ...]
 
-_BLOCK = 1 << 24  # This counts logits (see sample.py) of float64 copies, and of the kernels' scratch.
+_BLOCK = 1 << 24  # This counts logits (see torch_sampler.py) of float64 copies, and of the kernels' scratch.
 _MOST_ROWS = 4096  # This limits a block, so that a small vocabulary's scratch is small, too.
 _FIELDS = 8  # This is as in draw_kernels.py, which can only be imported with a GPU.
 _COLDEST = 1e-30  # Lower temperatures are raised to this, which leaves only logits within 3e-29 of the peak.

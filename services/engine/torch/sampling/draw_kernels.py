@@ -13,9 +13,9 @@ program per row.
 
 A weight, e**((logit - peak) / temperature), is rounded to float32 and counted in units of 2**-42, so that
 sums are of integers, which are exact in any order. So a row's draw does not depend on the other rows of its
-launch, or on the number of programs. sample.py's weights are float64, so the drawn id differs from its choice
-for points within a millionth of a boundary. Logits are compared themselves: where two differ and their
-weights in float64 do not, sample.py chooses the lower id instead of the higher one.
+launch, or on the number of programs. torch_sampler.py's weights are float64, so the drawn id differs from its
+choice for points within a millionth of a boundary. Logits are compared themselves: where two differ and their
+weights in float64 do not, torch_sampler.py chooses the lower id instead of the higher one.
 
 No kernel waits for the host. `make gpu` tests this on a GPU, and `make test-triton` without one in Triton's
 interpreter.

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.sampling.sample import at_least, floors, highest, log_sums_of
+from services.engine.torch.sampling.torch_sampler import at_least, floors, highest, log_sums_of
 from services.values.prompt_logprobs import PromptLogprobs
 
 # It returns the logits [len(rows), vocab_size] of rows of the step.
 LogitsOf = Callable[[Sequence[int]], Tensor]
 
 # A piece has so many logits that reading the output weights for its rows is efficient. A block is as in
-# sample.py.
+# torch_sampler.py.
 _PIECE = 1 << 24
 _CPU_BLOCK = 1 << 18
 

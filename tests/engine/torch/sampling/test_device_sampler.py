@@ -13,8 +13,8 @@ from engine.torch.sampling.test_step_masks import masks_of
 from services.engine.paged.model_runner import NO_TOKEN, Sampled
 from services.engine.torch.sampling import device_sampler
 from services.engine.torch.sampling.device_sampler import DeviceSampler, also_for, open_sampler
-from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import RowMasks
+from services.engine.torch.sampling.torch_sampler import sample
 
 CPU = torch.device("cpu")
 KERNELS = "services.engine.torch.sampling.draw_kernels"

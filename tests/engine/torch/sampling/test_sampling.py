@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk
-from services.engine.torch.sampling.sample import sample, uniform
+from services.engine.torch.sampling.torch_sampler import sample, uniform
 from services.values.request import SamplingParams
 
 VOCAB_SIZE = 24

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from exactness.plain_sampling import sample_row
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.sampling import sample as sampling
-from services.engine.torch.sampling.sample import sample
+from services.engine.torch.sampling import torch_sampler as sampling
+from services.engine.torch.sampling.torch_sampler import sample
 from services.values.request import SamplingParams, TokenLogprobs
 
 VOCAB_SIZE = 1000  # 15 ids in a stripe

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.sampling.sample import sample
 from services.engine.torch.sampling.step_masks import RowMasks
+from services.engine.torch.sampling.torch_sampler import sample
 from services.grammar.matcher import Masks
 from services.values.request import SamplingParams
 
