@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.pair import FAKE, Pair, core_of
+from engine.pair import FAKE, Pair, core_of, has_crashed
 from net.certificates import make_certificates
 from services.engine.fake import continuation, parse_carried
 from services.engine.paged.shell import pulling
 from services.engine.paged.shell.pulling import PullBounds
 from services.net.channels import TlsConfig
 from services.transfer.local import LocalTransport, _LandedWrite
+from services.transfer.sending import receivers
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan, PullSource, RankAddress, RankId
 from transfer.spoiling_transport import SpoilingTransport
@@ -524,4 +525,22 @@ async def test_a_failed_source_fails_no_prefill_leg(monkeypatch):
         admitted = await task
         monkeypatch.setattr(LocalTransport, "write", write)
         assert admitted.pulled.refused == "failed"
+        await ranks.assert_nothing_held()
+
+
+async def test_a_source_that_can_write_to_nobody_goes_on_without(monkeypatch):
+    """Its own requests need no writer, so they do not end with it."""
+
+    def fails(transport, peer, moves):
+        raise PeerFailed("the network is down")
+
+    monkeypatch.setattr(receivers, "MIN_SPAN_S", 0.0)
+    async with Ranks() as ranks:
+        prompts = [await ranks.hold([first, *PROMPT], 2) for first in range(receivers.MAX_FAILURES + 1)]
+        monkeypatch.setattr(LocalTransport, "write", fails)
+        told = [(await ranks.ask(prompt)).pulled.refused for prompt in prompts]
+        assert told == ["failed"] * receivers.MAX_FAILURES + ["gone"]
+        answer = await ranks.generate(PROMPT, 8, Plan.LOCAL)
+        assert answer.tokens == continuation(PROMPT, 8)
+        assert not await has_crashed(ranks.decode)
         await ranks.assert_nothing_held()

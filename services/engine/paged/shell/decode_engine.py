@@ -100,6 +100,11 @@ class PagedDecodeEngine(TransferringEngine):
             await self._start_sender(self._open_writer)
         self._start_links(self._open_listener())
 
+    def _sender_crashed(self, error: BaseException) -> None:
+        """Lend nothing any more, and say so to who asks. No request here needs anybody to be written to."""
+        log.critical("lending_ended rank=%s reason=%r", self._own_id, error)
+        self._sender_gone.set()
+
     def handshake(self) -> HandshakeService | None:
         return None if self._sender is None else self.handshake_of(self._sender)
 

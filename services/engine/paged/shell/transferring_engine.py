@@ -93,7 +93,7 @@ class TransferringEngine(PagedEngine):
             self._own_id,
             read_pages=self.read_pages,
             heard_s=lambda: hearing.heard_s,
-            on_crash=lambda error: loop.call_soon_threadsafe(self._fail_all, error),
+            on_crash=lambda error: loop.call_soon_threadsafe(self._sender_crashed, error),
         )
         await asyncio.to_thread(sender.start)
         self._sender = sender
@@ -117,6 +117,10 @@ class TransferringEngine(PagedEngine):
         )
         if self.pulls:
             self._pulling = Pulling(self, self._links)
+
+    def _sender_crashed(self, error: BaseException) -> None:
+        """Note that nobody can be written to any more: who only computes for others is of no use then."""
+        self._fail_all(error)
 
     def _abandon_sender(self) -> str:
         self._sender_gone.set()
